@@ -1,0 +1,121 @@
+"""What every child process shares: settings, links to the others, ready and failure reports.
+
+    python -m overlap_spec.actor ROLE RUN_DIR PARENT_PID
+
+Not here: what a role does, and who starts it (`engine.py`). A child dies with its parent, leaves SIGINT to
+it, and reports an exception as ActorFailed before it exits with status 1.
+"""
+
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+import zmq
+
+from overlap_spec.config import Settings, decode_settings
+from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.transport import Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
+
+ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
+    "tokenizer": "overlap_spec.tokenizer.actor",
+    "scheduler": "overlap_spec.scheduler.actor",
+    "worker": "overlap_spec.worker.actor",
+}
+SETTINGS_FILE = "settings.msgpack"
+PR_SET_PDEATHSIG = 1
+
+Main = Callable[["ActorContext"], Awaitable[None]]
+
+
+class ActorContext:
+    """What an actor is given: its settings and its links. Tests give one made of memory links."""
+
+    def __init__(self, role: str, settings: Settings, endpoints: Endpoints) -> None:
+        self.role = role
+        self.settings = settings
+        self.endpoints = endpoints
+        self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: list[Inbox[Any] | Outlet[Any]] = []
+        self._supervisor: Outlet[ToSupervisor] = self.outlet("supervisor")
+
+    def inbox(self, union: Any) -> Inbox[Any]:
+        """Bind this actor's inbox for messages of `union`."""
+        link: Inbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
+        self._links.append(link)
+        return link
+
+    def outlet(self, actor: str) -> Outlet[Any]:
+        """Connect to another actor's inbox."""
+        link: Outlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
+        self._links.append(link)
+        return link
+
+    def ready(self, facts: dict[str, str | int | float]) -> None:
+        """Tell the supervisor that this actor is warm; `facts` fill the start-up table."""
+        self._supervisor.send(ActorReady(self.role, facts))
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Tell whoever waits for the start what is going on."""
+        self._supervisor.send(ActorProgress(self.role, what, done, total))
+
+    def send_supervisor(self, message: ToSupervisor) -> None:
+        self._supervisor.send(message)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        self.zmq.term()
+
+
+def die_with_parent(expected_parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent dies (Linux); a parent already gone ends us at once."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected_parent:
+        raise SystemExit(1)
+
+
+def run_actor(role: str, run_dir: Path) -> int:
+    """Run one role to its end. Returns the exit status."""
+    settings = decode_settings((run_dir / SETTINGS_FILE).read_bytes())
+    logging.basicConfig(
+        level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
+    )
+    context = ActorContext(role, settings, Endpoints(run_dir))
+    try:
+        main = cast(Main, importlib.import_module(ROLES[role]).main)
+        uvloop.run(_as_coroutine(main, context))
+    except Exception as error:
+        logging.getLogger(role).error("failed: %s", error, exc_info=True)
+        text = f"{type(error).__name__}: {error}"
+        context.send_supervisor(ActorFailed(role, text, traceback.format_exc()))
+        return 1
+    finally:
+        context.close()
+    return 0
+
+
+async def _as_coroutine(main: Main, context: ActorContext) -> None:
+    await main(context)
+
+
+def main() -> None:
+    """Entry point of a child process."""
+    role, run_dir, parent = sys.argv[1:4]
+    faulthandler.enable()
+    die_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor says when; it kills who does not listen
+    sys.exit(run_actor(role, Path(run_dir)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Every error this project raises on purpose. It imports nothing of the project.
+
+A user meets four of them: `ConfigError` at start, `CheckpointError` at load, `RequestError` for one
+request and `ActorDied` when the service itself is gone. Each names what is wrong and what would be right.
+"""
+
+
+class OverlapSpecError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(OverlapSpecError, ValueError):
+    """A flag or option is wrong. `field` is its Python name (`page_size` for `--page-size`)."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"--{field.replace('_', '-')}: {message}")
+        self.field = field
+
+
+class CheckpointError(OverlapSpecError):
+    """A checkpoint cannot be used: the message names file, tensor, found and expected."""
+
+
+class OutOfPages(OverlapSpecError):
+    """The page pool cannot hold what was asked for; the planner answers by evicting or preempting."""
+
+
+class RequestError(OverlapSpecError, ValueError):
+    """One request is refused (HTTP 400). `field` names the offending field of that request."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Overloaded(OverlapSpecError):
+    """The engine does not take this request now (HTTP 503): full, starting or shutting down."""
+
+
+class RequestAborted(OverlapSpecError):
+    """The request was ended before it finished: on request, or because the engine is stopping."""
+
+
+class ActorDied(OverlapSpecError):
+    """A process of the engine died or failed. `actor` is its name; open requests end with this error."""
+
+    def __init__(self, actor: str, message: str) -> None:
+        super().__init__(f"{actor}: {message}")
+        self.actor = actor

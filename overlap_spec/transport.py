@@ -1,0 +1,152 @@
+"""Typed one-way links between actors: ZeroMQ between processes, a queue inside one (for tests).
+
+Not here: what the messages mean, and the public client link (`client_link.py`). A send never blocks, so
+the ring of actors cannot deadlock; what bounds it is the tokenizer's count of open requests. An inbox is
+bound by its reader and lives as long as the actor; outlets connect. Never pickle.
+"""
+
+import asyncio
+from collections import deque
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Inbox(Protocol[T_co]):
+    """Where one actor's messages arrive, of one union type."""
+
+    def drain(self) -> list[T_co]:
+        """Everything that has arrived; never waits."""
+        ...
+
+    async def recv(self) -> T_co:
+        """The next message. Cancellation: loses nothing."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Outlet(Protocol[T_contra]):
+    """The sending end of a link."""
+
+    def send(self, message: T_contra) -> None:
+        """Queue a message; never blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ZmqInbox(Generic[T]):
+    """A PULL socket that waits on its file descriptor: an idle actor burns no CPU."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, union: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._ready: deque[T] = deque()
+
+    def drain(self) -> list[T]:
+        self._read()
+        messages = list(self._ready)
+        self._ready.clear()
+        return messages
+
+    async def recv(self) -> T:
+        while not self._ready:
+            self._read()
+            if not self._ready:
+                await wait_readable(self._socket)
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                payload = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._ready.append(self._decoder.decode(payload))
+
+
+class ZmqOutlet(Generic[T]):
+    """A PUSH socket without a high-water mark."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 500)  # ms: time for a last ActorFailed to leave
+        self._socket.connect(address)
+
+    def send(self, message: T) -> None:
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def wait_readable(socket: zmq.Socket[bytes]) -> None:
+    """Wait until a ZeroMQ socket has something to read.
+
+    The socket's descriptor is edge-triggered and shared with the send side: it is only a hint, so the
+    events are read again before and after arming it, and the caller reads until EAGAIN.
+    """
+    loop = asyncio.get_running_loop()
+    descriptor: int = socket.getsockopt(zmq.FD)
+    while not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        woken = loop.create_future()
+        loop.add_reader(descriptor, lambda woken=woken: woken.done() or woken.set_result(None))
+        try:
+            if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                return
+            await woken
+        finally:
+            loop.remove_reader(descriptor)
+
+
+class MemoryLink(Generic[T]):
+    """Inbox and outlet in one, inside one event loop. Messages still pass the codec, so types are checked."""
+
+    def __init__(self, union: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._ready: deque[T] = deque()
+        self._arrived = asyncio.Event()
+
+    def send(self, message: T) -> None:
+        self._ready.append(self._decoder.decode(self._encoder.encode(message)))
+        self._arrived.set()
+
+    def drain(self) -> list[T]:
+        messages = list(self._ready)
+        self._ready.clear()
+        return messages
+
+    async def recv(self) -> T:
+        while not self._ready:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        self._ready.clear()
+
+
+class Endpoints:
+    """Addresses of one run: sockets in its private directory (0700), one inbox per actor."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def inbox(self, actor: str) -> str:
+        return f"ipc://{self.run_dir / actor}.sock"
