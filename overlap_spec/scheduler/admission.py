@@ -1,0 +1,92 @@
+"""Whom to let in: a request is refused if it can never run, and waits if it would soon push others out.
+
+Not here: slots and pages themselves (`roster.py`, `memory.py`). How much of `max_new_tokens` a request will
+really use is a guess, the new-token ratio: it sinks while all goes well and jumps up after a preemption.
+"""
+
+from collections.abc import Iterable
+
+from overlap_spec.messages import Admit
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.prefix_cache import TOKEN_BYTES
+from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.roster import Roster
+
+INITIAL_RATIO = 0.7
+MIN_RATIO = 0.14 * INITIAL_RATIO
+DECAY_STEPS = 600  # decode steps from the initial ratio down to the least
+MAX_GROWTH = 4096  # tokens: nobody is believed to need more than this in the near future
+STEPS_AHEAD = 20  # after a preemption, every remaining request shall have room for this many more tokens
+
+
+def why_refused(admit: Admit, limits: Limits) -> str:
+    """Say why a request can never run here; "" if it can. The tokenizer has checked all this before."""
+    num_prompt, ragged = divmod(len(admit.prompt), TOKEN_BYTES)
+    max_new = admit.sampling.max_new_tokens
+    if ragged or num_prompt == 0:
+        return "prompt must hold at least one token (int32)"
+    if max_new is None or admit.sampling.seed is None:
+        return "max_new_tokens and seed must be set before a request reaches the scheduler"
+    asked = f"{num_prompt} prompt tokens + max_new_tokens {max_new}"
+    if num_prompt + max_new > limits.max_len:
+        return f"{asked} exceeds the maximum context length of {limits.max_len} tokens"
+    if num_prompt + max_new > limits.max_request_tokens:
+        return (
+            f"{asked} exceeds {limits.max_request_tokens} tokens, the most that one request may use of the KV pool "
+            f"of {limits.pool_tokens} (max_total_tokens)"
+        )
+    return ""
+
+
+class NewTokenRatio:
+    """Share of its remaining tokens that a running request is expected to produce, with hysteresis."""
+
+    def __init__(self) -> None:
+        self.value = INITIAL_RATIO
+
+    def decay(self) -> None:
+        """Take note of one decode step without trouble."""
+        self.value = max(MIN_RATIO, self.value - (INITIAL_RATIO - MIN_RATIO) / DECAY_STEPS)
+
+    def raise_after_preemption(self, remaining: Iterable[Request]) -> None:
+        """Be more careful: expect at least the share of their tokens that the remaining requests have used."""
+        num_used, num_allowed = 0, 1
+        for request in remaining:
+            num_used += len(request.tokens) - request.prompt_len + STEPS_AHEAD
+            num_allowed += request.committed_limit - request.prompt_len
+        self.value = max(self.value, min(1.0, num_used / num_allowed))
+
+    def reset(self) -> None:
+        """Start over: nobody runs."""
+        self.value = INITIAL_RATIO
+
+
+class Admission:
+    """Moves the head of the queue into a slot when there is room; strictly first come, first served."""
+
+    def __init__(self, roster: Roster, limits: Limits) -> None:
+        self.ratio = NewTokenRatio()
+        self._roster = roster
+        self._limits = limits
+
+    def admit_next(self) -> Request | None:
+        """Start the oldest waiting request, or nobody if it does not fit now."""
+        roster, memory = self._roster, self._roster.memory
+        if not roster.waiting or not roster.free_slots or roster.victims_leaving:
+            return None
+        if not roster.running:
+            self.ratio.reset()
+        request = roster.waiting[0]
+        match = memory.match(request)
+        needed = memory.pages_to_start(request) - len(match.pages)
+        spare = memory.num_available - match.num_evictable - needed
+        if spare < 0 or (roster.running and spare * self._limits.page_size < self._growth(request)):
+            return None
+        return roster.start(match)
+
+    def _growth(self, newcomer: Request) -> float:
+        """Tokens that the running requests and this one are expected to add."""
+        left = min(newcomer.committed_limit - len(newcomer.tokens), MAX_GROWTH)
+        for request in self._roster.running:
+            left += min(request.committed_limit - len(request.tokens), MAX_GROWTH)
+        return left * self.ratio.value

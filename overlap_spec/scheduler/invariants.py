@@ -1,0 +1,123 @@
+"""What must hold after every event, checked from scratch. For tests: it costs far more than a step.
+
+Not here: how it comes to hold. Each function recomputes one account from its sources.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+
+from overlap_spec.messages import Phase
+from overlap_spec.scheduler.loop import Scheduler
+from overlap_spec.scheduler.prefix_cache import Node
+from overlap_spec.scheduler.requests import Request
+
+
+def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) -> None:
+    """Check everything. `device_lengths`: by slot, how many tokens the device has committed, as far as it got.
+
+    Raises: AssertionError.
+    """
+    placed = scheduler.roster.running + scheduler.roster.leaving
+    check_roster(scheduler, placed)
+    check_steps(scheduler, placed)
+    check_pages(scheduler, placed)
+    check_cache(scheduler, placed)
+    for request in placed:
+        check_request(scheduler, request)
+        if request.prefilled_len == request.target:
+            length = device_lengths.get(request.slot, len(request.tokens))
+            assert len(request.tokens) <= length, f"{len(request.tokens)} tokens committed, the device knows {length}"
+            dropped = request.finish is not None  # late results are: the upper bound goes with them
+            assert dropped or length <= request.reserved_len, f"device length {length} > {request.reserved_len}"
+
+
+def check_roster(scheduler: Scheduler, placed: list[Request]) -> None:
+    """Everybody is in one place, in order of arrival; slots are owned once; work never sleeps."""
+    roster = scheduler.roster
+    slots = [request.slot for request in placed] + roster.free_slots
+    assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
+    assert all(a.order < b.order for a, b in pairwise(roster.running)), "running out of order"
+    assert all(a.order < b.order for a, b in pairwise(roster.waiting)), "waiting out of order"
+    if roster.running and roster.waiting:
+        assert roster.running[-1].order < roster.waiting[0].order, "somebody was passed in the queue"
+    for victim in roster.leaving:
+        passed = victim.finish is None and any(request.order > victim.order for request in roster.running)
+        assert not passed, "somebody passed a preempted request"
+    assert all(request.running and request.finish is None for request in roster.running)
+    assert all(not request.running and request.in_flight for request in roster.leaving), "left, but not let go of"
+    assert all(not request.pages and request.slot < 0 and not request.in_flight for request in roster.waiting)
+    unfinished = [request.uid for request in [*placed, *roster.waiting] if request.finish is None]
+    assert sorted(unfinished) == sorted(roster.open), "a request was lost"
+
+
+def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
+    """What requests know of their steps in flight is what is in flight."""
+    assert len(scheduler.inflight) <= scheduler.limits.depth
+    steps: Counter[int] = Counter()
+    least: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for step in scheduler.inflight:
+        decode = step.plan.phase is Phase.DECODE
+        for i, request in enumerate(step.requests):
+            commits = decode or step.chunk_ends[i] == request.target
+            steps[request.uid] += 1
+            least[request.uid] += commits
+            most[request.uid] += commits * (scheduler.limits.width if decode else 1)
+    for request in placed:
+        known = (request.in_flight, request.pending_min, request.pending_max)
+        assert known == (steps[request.uid], least[request.uid], most[request.uid]), f"steps in flight: {known}"
+    assert steps.keys() <= {request.uid for request in placed}, "a step in flight holds a request without a slot"
+
+
+def check_request(scheduler: Scheduler, request: Request) -> None:
+    """Lengths are in order, and pages cover what steps in flight may write."""
+    limits = scheduler.limits
+    assert request.cached_len <= request.prefilled_len <= request.planned_len <= request.target <= len(request.tokens)
+    assert request.cached_len % limits.page_size == 0 and request.cached_len < request.target
+    assert len(request.pages) <= limits.max_table_pages, "more pages than the worker's table has columns"
+    if request.finish is None:
+        assert len(request.tokens) < request.committed_limit, "ran past its length"
+        sure = len(request.tokens) + request.pending_min
+        assert sure <= request.committed_limit, "a step is planned for a request that its steps in flight finish"
+        written = request.reserved_len + limits.width if request.pending_max else request.planned_len
+        assert limits.pages_for(written) <= len(request.pages), f"{written} positions in {len(request.pages)} pages"
+
+
+def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
+    """Allocated + cached + free = total; every page has the holders that the pool counts."""
+    pool, cache = scheduler.roster.memory.pool, scheduler.roster.memory.cache
+    held = [page for request in placed for page in request.pages]
+    cached = [page for node in cache.nodes() for page in node.pages]
+    holders = Counter(held) + Counter(cached)
+    assert len(cached) == len(set(cached)) == cache.num_pages, "a page is cached twice"
+    assert all(count == holders[page] for page, count in enumerate(pool.holders)), "holders miscounted"
+    assert not holders.keys() & set(pool.free) and 0 not in holders and 0 not in pool.free
+    assert len(pool.free) == len(set(pool.free)), "a page is free twice"
+    allocated, cached_only = len(set(held)), len(set(cached) - set(held))
+    assert allocated + cached_only + len(pool.free) == pool.num_total, "pages leaked"
+    assert cached_only == cache.num_evictable, "a cached page is locked by nobody's request, or evictable in use"
+    tables = Counter(page for request in placed for page in request.pages[request.num_shared :])
+    assert not tables.keys() & set(cached) and all(count == 1 for count in tables.values()), "a private page is shared"
+
+
+def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:
+    """Locks are those of the requests; a request's shared pages are those of the path it locks."""
+    cache = scheduler.roster.memory.cache
+    locks: Counter[int] = Counter()
+    for request in placed:
+        path = _path(request.node)
+        locks.update(id(node) for node in path)
+        shared = [page for node in reversed(path) for page in node.pages]
+        assert shared == request.pages[: request.num_shared], "locks pages that it does not use"
+    for node in cache.nodes():
+        assert node.locks == locks[id(node)], "lock leaked"
+        assert node.pages and node.parent is not None and node.queued | bool(node.children) | bool(node.locks)
+
+
+def _path(node: Node) -> list[Node]:
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path

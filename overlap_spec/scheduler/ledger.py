@@ -1,0 +1,107 @@
+"""Settling: what a step committed goes to its requests' accounts, ends some of them, and becomes deltas.
+
+Not here: planning. After every settled or aborted event, for each request with a slot:
+
+    committed_len <= device length <= reserved_len = committed_len + W * (decode steps in flight)
+                                                                   + 1 if its prompt's last chunk is in flight
+    late results of a finished request are dropped; a slot and its pages are free only when their request
+    is finished or preempted, and in no step in flight; allocated + cached + free pages = total.
+
+Tokens of a preempted request's steps in flight are kept: they are prefilled again with the rest.
+"""
+
+from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.requests import Request, Step
+from overlap_spec.scheduler.roster import Roster
+from overlap_spec.scheduler.stats import Counters
+
+
+class Ledger:
+    """Applies results and aborts to the roster."""
+
+    def __init__(self, roster: Roster, limits: Limits, counters: Counters) -> None:
+        self._roster = roster
+        self._counters = counters
+        self._width = limits.width
+        self._speculative = limits.width > 1
+
+    def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
+        """Take the oldest step in flight off the books. Returns what its requests gained, if anything."""
+        assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
+        assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
+        self._counters.steps += 1
+        self._counters.gpu_time += result.gpu_time
+        deltas = TokenDeltas([], [], [], [])
+        if step.plan.phase is Phase.DECODE:
+            self._settle_decode(step, result, deltas)
+        else:
+            self._settle_prefill(step, result, deltas)
+        return deltas if deltas.uids else None
+
+    def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
+        """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
+        request = self._roster.open.get(uid)
+        if request is None:
+            return None
+        request.finish = Finish(FinishKind.ABORT, message=reason.value)
+        self._roster.close(request)
+        if reason is AbortReason.STOP_STRING:
+            return None
+        self._counters.aborted += 1
+        return TokenDeltas([uid], [[]], [request.finish], [request.usage(self._speculative)])
+
+    def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
+        counters, width = self._counters, self._width
+        for request, run, num_proposed in zip(step.requests, result.tokens, result.num_proposed, strict=True):
+            request.pending_min -= 1
+            request.pending_max -= width
+            if request.finish is None:
+                request.verify_steps += 1
+                counters.runs[len(run)] += 1
+                counters.proposed_tokens += num_proposed
+                self._commit(request, run, deltas)
+            request.in_flight -= 1  # last: until here the step holds slot and pages
+            if not request.running:
+                self._roster.step_settled(request)
+
+    def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
+        for request, end, run in zip(step.requests, step.chunk_ends, result.tokens, strict=True):
+            request.prefilled_len = end
+            if end == request.target:
+                request.pending_min -= 1
+                request.pending_max -= 1
+                if request.finish is None:
+                    assert len(run) == 1, f"{len(run)} tokens after a completed prompt"
+                    self._commit(request, run, deltas)
+            request.in_flight -= 1
+            if request.running:
+                self._roster.memory.share(request)
+            else:
+                self._roster.step_settled(request)
+
+    def _commit(self, request: Request, run: list[int], deltas: TokenDeltas) -> None:
+        """Append a run to an unfinished request, up to the token that finishes it."""
+        assert 0 < len(run) <= self._width, f"a run of {len(run)} tokens"
+        kept, finish = _cut(request, run)
+        request.tokens.extend(kept)
+        self._counters.generation_tokens += len(kept)
+        deltas.uids.append(request.uid)
+        deltas.tokens.append(kept)
+        deltas.finishes.append(finish)
+        deltas.usages.append(request.usage(self._speculative))
+        if finish is not None:
+            request.finish = finish
+            self._roster.close(request)
+
+
+def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:
+    """Keep a run's tokens up to the one that ends the request: a stop token first, then the length."""
+    position = len(request.tokens)
+    room = request.committed_limit - position
+    if len(run) < room and request.stop_ids.isdisjoint(run):
+        return run, None
+    for i, token in enumerate(run[:room]):
+        if token in request.stop_ids and position + i >= request.stop_from:
+            return run[: i + 1], Finish(FinishKind.STOP, token)
+    return (run[:room], Finish(FinishKind.LENGTH)) if len(run) >= room else (run, None)

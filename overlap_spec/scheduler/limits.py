@@ -1,0 +1,44 @@
+"""The sizes that the scheduler plans with: what the worker reported, narrowed by the settings.
+
+Not here: any decision. One object, made once when the worker is ready, never changed.
+"""
+
+from overlap_spec.config import SchedulerSettings
+from overlap_spec.errors import ConfigError
+from overlap_spec.messages import EngineLimits, WorkerReady
+
+
+class Limits:
+    """Sizes in tokens unless the name says pages, slots or steps."""
+
+    def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
+        self.width = ready.width
+        self.page_size = ready.page_size
+        self.num_pages = ready.num_pages
+        self.key_lookahead = ready.key_lookahead
+        self.max_len = ready.max_len
+        self.vocab_size = ready.vocab_size
+        self.num_slots = min(ready.num_slots, settings.max_running_requests)
+        self.depth = min(settings.depth, ready.max_depth)
+        self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
+        self.chunk_tokens = self._chunk_tokens(ready, settings)
+        self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
+        # Alone and with nothing in flight, a request needs its own length, one window to commit into and one to
+        # propose into; the spare page covers rounding. Whatever passes this bound can always finish.
+        self.max_request_tokens = self.pool_tokens - 2 * ready.width - ready.page_size
+        if self.max_request_tokens < 2:
+            raise ConfigError("max_total_tokens", f"{self.pool_tokens} KV positions cannot hold even one request")
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold positions 0..num_tokens-1."""
+        return -(-num_tokens // self.page_size)
+
+    def engine_limits(self) -> EngineLimits:
+        """What the tokenizer checks a request against."""
+        return EngineLimits(self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size)
+
+    def _chunk_tokens(self, ready: WorkerReady, settings: SchedulerSettings) -> int:
+        """The worker's buffers bound a step; unbounded means that no prompt needs a second chunk."""
+        if settings.chunk_tokens == -1:
+            return max(ready.chunk_tokens, ready.max_len)
+        return min(settings.chunk_tokens or ready.chunk_tokens, ready.chunk_tokens)

@@ -1,0 +1,146 @@
+"""The scheduler's loop: settle what has arrived, plan ahead, then speak, then sleep.
+
+Not here: sockets (`actor.py`) and every decision (`planner.py`, `ledger.py`, `admission.py`). Depth is the
+number of steps in flight: at 2, plan N+1 is sent before result N is dispatched; 1 is the synchronous engine.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.messages import (
+    Abort,
+    Admit,
+    ErrorCode,
+    FlushCache,
+    Flushed,
+    Refused,
+    Shutdown,
+    StepResult,
+    ToScheduler,
+    ToTokenizer,
+    ToWorker,
+    WorkerReady,
+)
+from overlap_spec.scheduler.admission import Admission, why_refused
+from overlap_spec.scheduler.ledger import Ledger
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.memory import KvMemory
+from overlap_spec.scheduler.pages import PagePool
+from overlap_spec.scheduler.planner import Planner
+from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+from overlap_spec.scheduler.requests import Request, Step
+from overlap_spec.scheduler.roster import Roster
+from overlap_spec.scheduler.stats import Counters, Reporter
+from overlap_spec.transport import Inbox, Outlet
+
+
+@dataclass(frozen=True)
+class Links:
+    """The scheduler's place in the ring."""
+
+    inbox: Inbox[ToScheduler]
+    worker: Outlet[ToWorker]
+    tokenizer: Outlet[ToTokenizer]
+
+
+class Scheduler:
+    """Runs requests on the worker, as many steps ahead as the depth allows."""
+
+    def __init__(self, roster: Roster, planner: Planner, ledger: Ledger, reporter: Reporter, links: Links) -> None:
+        self.roster = roster
+        self.planner = planner
+        self.ledger = ledger
+        self.reporter = reporter
+        self.links = links
+        self.limits = planner.limits
+        self.inflight: deque[Step] = deque()
+        self.outbox: list[ToTokenizer] = []
+        self.stopping = False
+        self._num_arrived = 0
+
+    async def run(self) -> None:
+        """Serve until Shutdown. Cancellation: loses nothing that was received."""
+        while True:
+            for message in self.links.inbox.drain():
+                self.dispatch(message)
+            if self.stopping:
+                return self.speak()
+            self.plan_ahead()
+            self.speak()  # deltas leave after the plan has left
+            assert self.inflight or self.roster.idle, "asleep with work that nothing will wake"
+            self.dispatch(await self.links.inbox.recv())
+
+    def plan_ahead(self) -> None:
+        """Fill the pipeline: N+1 is queued before N is read."""
+        while len(self.inflight) < self.limits.depth and (step := self.planner.next_step()):
+            self.links.worker.send(step.plan)
+            self.inflight.append(step)
+
+    def speak(self) -> None:
+        """Send what the last events had to say."""
+        self._say(self.reporter.poll())
+        for message in self.outbox:
+            self.links.tokenizer.send(message)
+        self.outbox.clear()
+
+    def dispatch(self, message: ToScheduler) -> None:
+        """Apply one message."""
+        match message:
+            case StepResult():
+                self._say(self.ledger.settle(self.inflight.popleft(), message))
+            case Admit():
+                self._admit(message)
+            case Abort():
+                self._say(self.ledger.abort(message.uid, message.reason))
+            case FlushCache():
+                self._say(Flushed(self._flush()))
+            case Shutdown():
+                self.stopping = True
+            case WorkerReady():
+                raise AssertionError("the worker is ready only once")
+            case _:
+                assert_never(message)
+
+    def _say(self, message: ToTokenizer | None) -> None:
+        if message is not None:
+            self.outbox.append(message)
+
+    def _admit(self, admit: Admit) -> None:
+        if reason := why_refused(admit, self.limits):
+            self._say(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
+            return
+        self._num_arrived += 1
+        self.roster.enqueue(Request(admit, self._num_arrived, self.roster.memory.cache.root))
+        self.planner.counters.requests += 1
+
+    def _flush(self) -> bool:
+        """Empty the prefix cache, unless something runs or waits."""
+        if self.inflight or not self.roster.idle:
+            return False
+        cache = self.roster.memory.cache
+        cache.evict(cache.num_evictable)
+        return True
+
+
+def build_scheduler(
+    ready: WorkerReady,
+    settings: SchedulerSettings,
+    cache: CacheSettings,
+    links: Links,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scheduler:
+    """Assemble a scheduler for a worker that is ready. Raises: ConfigError if its pool holds no request."""
+    limits = Limits(ready, settings)
+    pool = PagePool(limits.num_pages)
+    kind = PrefixCache if cache.prefix_cache else NoPrefixCache
+    memory = KvMemory(pool, kind(pool, limits.page_size, limits.key_lookahead), limits)
+    roster = Roster(memory, limits.num_slots)
+    counters = Counters(runs=[0] * (limits.width + 1))
+    planner = Planner(roster, Admission(roster, limits), limits, counters)
+    return Scheduler(
+        roster, planner, Ledger(roster, limits, counters), Reporter(roster, limits, counters, clock), links
+    )

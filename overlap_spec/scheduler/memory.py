@@ -1,0 +1,92 @@
+"""Pages of requests: what a request takes when it gets a slot, grows by, shares and gives back.
+
+Not here: when (`planner.py`, `ledger.py`). Pages of the cached prefix come first in a request's table and
+are never written by it: it starts to write at `cached_len`, a multiple of the page size.
+
+    table of a request:   [ shared with the cache | its own .................... ]
+                          0                 num_shared                      len(pages)
+"""
+
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.pages import PagePool
+from overlap_spec.scheduler.prefix_cache import Match, PrefixCache
+from overlap_spec.scheduler.requests import Request
+
+
+class KvMemory:
+    """The page pool together with the prefix cache that gives way when pages run out."""
+
+    def __init__(self, pool: PagePool, cache: PrefixCache, limits: Limits) -> None:
+        self.pool = pool
+        self.cache = cache
+        self._limits = limits
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had at once: free, or cached and unlocked."""
+        return len(self.pool.free) + self.cache.num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Pages that requests hold."""
+        return self.pool.num_total - self.num_available
+
+    def match(self, request: Request) -> Match:
+        """Find the cached prefix; at least one token is left over to compute the next from."""
+        return self.cache.match(request.tokens, (len(request.tokens) - 1) // self._limits.page_size)
+
+    def pages_to_start(self, request: Request) -> int:
+        """Pages for the whole prompt, the first token drawn after it and the window proposed from there."""
+        return self._limits.pages_for(len(request.tokens) + 1 + self._limits.width)
+
+    def place(self, request: Request, match: Match) -> None:
+        """Give a waiting request its pages: the cached prefix, then its own up to the end of prefill."""
+        num_cached = len(match.pages)
+        self.cache.lock(match.node)
+        self.pool.hold(match.pages)
+        request.node = match.node
+        request.num_shared = num_cached
+        request.pages = match.pages + self._take(self.pages_to_start(request) - num_cached)
+        request.cached_len = num_cached * self._limits.page_size
+        request.planned_len = request.prefilled_len = request.cached_len
+        request.target = len(request.tokens)
+
+    def extend(self, request: Request, count: int) -> list[int]:
+        """Append pages to a request's table. Returns them. Raises: OutOfPages."""
+        pages = self._take(count)
+        request.pages += pages
+        return pages
+
+    def share(self, request: Request) -> None:
+        """Let others find the KV of a request that still runs.
+
+        If somebody else cached the same prefix meanwhile, ours stays private until the request leaves: it
+        must not lock pages that it does not use, or one that runs alone might not fit.
+        """
+        num_valid = request.valid_len // self._limits.page_size
+        if num_valid <= request.num_shared:
+            return
+        if len(self.cache.match(request.tokens, num_valid).pages) != request.num_shared:
+            return
+        node = self.cache.insert(request.tokens, request.pages[:num_valid])
+        if node is self.cache.root:
+            return
+        self.cache.lock(node)
+        self.cache.unlock(request.node)
+        request.node = node
+        request.num_shared = num_valid
+
+    def release(self, request: Request) -> None:
+        """Give back all pages of a request that no step in flight touches; its valid prefix stays cached."""
+        assert request.in_flight == 0, "a step in flight may still write these pages"
+        num_valid = request.valid_len // self._limits.page_size
+        self.cache.insert(request.tokens, request.pages[:num_valid])
+        self.cache.unlock(request.node)
+        self.pool.drop(reversed(request.pages))
+        request.vacate(self.cache.root)
+
+    def _take(self, count: int) -> list[int]:
+        short = count - len(self.pool.free)
+        if short > 0:
+            self.cache.evict(short)
+        return self.pool.take(count)

@@ -1,0 +1,153 @@
+"""What runs next: builds one step at a time from who runs, who waits and how many pages there are.
+
+Not here: results (`ledger.py`). The planner never knows an accept length of a step in flight; it plans with
+upper bounds. Two promises: pages of a planned slot cover `reserved_len` + W positions (the step's own window
+and the one proposed from its end), and nothing is planned for a request that its steps in flight must finish,
+each of which commits at least one token.
+"""
+
+from overlap_spec.messages import Phase, SlotWork, StepPlan
+from overlap_spec.scheduler.admission import Admission
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.requests import Request, Step
+from overlap_spec.scheduler.roster import Roster
+from overlap_spec.scheduler.stats import Counters
+
+
+class Planner:
+    """Prefill chunks and decode steps take turns while there is work for both."""
+
+    def __init__(self, roster: Roster, admission: Admission, limits: Limits, counters: Counters) -> None:
+        self.limits = limits
+        self._roster = roster
+        self._admission = admission
+        self.counters = counters
+        self._next_step_id = 0
+        self._last = Phase.DECODE
+
+    def next_step(self) -> Step | None:
+        """Plan one more step, or None if nothing can run before a result arrives."""
+        if self._last is Phase.DECODE:
+            return self._prefill() or self._decode()
+        return self._decode() or self._prefill()
+
+    # --- prefill --------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> Step | None:
+        """Fill the chunk budget, oldest request first; at most one prompt is left unfinished."""
+        work: list[SlotWork] = []
+        requests: list[Request] = []
+        ends: list[int] = []
+        budget = self.limits.chunk_tokens
+        while budget > 0 and (request := self._next_to_prefill()):
+            end = self._chunk_end(request, budget, alone=not work)
+            if end == request.planned_len:
+                break
+            budget -= end - request.planned_len
+            work.append(self._chunk(request, end))
+            requests.append(request)
+            ends.append(end)
+            if end < request.target:
+                break
+        return self._step(Phase.PREFILL, work, requests, ends)
+
+    def _next_to_prefill(self) -> Request | None:
+        """The request whose prompt is unfinished (the youngest that runs, as nobody passes it), or a new one."""
+        running = self._roster.running
+        if running and running[-1].planned_len < running[-1].target:
+            return running[-1]
+        request = self._admission.admit_next()
+        if request and request.cached_tokens < 0:
+            request.cached_tokens = request.cached_len
+            self.counters.admitted(request)
+        return request
+
+    def _chunk_end(self, request: Request, budget: int, alone: bool) -> int:
+        """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the budget ends."""
+        end = request.planned_len + budget
+        if end >= request.target:
+            return request.target
+        aligned = end - end % self.limits.page_size
+        if aligned > request.planned_len:
+            return aligned
+        return end if alone else request.planned_len
+
+    def _chunk(self, request: Request, end: int) -> SlotWork:
+        start, completes, first = request.planned_len, end == request.target, request.planned_len == request.cached_len
+        request.planned_len = end
+        request.in_flight += 1
+        if completes:  # exactly one token follows; the pages for it are there since the request was placed
+            request.pending_min += 1
+            request.pending_max += 1
+            request.decode_work = SlotWork(request.slot)
+        return SlotWork(
+            request.slot,
+            new_pages=list(request.pages) if first else [],
+            start=start,
+            prompt_chunk=request.tokens[start:end].tobytes(),
+            next_token=-1 if completes else request.tokens[end],
+            reset=request.reset() if first else None,
+        )
+
+    # --- decode ---------------------------------------------------------------------------------------------
+
+    def _decode(self) -> Step | None:
+        """One window for everybody who can take one, oldest first: who is short of pages makes the younger wait."""
+        width, page_size = self.limits.width, self.limits.page_size
+        work: list[SlotWork] = []
+        requests: list[Request] = []
+        short = False
+        for request in tuple(self._roster.running):
+            committed = len(request.tokens)
+            if not request.running or request.planned_len < request.target:
+                continue  # preempted just now, or still in prefill
+            if committed + request.pending_min >= request.committed_limit:
+                continue  # its steps in flight finish it
+            slot_work = request.decode_work
+            upto = committed + request.pending_max + 2 * width  # this step's window, and the one proposed after it
+            if upto > len(request.pages) * page_size:
+                new_pages = [] if short else self._grow(request, upto)
+                if not new_pages:
+                    short = True
+                    continue
+                slot_work = SlotWork(request.slot, new_pages=new_pages)
+            request.in_flight += 1
+            request.pending_min += 1
+            request.pending_max += width
+            work.append(slot_work)
+            requests.append(request)
+        if work:
+            self._admission.ratio.decay()
+        return self._step(Phase.DECODE, work, requests, [])
+
+    def _grow(self, request: Request, upto: int) -> list[int]:
+        """Append pages so that positions 0..upto-1 are covered. Returns them; none if the request must wait."""
+        count = self.limits.pages_for(upto) - len(request.pages)
+        return self._roster.memory.extend(request, count) if self._make_room(request, count) else []
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Preempt the youngest until `count` pages can be had; False if they come later, or went to somebody older."""
+        roster, memory = self._roster, self._roster.memory
+        while memory.num_available < count:
+            if memory.num_available + sum(len(other.pages) for other in roster.leaving) >= count:
+                return False  # they come when steps in flight settle
+            if roster.running == [request]:
+                assert request.in_flight, "a request that is alone always fits"
+                return False
+            victim = roster.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        self._roster.leave(victim)
+        self._admission.ratio.raise_after_preemption(self._roster.running)
+        self.counters.preempted += 1
+
+    def _step(self, phase: Phase, work: list[SlotWork], requests: list[Request], ends: list[int]) -> Step | None:
+        if not work:
+            return None
+        self._last = phase
+        self._next_step_id += 1
+        return Step(StepPlan(self._next_step_id, phase, work, self.limits.width), requests, ends)

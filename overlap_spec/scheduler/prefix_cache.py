@@ -1,0 +1,215 @@
+"""Which pages hold the KV of which token prefix: a radix tree whose edges are runs of whole pages.
+
+Not here: who uses the pages (`memory.py`). The key of a page is the tokens at its positions, and, when a
+position's draft KV depends on the next token (`lookahead` 1), the token after them too: then the key of
+position i is the bigram (t_i, t_i+1), and n tokens make n - 1 cacheable positions.
+
+    tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, lookahead 1
+    page 0   [t0 t1 t2 t3 t4]
+    page 1               [t4 t5 t6 t7 t8]      neighbours share a token: an edge of m pages is 4m + 1 tokens
+
+A lock holds the whole path to the root, so an unlocked node has only unlocked nodes below it: every
+unlocked page can be evicted, leaves first, least recently used first.
+"""
+
+import heapq
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from overlap_spec.scheduler.pages import PagePool
+
+TOKEN_BYTES = 4
+
+
+class Node:
+    """An edge of the tree and what hangs below it."""
+
+    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "used_at")
+
+    def __init__(self, parent: "Node | None", key: bytes, pages: list[int]) -> None:
+        self.parent = parent  # None: the root, or no longer in the tree
+        self.key = key
+        self.pages = pages
+        self.children: dict[bytes, Node] = {}  # by the key of the child's first page
+        self.locks = 0
+        self.used_at = 0
+        self.queued = False  # has an entry in the eviction heap
+
+
+class Match(NamedTuple):
+    """The longest cached prefix: where it ends, its pages, and how many of them are evictable now."""
+
+    node: Node
+    pages: list[int]
+    num_evictable: int
+
+
+class PrefixCache:
+    """Radix tree over page-sized chunks. It is one holder of each of its pages in the pool."""
+
+    def __init__(self, pool: PagePool, page_size: int, lookahead: int) -> None:
+        self.root = Node(None, b"", [])
+        self.num_pages = 0
+        self.num_evictable = 0
+        self._pool = pool
+        self._page_size = page_size
+        self._lookahead = lookahead
+        self._now = 0
+        self._heap: list[tuple[int, int, Node]] = []  # (used_at, tie break, unlocked leaf); entries may be stale
+        self._entries = 0
+
+    def match(self, tokens: "array[int]", most_pages: int) -> Match:
+        """Find the longest cached prefix of at most `most_pages` pages."""
+        node, _ = self._walk(tokens, most_pages)
+        path = list(self._path(node))
+        pages = [page for above in reversed(path) for page in above.pages]
+        return Match(node, pages, sum(len(above.pages) for above in path if above.locks == 0))
+
+    def insert(self, tokens: "array[int]", pages: list[int]) -> Node:
+        """Cache the first len(pages) pages of `tokens`; what is cached already keeps its own pages.
+
+        Returns the node where the prefix ends. The pages taken are those after the known prefix.
+        """
+        node, known = self._walk(tokens, len(pages))
+        if known == len(pages):
+            return node
+        fresh = pages[known:]
+        self._pool.hold(fresh)
+        leaf = Node(node, self._key(tokens, known, len(pages)), fresh)
+        leaf.used_at = self._now
+        node.children[self._head(leaf)] = leaf
+        self.num_pages += len(fresh)
+        self.num_evictable += len(fresh)
+        self._queue(leaf)
+        return leaf
+
+    def lock(self, node: Node) -> None:
+        """Keep the path to `node` from eviction."""
+        for above in self._path(node):
+            if above.locks == 0:
+                self.num_evictable -= len(above.pages)
+            above.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock` of the same node."""
+        for above in self._path(node):
+            above.locks -= 1
+            assert above.locks >= 0, "unlocked more often than locked"
+            if above.locks == 0:
+                self.num_evictable += len(above.pages)
+                self._queue(above)
+
+    def evict(self, count: int) -> int:
+        """Drop up to `count` pages, least recently used leaves first, tails first. Returns how many."""
+        dropped = 0
+        while dropped < count and self._heap:
+            used_at, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if node.parent is None or node.children or node.locks:
+                continue
+            if node.used_at != used_at:  # used since: its turn comes later
+                self._queue(node)
+                continue
+            dropped += self._trim(node, count - dropped)
+        return dropped
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _trim(self, node: Node, count: int) -> int:
+        """Drop up to `count` pages from the end of an unlocked leaf, which leaves the tree when it is empty."""
+        kept = max(0, len(node.pages) - count)
+        dropped = node.pages[kept:]
+        if kept:
+            node.pages = node.pages[:kept]
+            node.key = node.key[: self._num_bytes(kept)]
+            self._queue(node)
+        else:
+            parent = node.parent
+            assert parent is not None
+            del parent.children[self._head(node)]
+            node.parent = None
+            self._queue(parent)
+        self._pool.drop(reversed(dropped))
+        self.num_pages -= len(dropped)
+        self.num_evictable -= len(dropped)
+        return len(dropped)
+
+    def _walk(self, tokens: "array[int]", most_pages: int) -> tuple[Node, int]:
+        """Follow `tokens` from the root, splitting the edge where they leave it. Returns (node, pages known)."""
+        self._now += 1
+        node, known = self.root, 0
+        while known < most_pages:
+            child = node.children.get(self._key(tokens, known, known + 1))
+            if child is None:
+                break
+            same = self._num_same(child, tokens, known, min(len(child.pages), most_pages - known))
+            node = self._split(child, same) if same < len(child.pages) else child
+            node.used_at = self._now
+            known += same
+        return node, known
+
+    def _num_same(self, node: Node, tokens: "array[int]", known: int, most: int) -> int:
+        """Pages of this edge that agree with the tokens from page `known` on; at least one does."""
+        key = self._key(tokens, known, known + most)
+        if node.key.startswith(key):
+            return most
+        low, high = 1, most  # agrees at low, not at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            num_bytes = self._num_bytes(middle)
+            if node.key[:num_bytes] == key[:num_bytes]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Cut an edge after `count` pages. Returns the new upper node; `node` stays the lower one, locks and all."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.key[: self._num_bytes(count)], node.pages[:count])
+        upper.locks = node.locks
+        parent.children[self._head(upper)] = upper
+        node.key = node.key[count * self._page_size * TOKEN_BYTES :]
+        node.pages = node.pages[count:]
+        node.parent = upper
+        upper.children[self._head(node)] = node
+        return upper
+
+    def _path(self, node: Node) -> Iterator[Node]:
+        """From `node` up to, not including, the root."""
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def _queue(self, node: Node) -> None:
+        """Offer a node for eviction if it is an unlocked leaf; every such leaf has exactly one heap entry."""
+        if node.parent is None or node.children or node.locks or node.queued:
+            return
+        node.queued = True
+        self._entries += 1
+        heapq.heappush(self._heap, (node.used_at, self._entries, node))
+
+    def _key(self, tokens: "array[int]", first: int, last: int) -> bytes:
+        """Key of pages first..last-1."""
+        return tokens[first * self._page_size : last * self._page_size + self._lookahead].tobytes()
+
+    def _num_bytes(self, num_pages: int) -> int:
+        return (num_pages * self._page_size + self._lookahead) * TOKEN_BYTES
+
+    def _head(self, node: Node) -> bytes:
+        return node.key[: self._num_bytes(1)]
+
+
+class NoPrefixCache(PrefixCache):
+    """The cache that stays empty: nothing is kept, so nothing is found."""
+
+    def insert(self, tokens: "array[int]", pages: list[int]) -> Node:
+        return self.root

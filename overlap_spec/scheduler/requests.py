@@ -1,0 +1,97 @@
+"""One request as the scheduler sees it, and one step in flight.
+
+Not here: decisions. Lengths are absolute positions in prompt + output:
+
+    0        cached_len      planned_len        target       len(tokens)     reserved_len
+    |--hit-----|---chunks------|-----to plan------|---output---|---in flight---|
+                                (until planned_len == target)
+
+`committed_len` (= len(tokens)) <= device length <= `reserved_len`, whatever the steps in flight accept.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+from overlap_spec.messages import Admit, Finish, ResetSlot, SlotWork, StepPlan, Usage
+from overlap_spec.scheduler.prefix_cache import Node
+
+ITEM = "i"  # array code of int32, as on the links
+
+
+def unpack_tokens(packed: bytes) -> "array[int]":
+    """Token ids from their packed form (int32, little-endian)."""
+    tokens = array(ITEM)
+    tokens.frombytes(packed)
+    return tokens
+
+
+class Request:
+    """State of one request. `order` is its rank of arrival: smaller means older, and older goes first."""
+
+    __slots__ = (
+        "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "finish", "in_flight", "node",
+        "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len", "prefilled_len", "prompt_len",
+        "running", "slot", "stop_from", "stop_ids", "target", "tokens", "uid", "verify_steps",
+    )  # fmt: skip
+
+    def __init__(self, admit: Admit, order: int, root: Node) -> None:
+        self.admit = admit
+        self.uid = admit.uid
+        self.order = order
+        self.tokens = unpack_tokens(admit.prompt)  # prompt, then output: everything known to be committed
+        self.prompt_len = len(self.tokens)
+        self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
+        self.stop_ids = frozenset(admit.stop_ids)
+        self.stop_from = self.prompt_len + admit.sampling.min_new_tokens
+        self.finish: Finish | None = None
+        self.verify_steps = 0
+        self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
+        # Steps in flight: how many, and how many tokens they commit at least and at most.
+        self.in_flight = 0
+        self.pending_min = 0
+        self.pending_max = 0
+        self.vacate(root)
+
+    def vacate(self, root: Node) -> None:
+        """Forget slot and pages: back to the state of a request that waits."""
+        self.running = False
+        self.slot = -1
+        self.pages: list[int] = []  # the slot's page table
+        self.num_shared = 0  # leading pages that the prefix cache holds too
+        self.node = root  # deepest cache node this request locks
+        self.cached_len = 0
+        self.planned_len = 0
+        self.prefilled_len = 0  # settled, unlike planned_len
+        self.target = 0  # tokens to prefill before the next one is drawn
+        self.decode_work = SlotWork(slot=-1)
+
+    @property
+    def reserved_len(self) -> int:
+        """Most tokens that can be committed once every step in flight has settled."""
+        return len(self.tokens) + self.pending_max
+
+    @property
+    def valid_len(self) -> int:
+        """Positions whose target and draft KV is final: all but the root's, which the next step writes."""
+        return len(self.tokens) - 1 if self.prefilled_len == self.target else self.prefilled_len
+
+    def reset(self) -> ResetSlot:
+        """What tells the worker that this request takes its slot."""
+        return ResetSlot(self.admit.sampling, self.target, self.admit.stop_ids, self.stop_from)
+
+    def usage(self, speculative: bool) -> Usage:
+        """Running counts; verify steps are 0 without speculation, as in SGLang."""
+        num_output = len(self.tokens) - self.prompt_len
+        return Usage(self.prompt_len, max(0, self.cached_tokens), num_output, self.verify_steps if speculative else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A plan in flight and whose work it holds, in plan order.
+
+    `chunk_ends`: in prefill, the position after each row's chunk; empty in decode.
+    """
+
+    plan: StepPlan
+    requests: list[Request]
+    chunk_ends: list[int]

@@ -1,0 +1,175 @@
+"""What the scheduler counts, and the reports made of it: a Stats message and the log lines.
+
+Not here: who reads them. There is no timer: reports leave about once a second while there is work, and once
+when it ends, so an idle scheduler sleeps.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from overlap_spec.messages import Stats
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.roster import Roster
+
+REPORT_S = 1.0
+LOG_S = 5.0  # between log lines while there is work
+LOG_IDLE_S = 1.0  # between a log line and the one that is written when work ends
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Everything since start. `runs[n]`: runs of n tokens, one per request and decode step; discarded ones are not."""
+
+    runs: list[int]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generation_tokens: int = 0
+    proposed_tokens: int = 0
+    prefilled_requests: int = 0
+    requests: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    steps: int = 0
+    gpu_time: float = 0.0  # seconds
+
+    def admitted(self, request: Request) -> None:
+        """Note a request's first admission."""
+        self.prefilled_requests += 1
+        self.prompt_tokens += request.prompt_len
+        self.cached_tokens += request.cached_tokens
+
+    @property
+    def verify_steps(self) -> int:
+        return sum(self.runs)
+
+    @property
+    def committed_tokens(self) -> int:
+        """Whole runs, before a finish cut the last one."""
+        return sum(length * count for length, count in enumerate(self.runs))
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Guesses accepted at positions 1..K: a run of n tokens accepted the first n - 1 (the last is the bonus)."""
+        return tuple(sum(self.runs[length:]) for length in range(2, len(self.runs)))
+
+    def copy(self) -> "Counters":
+        return copy.deepcopy(self)
+
+
+@dataclass
+class Interval:
+    """Counters since a moment. `started_at`: seconds on the scheduler's clock, moved on by the time spent idle."""
+
+    started_at: float
+    before: Counters
+    now: Counters = field(repr=False)
+
+    def accept_length(self) -> float:
+        """Mean committed tokens per verify step, bonus included; 0 without any."""
+        return _ratio(
+            self.now.committed_tokens - self.before.committed_tokens, self.now.verify_steps - self.before.verify_steps
+        )
+
+    def step_time(self) -> float:
+        """Mean seconds the device worked on a step."""
+        return _ratio(self.now.gpu_time - self.before.gpu_time, self.now.steps - self.before.steps)
+
+    def throughput(self, at: float) -> float:
+        """Generated tokens per second."""
+        return _ratio(self.now.generation_tokens - self.before.generation_tokens, at - self.started_at)
+
+
+class Reporter:
+    """Decides when a report is due and makes it."""
+
+    def __init__(self, roster: Roster, limits: Limits, counters: Counters, clock: Callable[[], float]) -> None:
+        self._roster = roster
+        self._limits = limits
+        self._counters = counters
+        self._clock = clock
+        self._active = False
+        self._idle_since = clock()
+        self._logged_at = -math.inf
+        self._reported, self._logged = self._interval(self._idle_since), self._interval(self._idle_since)
+
+    def poll(self) -> Stats | None:
+        """Call after every event. Returns a report when one is due."""
+        busy = not self._roster.idle
+        if not busy and not self._active:
+            return None
+        now = self._clock()
+        if not self._active:
+            self._active = True
+            for interval in (self._reported, self._logged):
+                interval.started_at += now - self._idle_since
+        if busy and now - self._reported.started_at < REPORT_S:
+            return None
+        stats = self.snapshot()
+        self._active, self._idle_since = busy, now
+        self._reported = self._interval(now)
+        since, wait = (self._logged.started_at, LOG_S) if busy else (self._logged_at, LOG_IDLE_S)
+        if now - since >= wait:
+            self._write_log(now)
+        return stats
+
+    def snapshot(self) -> Stats:
+        """The report as of now."""
+        roster, counters, page_size = self._roster, self._counters, self._limits.page_size
+        num_used = roster.memory.num_used
+        return Stats(
+            num_running=len(roster.running),
+            num_queued=len(roster.waiting),
+            num_used_tokens=num_used * page_size,
+            num_cached_tokens=roster.memory.cache.num_evictable * page_size,
+            max_total_tokens=self._limits.pool_tokens,
+            token_usage=num_used / roster.memory.pool.num_total,
+            gen_throughput=self._reported.throughput(self._clock()),
+            accept_length=self._reported.accept_length(),
+            step_time=self._reported.step_time(),
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            generation_tokens_total=counters.generation_tokens,
+            verify_steps_total=counters.verify_steps,
+            committed_tokens_total=counters.committed_tokens,
+            proposed_tokens_total=counters.proposed_tokens,
+            requests_total=counters.requests,
+            aborted_total=counters.aborted,
+            preempted_total=counters.preempted,
+            steps_total=counters.steps,
+            accepted_per_position_total=counters.accepted_per_position,
+        )
+
+    def _write_log(self, now: float) -> None:
+        """Write what happened since the last line, in the words that SGLang's users search for."""
+        since, counters, roster = self._logged, self._counters, self._roster
+        num_used = roster.memory.num_used
+        usage = f"token usage: {num_used / roster.memory.pool.num_total:.2f}"
+        running, queued = f"#running-req: {len(roster.running)}", f"#queue-req: {len(roster.waiting)}"
+        if new_seqs := counters.prefilled_requests - since.before.prefilled_requests:
+            num_cached = counters.cached_tokens - since.before.cached_tokens
+            num_new = counters.prompt_tokens - since.before.prompt_tokens - num_cached
+            log.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s, %s, %s",
+                *(new_seqs, num_new, num_cached, usage, running, queued),
+            )
+        if counters.verify_steps > since.before.verify_steps:
+            accept = f"accept len: {since.accept_length():.2f}, " if self._limits.width > 1 else ""
+            log.info(
+                "Decode batch, %s, #token: %d, %s, %sgen throughput (token/s): %.2f, %s",
+                *(running, num_used * self._limits.page_size, usage, accept, since.throughput(now), queued),
+            )
+        self._logged_at = now
+        self._logged = self._interval(now)
+
+    def _interval(self, now: float) -> Interval:
+        return Interval(now, self._counters.copy(), self._counters)
+
+
+def _ratio(amount: float, of: float) -> float:
+    return amount / of if of > 0 else 0.0

@@ -1,0 +1,95 @@
+"""Settling: where a run is cut, and what is counted."""
+
+import pytest
+from fake_device import Bench, make_admit, make_ready
+
+from overlap_spec.messages import FinishKind, StepResult
+from overlap_spec.scheduler.ledger import _cut
+from overlap_spec.scheduler.prefix_cache import Node
+from overlap_spec.scheduler.requests import Request
+
+PROMPT = [1, 2, 3]
+
+
+def request_with(max_new: int, stop_ids=(), min_new: int = 0, output=()) -> Request:
+    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), 1, Node(None, b"", []))
+    request.tokens.extend(output)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("request_", "run", "kept", "kind", "matched"),
+    [
+        (request_with(9), [5, 6, 7], [5, 6, 7], None, None),
+        (request_with(9, (7,)), [5, 7, 7, 8], [5, 7], FinishKind.STOP, 7),
+        (request_with(9, (5, 7)), [5, 7], [5], FinishKind.STOP, 5),
+        (request_with(2), [5, 6, 7], [5, 6], FinishKind.LENGTH, None),
+        (request_with(3), [5, 6, 7], [5, 6, 7], FinishKind.LENGTH, None),
+        (request_with(2, (7,)), [5, 6, 7], [5, 6], FinishKind.LENGTH, None),  # the stop comes too late
+        (request_with(3, (7,)), [5, 6, 7], [5, 6, 7], FinishKind.STOP, 7),  # both at once: the stop token
+        (request_with(9, (7,), 2), [7, 6, 8], [7, 6, 8], None, None),  # before min_new_tokens
+        (request_with(9, (7,), 2), [7, 6, 7], [7, 6, 7], FinishKind.STOP, 7),
+        (request_with(9, (7,), 2, [6]), [7, 7, 8], [7, 7], FinishKind.STOP, 7),
+        (request_with(5, (7,), 5, [6]), [7, 7, 7, 7], [7, 7, 7, 7], FinishKind.LENGTH, None),
+    ],
+)
+def test_a_run_is_cut_at_the_token_that_ends_the_request(request_, run, kept, kind, matched):
+    tokens, finish = _cut(request_, run)
+    assert tokens == kept
+    assert (finish and finish.kind, finish and finish.matched) == (kind, matched)
+
+
+def step(bench: Bench, tokens: list[list[int]]) -> None:
+    """Deliver a result of our own making for the oldest step in flight."""
+    plan = bench.plans.popleft()
+    bench.scheduler.dispatch(StepResult(plan.step_id, tokens, [3] * len(tokens), 0.01))
+    bench.scheduler.plan_ahead()
+    bench.scheduler.speak()
+    bench.plans += bench.worker.drain()
+    for message in bench.tokenizer.drain():
+        bench._hear(message)
+
+
+def test_whole_runs_count_before_the_cut_and_discarded_steps_do_not():
+    bench = Bench(make_ready())
+    bench.admit(make_admit(1, PROMPT, 6))
+    step(bench, [[10]])
+    step(bench, [[11, 12, 13, 14]])
+    step(bench, [[15, 16, 17]])  # one of three is kept
+    assert bench.tokens[1] == [10, 11, 12, 13, 14, 15]
+    assert bench.usages[1].spec_verify_ct == 2
+    while bench.plans:
+        step(bench, [[18, 19, 20, 21]])  # planned before the finish was known
+    stats = bench.scheduler.reporter.snapshot()
+    assert (stats.verify_steps_total, stats.committed_tokens_total) == (2, 7)
+    assert stats.accepted_per_position_total == (2, 2, 1)
+    assert (stats.generation_tokens_total, stats.proposed_tokens_total) == (6, 6)
+    bench.check_drained()
+
+
+def test_late_results_of_a_finished_request_are_dropped():
+    bench = Bench(make_ready())
+    bench.admit(make_admit(1, PROMPT, 20, stop_ids=(11,)))
+    step(bench, [[10]])
+    step(bench, [[11, 12]])
+    assert bench.finishes[1].matched == 11 and bench.scheduler.roster.leaving
+    assert len(bench.plans) == 1
+    step(bench, [[50, 51]])
+    assert bench.tokens[1] == [10, 11]
+    bench.check_drained()
+
+
+def test_plain_decoding_reports_no_verify_steps():
+    bench = Bench(make_ready(width=1))
+    bench.admit(make_admit(1, PROMPT, 6))
+    bench.finish_all()
+    assert bench.usages[1].spec_verify_ct == 0
+    assert bench.scheduler.reporter.snapshot().accepted_per_position_total == ()
+    bench.check_streams()
+
+
+def test_a_result_of_another_step_is_a_bug():
+    bench = Bench(make_ready())
+    bench.admit(make_admit(1, PROMPT, 6))
+    with pytest.raises(AssertionError, match="result 9 for step 1"):
+        bench.scheduler.dispatch(StepResult(9, [[1]], [0], 0.0))

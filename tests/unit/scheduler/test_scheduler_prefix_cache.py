@@ -1,0 +1,126 @@
+"""The prefix cache against a dictionary of prefixes, and the examples worth reading."""
+
+import random
+from array import array
+
+import pytest
+
+from overlap_spec.errors import OutOfPages
+from overlap_spec.scheduler.pages import PagePool
+from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+
+
+def tokens_of(text: str) -> "array[int]":
+    return array("i", list(text.encode()))
+
+
+def filled(pool: PagePool, cache: PrefixCache, text: str, num_pages: int) -> list[int]:
+    """Insert as a request does that then lets its pages go. Returns the pages it offered."""
+    pages = pool.take(num_pages)
+    cache.insert(tokens_of(text), pages)
+    pool.drop(pages)
+    return pages
+
+
+def test_bigram_keys_look_one_token_past_the_page():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 4, lookahead=1)
+    pages = filled(pool, cache, "abcdefghi", 2)
+    assert cache.match(tokens_of("abcdefghi"), 2).pages == pages
+    # Position 7 is followed by another token: its draft KV differs, so its page is no hit.
+    assert cache.match(tokens_of("abcdefghX"), 2).pages == pages[:1]
+    assert cache.match(tokens_of("abcdXfghi"), 2).pages == []
+
+
+def test_token_keys_do_not():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 4, lookahead=0)
+    pages = filled(pool, cache, "abcdefgh", 2)
+    assert cache.match(tokens_of("abcdefghX"), 2).pages == pages
+    assert cache.match(tokens_of("abcdXfgh"), 2).pages == pages[:1]
+
+
+def test_what_is_cached_keeps_its_pages():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 2, lookahead=0)
+    first = filled(pool, cache, "aabbcc", 3)
+    second = filled(pool, cache, "aabbddee", 4)
+    assert cache.match(tokens_of("aabbddee"), 4).pages == first[:2] + second[2:]
+    assert cache.num_pages == 5 and len(pool.free) == pool.num_total - 5
+
+
+def test_locked_paths_stay_and_leaves_go_in_order_of_use():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 2, lookahead=0)
+    for text in ("aabbcc", "aaddee", "ffgg"):
+        filled(pool, cache, text, len(text) // 2)
+    cache.match(tokens_of("aabbcc"), 3)
+    kept = cache.match(tokens_of("aadd"), 2)
+    cache.lock(kept.node)
+    assert cache.num_evictable == cache.num_pages - 2
+    assert cache.evict(1) == 1  # the end of aaddee was used before ffgg
+    assert cache.match(tokens_of("aaddee"), 3).pages == kept.pages
+    assert cache.evict(100) == 4
+    assert cache.num_pages == 2 and cache.num_evictable == 0
+    cache.unlock(kept.node)
+    assert cache.evict(100) == 2
+    assert len(pool.free) == pool.num_total
+
+
+def test_a_long_edge_is_evicted_from_its_end():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 1, lookahead=1)
+    pages = filled(pool, cache, "abcdefg", 6)
+    assert cache.evict(2) == 2
+    assert cache.match(tokens_of("abcdefg"), 6).pages == pages[:4]
+
+
+def test_no_prefix_cache_holds_nothing():
+    pool = PagePool(20)
+    cache = NoPrefixCache(pool, 2, lookahead=0)
+    filled(pool, cache, "aabbcc", 3)
+    assert cache.match(tokens_of("aabbcc"), 3).pages == []
+    assert len(pool.free) == pool.num_total
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_against_a_dictionary(page_size, lookahead):
+    """The longest cached prefix is what a dictionary of every inserted prefix says, splits and locks or not."""
+    rng = random.Random(page_size * 10 + lookahead)
+    pool = PagePool(5000)
+    cache = PrefixCache(pool, page_size, lookahead)
+    known: dict[tuple[int, ...], int] = {}  # key of a prefix -> its last page
+    for _ in range(300):
+        tokens = array("i", [rng.randrange(3) for _ in range(rng.randint(lookahead, 25))])
+        most = (len(tokens) - lookahead) // page_size
+        keys = [tuple(tokens[: (i + 1) * page_size + lookahead]) for i in range(most)]
+        found = cache.match(tokens, most)
+        assert found.pages == [known[key] for key in keys if key in known]
+        if rng.random() < 0.3:
+            cache.lock(found.node)
+            cache.unlock(found.node)
+        pages = pool.take(most)
+        cache.insert(tokens, pages)
+        pool.drop(pages)
+        for key, page in zip(keys, pages, strict=True):
+            known.setdefault(key, page)
+        assert cache.num_pages == len(known) == cache.num_evictable
+        assert len(pool.free) == pool.num_total - len(known)
+    assert cache.evict(10_000) == len(known)
+    assert not cache.root.children
+
+
+def test_the_pool_counts_holders():
+    pool = PagePool(4)
+    pages = pool.take(3)
+    assert sorted(pages) == [1, 2, 3]  # page 0 is the dummy
+    with pytest.raises(OutOfPages, match="1 pages asked for, 0 of 3"):
+        pool.take(1)
+    pool.hold(pages[:1])
+    pool.drop(pages)
+    assert sorted(pool.free) == sorted(pages[1:])
+    pool.drop(pages[:1])
+    assert len(pool.free) == 3
+    with pytest.raises(AssertionError, match="is free"):
+        pool.drop(pages[:1])
