@@ -2,7 +2,7 @@
 
 Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
 
-    B  slots in the step            V   target vocabulary       S  slots of the engine (one more: the dummy)
+    B  slots in the step            V   target vocabulary       S  slots of the engine
     W  window width, root included  Vd  draft vocabulary        P  pages in a slot's page-table row
     K  guesses, W - 1               H   hidden size             T  rows of a forward, B * W in decode
 """
@@ -13,10 +13,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ChainDraft:
-    """A window per slot: column 0 is the root (the last committed token), then K guesses; -1 = no guess."""
+class Window:
+    """What a step verifies. Column 0 is the root, the last committed token; the others are guesses."""
 
-    tokens: Tensor  # [B, W] i64
+    tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
+
+    @property
+    def num_proposed(self) -> Tensor:
+        """Guesses per slot. Shapes: [B] i64."""
+        return (self.tokens[:, 1:] >= 0).sum(1)
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,37 @@ class Verdict:
 
     tokens: Tensor  # [B, W] i64, committed, left-aligned, padded with -1
     accept_len: Tensor  # [B] i64, 0..K: guesses accepted, the bonus not counted
+
+    @property
+    def last(self) -> Tensor:
+        """The bonus, which is the next root. Shapes: [B] i64."""
+        return self.tokens.gather(1, self.accept_len[:, None]).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each slot of a step draws its tokens, gathered from the slot rows.
+
+    The three flags are known to the host, so that a step of greedy requests launches no sampling work.
+    """
+
+    temperature: Tensor  # [B] f64, 0 = greedy
+    top_k: Tensor  # [B] i64, V or more = all
+    top_p: Tensor  # [B] f64
+    min_p: Tensor  # [B] f64
+    seed: Tensor  # [B] i64
+    stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
+    stop_ids: Tensor  # [B, M] i64, padded with -1
+    any_sampled: bool
+    any_filtered: bool
+    any_masked: bool
+
+
+@dataclass(frozen=True)
+class SlotBatch:
+    """The slots of a step, in plan order."""
+
+    slots: Tensor  # [B] i64
+    lengths: Tensor  # [B] i64: tokens whose KV is written = absolute position of the root
+    page_table: Tensor  # [B, P] i32
+    sampling: Sampling

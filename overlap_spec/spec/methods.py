@@ -1,0 +1,124 @@
+"""The table of drafting methods: the one place, beside `config.py`, that knows their names.
+
+A method is a record: what its prefix-cache keys depend on, and how its proposer is loaded. Nothing else in the
+engine asks which method runs. Not here: what the proposers do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from overlap_spec.config import SpecSettings
+from overlap_spec.errors import ConfigError
+from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.loader import load_eagle3
+from overlap_spec.spec.autoregressive import AutoregressiveProposer
+from overlap_spec.spec.interfaces import Proposer
+from overlap_spec.spec.plain import NoProposer
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """What a proposer's per-slot rows and tables are sized by."""
+
+    num_slots: int
+    num_positions: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class LoadedProposer(Protocol):
+    """A proposer's weights in memory, before its KV cache exists."""
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in the proposer's own cache; no layers, no cache."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights that it brings."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers that it needs tapped."""
+        ...
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+        """Make it runnable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method."""
+
+    name: str
+    key_lookahead: int  # 1 if draft KV at a position depends on the next token: cache keys are bigrams
+    load: Callable[[SpecSettings, LoadedTarget, Progress], LoadedProposer]
+
+
+@dataclass(frozen=True)
+class NoDraft:
+    """Plain decoding loads nothing."""
+
+    kv_shape: KVShape = KVShape(0, 0, 0)
+    num_bytes: int = 0
+    aux_layers: tuple[int, ...] = ()
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+        return NoProposer()
+
+
+@dataclass(frozen=True)
+class ChainDraft:
+    """A head that drafts a chain, one step per guess."""
+
+    head: LoadedDraft
+    num_steps: int
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return self.head.kv_shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.head.num_bytes
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.head.aux_layers
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+        outputs = torch.zeros(shape.num_slots, self.head.hidden_size, dtype=shape.dtype, device=shape.device)
+        head = self.head.attach(cache, shape.num_positions)
+        return AutoregressiveProposer(head, self.num_steps, outputs, shape.page_size)
+
+
+def _load_nothing(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    return NoDraft()
+
+
+def _load_eagle3(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    assert spec.draft_path is not None, "resolve() gives every drafting method its path"
+    like = target.embedding
+    return ChainDraft(load_eagle3(spec.draft_path, target, like.dtype, like.device, progress), spec.num_steps)
+
+
+METHODS = (
+    Method("NONE", key_lookahead=0, load=_load_nothing),
+    Method("EAGLE3", key_lookahead=1, load=_load_eagle3),
+)
+
+
+def method_named(name: str) -> Method:
+    """Look a method up. Raises: ConfigError naming the known ones."""
+    for method in METHODS:
+        if method.name == name:
+            return method
+    raise ConfigError("speculative_algorithm", f"must be one of {', '.join(m.name for m in METHODS)}, got {name!r}")

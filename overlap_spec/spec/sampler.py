@@ -1,0 +1,74 @@
+"""Draws one token per row from logits. Not here: which rows, and what a drawn token decides.
+
+Order of processing per row: stop ids masked until they may be drawn; p = softmax(logits / T); top_k, top_p
+and min_p each computed on p, without renormalising in between; argmax(logits / T + g) over what is left.
+Greedy rows take the argmax of the masked logits. Rows are independent: a row's token does not depend on the
+batch it is in.
+"""
+
+import torch
+from torch import Tensor
+
+from overlap_spec.spec.noise import gumbel
+from overlap_spec.spec.types import Sampling
+
+_SLICE = 1 << 22  # scores drawn at once: bounds the float64 workspace to a few hundred MiB
+
+
+def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+    """Draw the token at `positions` for each row. Sync: never.
+
+    `token_ids` are the target's ids of the columns, so that a draft with a smaller vocabulary meets the
+    same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+    Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
+    """
+    if sampling.any_masked:
+        logits = _mask_stop_ids(logits, positions, sampling, token_ids)
+    greedy = logits.argmax(-1)
+    if not sampling.any_sampled:
+        return greedy
+    batch, rows, columns = logits.shape
+    step = max(1, _SLICE // (rows * columns))
+    drawn = torch.cat(
+        [_sample(logits, positions, sampling, token_ids, slice(b, b + step)) for b in range(0, batch, step)]
+    )
+    return torch.where(sampling.temperature[:, None] > 0, drawn, greedy)
+
+
+def _sample(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor, part: slice) -> Tensor:
+    """Shapes: -> [b, R] for the slots in `part`."""
+    logits, positions = logits[part], positions[part]
+    rows, columns = logits.shape[1:]
+    temperature = sampling.temperature[part].clamp(min=1e-6)  # greedy rows are replaced by the caller
+    scores = logits.reshape(-1, columns).double() / _per_row(temperature, rows)
+    kept = _filter(scores, sampling, part, rows) if sampling.any_filtered else None
+    scores = scores + gumbel(_per_row(sampling.seed[part], rows).squeeze(1), positions.reshape(-1), token_ids)
+    if kept is not None:
+        scores = scores.masked_fill(~kept, -torch.inf)
+    return scores.argmax(-1).view(-1, rows)
+
+
+def _filter(scores: Tensor, sampling: Sampling, part: slice, rows: int) -> Tensor:
+    """Which columns survive top_k, top_p and min_p. Shapes: scores [R, N] -> bool [R, N].
+
+    Ties are broken by the lower id (a stable sort), so that the set is a function of the row alone.
+    """
+    p, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    before = p.cumsum(-1) - p  # mass of the more probable ones
+    rank = torch.arange(p.shape[-1], device=p.device)
+    kept = rank < _per_row(sampling.top_k[part], rows)
+    kept &= before < _per_row(sampling.top_p[part], rows)
+    kept &= p >= _per_row(sampling.min_p[part], rows) * p[:, :1]
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def _mask_stop_ids(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+    """Forbid each slot's stop ids at positions before its `stop_from`. Shapes: [B, R, N] -> [B, R, N]."""
+    stops = (token_ids[None, :, None] == sampling.stop_ids[:, None, :]).any(-1)  # [B, N]
+    early = positions < sampling.stop_from[:, None]  # [B, R]
+    return logits.masked_fill(early[:, :, None] & stops[:, None, :], -torch.inf)
+
+
+def _per_row(values: Tensor, rows: int) -> Tensor:
+    """Shapes: [b] -> [b * rows, 1]."""
+    return values.repeat_interleave(rows)[:, None]

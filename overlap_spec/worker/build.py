@@ -1,0 +1,60 @@
+"""Puts a worker together: weights, then sizes, then caches, then the executor. Not here: what steps do."""
+
+import torch
+
+from overlap_spec.config import Settings
+from overlap_spec.errors import ConfigError
+from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.loader import load_target
+from overlap_spec.spec.interfaces import SpecMethod
+from overlap_spec.spec.methods import EngineShape, method_named
+from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
+from overlap_spec.worker.slots import SlotRows
+
+
+def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
+    """Read target and draft. Raises: CheckpointError, ConfigError."""
+    dtype = torch_dtype(settings.model.dtype)
+    method = method_named(settings.spec.method)
+    target = load_target(settings.model.files, dtype, place, progress)
+    return LoadedModels(target, method.load(settings.spec, target, progress), method)
+
+
+def prepare_place(settings: Settings) -> torch.device:
+    """Set torch up for these settings. float32 means IEEE float32: no TF32."""
+    torch.set_num_threads(settings.num_threads)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if settings.model.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", f"there is a CUDA driver, but torch {torch.__version__} cannot use it; use cpu")
+    return torch.device(settings.model.device)
+
+
+def build_executor(models: LoadedModels, geometry: Geometry, place: torch.device) -> Executor:
+    """Take the caches' memory and join everything."""
+
+    def cache(shape: KVShape) -> KVCache:
+        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place)
+
+    target = models.target.attach(cache(models.target.kv_shape), geometry.num_positions, models.proposer.aux_layers)
+    shape = EngineShape(geometry.num_slots, geometry.num_positions, geometry.page_size, geometry.dtype, place)
+    proposer = models.proposer.attach(cache(models.proposer.kv_shape), shape)
+    method = SpecMethod(proposer, ChainVerifier(torch.arange(target.vocab_size, device=place)))
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
+    return Executor(_device(place, geometry), slots, target, method, geometry.page_size)
+
+
+def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, LoadedModels]:
+    """Everything, from settings to an executor that is not warm yet."""
+    place = prepare_place(settings)
+    models = load_models(settings, place, progress)
+    geometry = settle_geometry(settings, models, place)
+    return build_executor(models, geometry, place), geometry, models
+
+
+def _device(place: torch.device, geometry: Geometry) -> Device:
+    return CpuDevice() if place.type == "cpu" else CudaDevice(MAX_DEPTH + 1, geometry.max_step_ints)

@@ -1,0 +1,124 @@
+"""What two steps share: one device row per running request, and the little the host remembers of it.
+
+Not here: the forward passes. Rows are only written by work that travels in the same queue as the steps, so a
+slot's new owner cannot see its predecessor, and a step in flight cannot see its successor.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.spec.types import Sampling, SlotBatch, Verdict
+
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
+_RESET_INTS = 4
+_RESET_FLOATS = 3
+RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
+_ALL = 1 << 62  # a top_k that keeps everything
+
+
+@dataclass
+class HostSlot:
+    """What the host needs of a slot to build a step: never lengths, which live on the device."""
+
+    sampling: SamplingParams
+    num_pages: int
+
+
+class SlotRows:
+    """The device rows. `length` is the number of tokens whose KV is written, the position of the root."""
+
+    def __init__(self, num_slots: int, width: int, num_page_columns: int, device: torch.device) -> None:
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self.length = ints(num_slots)  # [S]
+        self.window = ints(num_slots, width)  # [S, W], root first
+        self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
+        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k; column 0 unused
+        self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
+        self._stop_ids = ints(num_slots, MAX_STOP_IDS)
+        self._host: dict[int, HostSlot] = {}
+
+    # --- host side: what a step's plan says ----------------------------------------------------------------
+
+    def pack_reset(self, work: SlotWork) -> list[int]:
+        """The integers of a slot's reset; notes it on the host. Empty if the work resets nothing."""
+        reset = work.reset
+        if reset is None:
+            return []
+        self._host[work.slot] = HostSlot(reset.sampling, 0)
+        return _pack_reset(work.slot, reset)
+
+    def pack_pages(self, work: SlotWork) -> list[int]:
+        """(slot, column, page) of every page that the work appends."""
+        host = self._host[work.slot]
+        first = host.num_pages
+        host.num_pages += len(work.new_pages)
+        return [value for i, page in enumerate(work.new_pages) for value in (work.slot, first + i, page)]
+
+    # --- device side ---------------------------------------------------------------------------------------
+
+    def apply(self, resets: Tensor, pages: Tensor) -> None:
+        """Write packed resets and pages into the rows. Sync: never. Shapes: flat i64."""
+        if resets.numel():
+            rows = resets.view(-1, RESET_WIDTH)
+            slots = rows[:, 0]
+            self.page_table[slots] = 0
+            self._ints[slots] = rows[:, :_RESET_INTS]
+            self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
+            self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS :]
+        if pages.numel():
+            slots, columns, values = pages.view(-1, 3).unbind(1)
+            self.page_table[slots, columns] = values.int()
+
+    def batch(self, slots: Tensor, work: list[SlotWork]) -> SlotBatch:
+        """Gather the rows of a step's slots. Sync: never."""
+        return SlotBatch(slots, self.length[slots], self.page_table[slots], self._sampling(slots, work))
+
+    def _sampling(self, slots: Tensor, work: list[SlotWork]) -> Sampling:
+        asked = [self._host[w.slot].sampling for w in work]
+        _, seed, stop_from, top_k = self._ints[slots].unbind(1)
+        temperature, top_p, min_p = self._floats[slots].unbind(1)
+        return Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop_from=stop_from,
+            stop_ids=self._stop_ids[slots],
+            any_sampled=any(not s.greedy for s in asked),
+            any_filtered=any(not s.greedy and (s.top_k != -1 or s.top_p < 1 or s.min_p > 0) for s in asked),
+            any_masked=any(s.min_new_tokens > 0 for s in asked),
+        )
+
+    def commit(self, batch: SlotBatch, verdict: Verdict) -> SlotBatch:
+        """Advance the slots by what was committed; returns the batch at its new lengths. Sync: never."""
+        lengths = batch.lengths + verdict.accept_len + 1
+        self.length[batch.slots] = lengths
+        self.window[batch.slots, 0] = verdict.last
+        return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
+
+    def start(self, batch: SlotBatch, lengths: Tensor, roots: Tensor) -> SlotBatch:
+        """Put completed prompts at their first token. Shapes: lengths, roots [F] i64. Sync: never."""
+        self.length[batch.slots] = lengths
+        self.window[batch.slots, 0] = roots
+        return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
+
+    def set_guesses(self, batch: SlotBatch, guesses: Tensor) -> None:
+        """The next window's guesses. Shapes: [B, K] i64. Sync: never."""
+        self.window[batch.slots, 1:] = guesses
+
+
+def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
+    sampling = reset.sampling
+    assert sampling.seed is not None, "the tokenizer draws a seed for every request"
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    top_k = _ALL if sampling.top_k == -1 else sampling.top_k
+    floats = struct.unpack("<3q", struct.pack("<3d", temperature, sampling.top_p, sampling.min_p))
+    stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
+    return [slot, sampling.seed, reset.stop_from, top_k, *floats, *stops]

@@ -1,0 +1,54 @@
+"""Match verification on windows that can be checked by eye: one peaked logit per row."""
+
+import torch
+from torch import Tensor
+
+from overlap_spec.spec.types import Window
+from overlap_spec.spec.verifier import ChainVerifier, match_chain
+
+
+def test_all_match_gives_every_guess_and_a_bonus() -> None:
+    verdict = match_chain(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[1, 2, 3, 4]]))
+    assert verdict.accept_len.tolist() == [3]
+    assert verdict.tokens.tolist() == [[1, 2, 3, 4]]
+    assert verdict.last.tolist() == [4]
+
+
+def test_first_mismatch_commits_the_targets_token_and_ends() -> None:
+    verdict = match_chain(torch.tensor([[9, 1, 7, 3]]), torch.tensor([[1, 2, 3, 4]]))
+    assert verdict.accept_len.tolist() == [1]
+    assert verdict.tokens.tolist() == [[1, 2, -1, -1]]
+    assert verdict.last.tolist() == [2]
+
+
+def test_a_late_match_after_a_miss_does_not_count() -> None:
+    verdict = match_chain(torch.tensor([[9, 5, 2, 3]]), torch.tensor([[1, 2, 3, 4]]))
+    assert verdict.accept_len.tolist() == [0]
+    assert verdict.tokens.tolist() == [[1, -1, -1, -1]]
+
+
+def test_a_missing_guess_equals_no_token() -> None:
+    window = torch.tensor([[9, -1, -1, -1], [9, 1, -1, -1]])
+    verdict = match_chain(window, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]))
+    assert verdict.accept_len.tolist() == [0, 1]
+    assert Window(window).num_proposed.tolist() == [0, 1]
+
+
+def test_a_window_of_one_is_plain_decoding() -> None:
+    verdict = match_chain(torch.tensor([[9], [8]]), torch.tensor([[4], [5]]))
+    assert verdict.accept_len.tolist() == [0, 0]
+    assert verdict.tokens.tolist() == [[4], [5]]
+
+
+def peaked(tokens: list[list[int]], vocab: int) -> Tensor:
+    """Logits whose argmax is the given token."""
+    logits = torch.zeros(len(tokens), len(tokens[0]), vocab, dtype=torch.float64)
+    return logits.scatter(2, torch.tensor(tokens)[:, :, None], 50.0)
+
+
+def test_verify_draws_at_the_position_after_each_column(make_batch) -> None:  # type: ignore[no-untyped-def]
+    verifier = ChainVerifier(torch.arange(12))
+    batch = make_batch([20, 30], temperature=1.0)
+    window = Window(torch.tensor([[0, 4, 5], [0, 7, 8]]))
+    verdict = verifier.verify(window, peaked([[4, 5, 6], [7, 1, 2]], 12), batch)
+    assert verdict.tokens.tolist() == [[4, 5, 6], [7, 1, -1]]
