@@ -5,10 +5,16 @@ decode every request has W rows, in prefill as many as its chunk. Rows write the
 at position p attends to positions 0..p of its own request.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.layers import Linear
+
+Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,49 @@ class TargetModel(Protocol):
         ...
 
 
+class LoadedTarget(Protocol):
+    """A target's weights in memory, before its KV cache exists: what is left of the memory decides the cache's size."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the residual stream."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V of the head."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers whose outputs a draft head may tap."""
+        ...
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in the target's cache."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        ...
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H]; draft heads may share it."""
+        ...
+
+    @property
+    def head(self) -> Linear:
+        """[V, H]; draft heads may share it."""
+        ...
+
+    def attach(self, cache: KVCache, num_positions: int, aux_layers: tuple[int, ...] = ()) -> TargetModel:
+        """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are tapped."""
+        ...
+
+
 class DraftHead(Protocol):
     """A trained head that guesses from the target's hidden states (EAGLE family), with its own KV cache."""
 
@@ -73,4 +122,37 @@ class DraftHead(Protocol):
 
     def logits(self, output: Tensor) -> Tensor:
         """Shapes: [R, Hd] -> [R, Vd]."""
+        ...
+
+
+class LoadedDraft(Protocol):
+    """A draft head's weights in memory, before its KV cache exists."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width Hd of the features."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the head can guess."""
+        ...
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in the head's cache."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights that are not the target's."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers whose outputs the target must tap, ascending."""
+        ...
+
+    def attach(self, cache: KVCache, num_positions: int) -> DraftHead:
+        """Make it runnable; it has the page ids of its target, in a cache of its own."""
         ...

@@ -1,0 +1,121 @@
+"""Tensors of one checkpoint by canonical name, checked and converted on the way. Not here: which tensors a model has.
+
+Canonical names are Hugging Face's without the leading `model.`: `layers.0.self_attn.q_proj.weight`,
+`embed_tokens.weight`, `norm.weight`, `lm_head.weight`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.interfaces import Progress
+
+Shape = tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: safetensors shards, .bin shards or a GGUF file."""
+
+    origin: str  # directory or file, for messages
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Every tensor's shape by its name in the file, without reading it."""
+        ...
+
+    def file_of(self, name: str) -> str:
+        """The file that holds the tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU, in the file's dtype."""
+        ...
+
+
+class Checkpoint:
+    """Hands out each tensor once; what nobody took at the end is an error, because it would change the result."""
+
+    def __init__(
+        self,
+        source: TensorSource,
+        canonical: Callable[[str], str],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._shapes = source.shapes()
+        self._names = _canonical_names(source, self._shapes, canonical)
+        self._taken: set[str] = set()
+
+    @property
+    def origin(self) -> str:
+        """Directory or file, for messages."""
+        return self._source.origin
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def names(self) -> frozenset[str]:
+        """All canonical names."""
+        return frozenset(self._names)
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape. Raises: CheckpointError if it is missing."""
+        return self._shapes[self._actual(name)]
+
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor. Raises: CheckpointError if it is missing."""
+        return self._source.file_of(self._actual(name))
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """A weight, in the model's dtype on its device.
+
+        Raises: CheckpointError naming file, tensor, found and expected.
+        """
+        return self.take_raw(name, shape).to(device=self._device, dtype=self._dtype).contiguous()
+
+    def take_raw(self, name: str, shape: Shape) -> Tensor:
+        """A tensor as it is in the file, on the CPU."""
+        actual = self._actual(name, shape)
+        if (found := self._shapes[actual]) != shape:
+            raise CheckpointError(
+                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
+            )
+        self.skip(name)
+        return self._source.read(actual)
+
+    def skip(self, *names: str) -> None:
+        """Count tensors as used without reading them."""
+        self._taken.update(name for name in names if name in self._names)
+        self._progress(len(self._taken), len(self._names))
+
+    def finish(self) -> None:
+        """Raises: CheckpointError naming the tensors that the model has no place for."""
+        if left := sorted(self._names[name] for name in self._names.keys() - self._taken):
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise CheckpointError(
+                f"{self._source.file_of(left[0])}: unexpected tensor {', '.join(left[:3])}{more}:"
+                " the config does not ask for it, so results would differ from the model's"
+            )
+
+    def _actual(self, name: str, shape: Shape | None = None) -> str:
+        if (actual := self._names.get(name)) is None:
+            expected = "" if shape is None else f", expected shape {list(shape)}"
+            raise CheckpointError(f"{self._source.origin}: tensor {name} is missing{expected}")
+        return actual
+
+
+def _canonical_names(
+    source: TensorSource, shapes: Mapping[str, Shape], canonical: Callable[[str], str]
+) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for actual in shapes:
+        if (other := names.setdefault(canonical(actual), actual)) != actual:
+            raise CheckpointError(f"{source.file_of(actual)}: tensors {other} and {actual} mean the same weight")
+    return names

@@ -1,0 +1,45 @@
+"""The paged KV cache of one model. Not here: who owns which page (the scheduler), and how rows are attended to.
+
+    k[layer]: [num_pages, page_size, num_kv_heads, head_dim], v[layer] alike
+
+A cache row is `page * page_size + offset`. Target and draft use the same page ids, each in its own cache.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What one token takes in a model's KV cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """K and V of all layers, in bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """K and V of every layer of one model."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> "KVCache":
+        """Take the memory of `num_pages` pages.
+
+        Zeroed, not empty: a masked key weighs nothing, but nothing times NaN would be NaN. On a CPU zeroed
+        pages take no memory until they are written.
+        """
+        size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
+        k, v = (torch.zeros(size, dtype=dtype, device=device).unbind(0) for _ in range(2))
+        return cls(k, v)

@@ -1,0 +1,95 @@
+"""The numbers of a Llama-family model, read from a Hugging Face config. Not here: weights.
+
+What this project cannot compute exactly is refused here by name, before any weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.kv_cache import KVShape
+from overlap_spec.models.rope import RopeConfig
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of one checkpoint. `origin` is the file that said so, for error messages."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    origin: str
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], origin: str) -> "LlamaConfig":
+        """Read a target's or a head's config.json.
+
+        Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported.
+        """
+        _refuse_unsupported(config, origin)
+        hidden, heads = _size(config, "hidden_size", origin), _size(config, "num_attention_heads", origin)
+        kv_heads = heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads", origin)
+        if config.get("head_dim") is None and hidden % heads:
+            raise CheckpointError(f"{origin}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        head_dim = hidden // heads if config.get("head_dim") is None else _size(config, "head_dim", origin)
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"{origin}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=_size(config, "intermediate_size", origin),
+            num_layers=_size(config, "num_hidden_layers", origin),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=_size(config, "vocab_size", origin),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            rope=RopeConfig.from_hf(config, head_dim, origin),
+            origin=origin,
+        )
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in this model's cache."""
+        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of the fused query, key and value map."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+def _size(config: Mapping[str, Any], key: str, origin: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        found = "it is missing" if value is None else f"found {value!r}"
+        raise CheckpointError(f"{origin}: {key} must be a positive integer, {found}")
+    return value
+
+
+def _refuse_unsupported(config: Mapping[str, Any], origin: str) -> None:
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise CheckpointError(f"{origin}: hidden_act {activation!r} is not supported; expected 'silu'")
+    if (window := config.get("sliding_window")) is not None:
+        raise CheckpointError(
+            f"{origin}: sliding_window {window} is not supported; only models without sliding-window attention are"
+        )
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
+        raise CheckpointError(f"{origin}: quantization_config ({method}) is not supported; use unquantized weights")

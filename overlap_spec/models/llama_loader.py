@@ -1,0 +1,89 @@
+"""Builds the weights of a Llama-family target from a checkpoint. Not here: opening files, and running.
+
+Query, key and value become one map, gate and up another: fewer, larger products.
+"""
+
+import torch
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.checkpoint import Checkpoint
+from overlap_spec.models.layers import GatedMLP, Linear, LinearMap, RMSNorm, linear_map
+from overlap_spec.models.llama import LlamaLayer, LlamaWeights
+from overlap_spec.models.llama_config import LlamaConfig
+
+DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
+
+
+def canonical_name(name: str) -> str:
+    """Checkpoints differ in the leading `model.`."""
+    return name.removeprefix("model.")
+
+
+def load_llama(config: LlamaConfig, checkpoint: Checkpoint) -> LlamaWeights:
+    """Take every weight of the target.
+
+    Raises: CheckpointError naming file, tensor, found and expected.
+    """
+    _refuse_draft_heads(checkpoint)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    embedding = checkpoint.take("embed_tokens.weight", (vocab, hidden))
+    layers = tuple(
+        load_layer(config, checkpoint, index, hidden, "input_layernorm") for index in range(config.num_layers)
+    )
+    norm = load_norm(config, checkpoint, "norm")
+    if config.tie_word_embeddings:
+        checkpoint.skip("lm_head.weight")
+        head = Linear(embedding)
+    else:
+        head = Linear(checkpoint.take("lm_head.weight", (vocab, hidden)))
+    skip_derived(checkpoint)
+    checkpoint.finish()
+    return LlamaWeights(config, embedding, layers, norm, head)
+
+
+def load_layer(config: LlamaConfig, checkpoint: Checkpoint, index: int, input_size: int, input_norm: str) -> LlamaLayer:
+    """Take one layer. `input_size` is the width that attention reads, `input_norm` the name of the norm before it."""
+    prefix = f"layers.{index}"
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return LlamaLayer(
+        input_norm=load_norm(config, checkpoint, f"{prefix}.{input_norm}"),
+        qkv=_fused(
+            checkpoint,
+            {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys},
+            input_size,
+            config.attention_bias,
+        ),
+        output=_fused(checkpoint, {f"{attention}.o_proj": hidden}, queries, config.attention_bias),
+        post_norm=load_norm(config, checkpoint, f"{prefix}.post_attention_layernorm"),
+        mlp=GatedMLP(
+            _fused(checkpoint, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, hidden, config.mlp_bias),
+            _fused(checkpoint, {f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
+        ),
+    )
+
+
+def load_norm(config: LlamaConfig, checkpoint: Checkpoint, name: str) -> RMSNorm:
+    """Take a norm as wide as the residual stream."""
+    return RMSNorm(checkpoint.take(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
+
+
+def skip_derived(checkpoint: Checkpoint) -> None:
+    """Old checkpoints also hold what follows from the config."""
+    checkpoint.skip(*(name for name in checkpoint.names() if name.endswith(DERIVED)))
+
+
+def _fused(checkpoint: Checkpoint, sizes: dict[str, int], input_size: int, bias: bool) -> LinearMap:
+    """Maps of the same input, stacked. `sizes`: output rows by name."""
+    weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
+    biases = [checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()] if bias else []
+    return linear_map(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def _refuse_draft_heads(checkpoint: Checkpoint) -> None:
+    if any(name.startswith("midlayer.") or name in ("fc.weight", "d2t") for name in checkpoint.names()):
+        raise CheckpointError(
+            f"{checkpoint.origin}: this is a draft head (it has fc or midlayer tensors), not a target;"
+            " give it as --speculative-draft-model-path"
+        )

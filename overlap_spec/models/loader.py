@@ -1,0 +1,85 @@
+"""From files to loaded models: which loader reads which checkpoint. Not here: downloads (`hub.py`) and caches.
+
+A worker reads configs, loads weights, sizes its KV pool from the memory that is left, then calls `attach`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap_spec.config import ModelFiles
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models import eagle3_loader, llama_loader
+from overlap_spec.models.checkpoint import Checkpoint, TensorSource
+from overlap_spec.models.draft_kind import DraftKind, draft_kind
+from overlap_spec.models.eagle3_config import Eagle3Config
+from overlap_spec.models.gguf_source import GgufSource
+from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.llama_config import ARCHITECTURES, LlamaConfig
+from overlap_spec.models.sources import open_directory
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def read_target_config(files: ModelFiles) -> LlamaConfig:
+    """The target's numbers, before any weight is read.
+
+    Raises: CheckpointError naming file and key, or the architecture that is not supported.
+    """
+    path = Path(files.weights)
+    origin = str(path / "config.json" if path.is_dir() else path)
+    found = files.config.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in found):
+        raise CheckpointError(
+            f"{origin}: architecture {', '.join(map(str, found)) or 'missing'} is not supported;"
+            f" supported: {', '.join(ARCHITECTURES)}"
+        )
+    return LlamaConfig.from_hf(files.config, origin)
+
+
+def load_target(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress = ignore_progress
+) -> LoadedTarget:
+    """Load a target's weights, converted once.
+
+    Raises: CheckpointError naming file, tensor, found and expected.
+    """
+    config, path = read_target_config(files), Path(files.weights)
+    source: TensorSource = open_directory(path) if path.is_dir() else GgufSource(path, config)
+    return llama_loader.load_llama(config, Checkpoint(source, llama_loader.canonical_name, dtype, device, progress))
+
+
+def load_eagle3(
+    directory: str,
+    target: LoadedTarget,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = ignore_progress,
+) -> LoadedDraft:
+    """Load the EAGLE-3 head of a target.
+
+    Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
+    """
+    path = Path(directory)
+    checkpoint = Checkpoint(open_directory(path), eagle3_loader.canonical_name, dtype, device, progress)
+    kind = draft_kind({name: checkpoint.shape(name) for name in checkpoint.names()})
+    if kind is not DraftKind.EAGLE_3:
+        raise CheckpointError(f"{directory}: expected {DraftKind.EAGLE_3.value}, but this looks like {kind.value}")
+    config = Eagle3Config.from_hf(_read_json(path / "config.json"), target.num_layers, str(path / "config.json"))
+    return eagle3_loader.load_eagle3(config, checkpoint, target)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    return config

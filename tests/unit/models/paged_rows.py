@@ -1,0 +1,45 @@
+"""Row batches over page tables for tests that drive a model by hand."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from overlap_spec.models.interfaces import RowBatch
+
+
+@dataclass
+class Paged:
+    """Requests side by side, each with pages scattered over the cache; page 0 is never used."""
+
+    num_requests: int
+    page_size: int = 4
+    pages_each: int = 16
+    lengths: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.lengths = [0] * self.num_requests
+        order = torch.randperm(self.num_pages - 1, generator=torch.Generator().manual_seed(7)) + 1
+        self.page_table = order.view(self.num_requests, self.pages_each).to(torch.int32)
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_requests * self.pages_each + 1
+
+    def rows(self, counts: list[int], commit: bool = True) -> RowBatch:
+        """The next `counts[b]` rows of each request b; `commit=False` leaves them to be written again."""
+        spans = [torch.arange(start, start + count) for start, count in zip(self.lengths, counts, strict=True)]
+        cache_rows = [
+            self.page_table[b, span // self.page_size].long() * self.page_size + span % self.page_size
+            for b, span in enumerate(spans)
+        ]
+        if commit:
+            self.lengths = [start + count for start, count in zip(self.lengths, counts, strict=True)]
+        starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        return RowBatch(
+            positions=torch.cat(spans),
+            cache_rows=torch.cat(cache_rows),
+            page_table=self.page_table,
+            row_starts=starts,
+            max_rows=max(counts),
+            uniform=len(set(counts)) == 1,
+        )

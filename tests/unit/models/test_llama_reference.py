@@ -1,0 +1,131 @@
+"""Logits of the Llama family against transformers, prefilled in chunks and decoded through scattered pages."""
+
+from typing import Any
+
+import pytest
+import torch
+from paged_rows import Paged
+from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+
+from overlap_spec.models.interfaces import TargetOutput
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.llama import LlamaTarget
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+CASES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "no groups": {"num_key_value_heads": 4},
+    "one kv head": {"num_key_value_heads": 1},
+    "linear rope": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama 3 rope": {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "yarn rope": {"rope_scaling": YARN},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+}
+LENGTHS = (33, 5)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
+    mistral = checkpoint.config["model_type"] == "mistral"
+    config_class, model_class = (MistralConfig, MistralForCausalLM) if mistral else (LlamaConfig, LlamaForCausalLM)
+    config = config_class(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
+    config._attn_implementation = "sdpa"  # keeps float64, where "eager" narrows to float32
+    model = model_class(config).to(dtype).eval()
+    missing = model.load_state_dict(checkpoint.tensors, strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}
+    return model
+
+
+def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
+    """Transformers' norm narrows float64 to float32, which would hide all but seven digits."""
+    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> LlamaTarget:
+    weights = load_tiny_target(checkpoint, dtype)
+    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    return weights.attach(cache, num_positions=512, aux_layers=(0, 1))
+
+
+def run(model: LlamaTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
+    """Feed the next `counts[b]` tokens of each request in one forward; split the output by request."""
+    parts = [row[start : start + count] for row, start, count in zip(tokens, paged.lengths, counts, strict=True)]
+    output = model.forward(torch.cat(parts), paged.rows(counts))
+    split = zip(output.hidden.split(counts), output.aux.split(counts), strict=True)
+    return [TargetOutput(hidden, aux) for hidden, aux in split]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
+    monkeypatch.setattr(MistralRMSNorm, "forward", norm_in_own_dtype)
+    checkpoint = tiny_target(3, context=1.0, **CASES[case])
+    tokens = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+    paged = Paged(num_requests=2)
+    model = attached(checkpoint, dtype, paged)
+    steps = [[7, 1], [20, 3], *[[1, 0]] * 4, [2, 1]]  # chunks, then decode rows; request 1 sometimes has none
+    outputs = [run(model, paged, tokens, counts) for counts in steps]
+    assert paged.lengths == list(LENGTHS)
+
+    reference = reference_model(checkpoint, dtype)
+    for request, row in enumerate(tokens):
+        hidden = torch.cat([output[request].hidden for output in outputs])
+        aux = torch.cat([output[request].aux for output in outputs])
+        with torch.no_grad():
+            expected = reference(row[None], output_hidden_states=True)
+            taps = torch.cat([stream_after(reference, row, layer) for layer in (0, 1)], dim=1)
+        torch.testing.assert_close(model.logits(hidden), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(aux, taps, atol=TOLERANCE[dtype], rtol=0)
+
+
+def stream_after(reference: Any, tokens: Tensor, layer: int) -> Tensor:
+    """The residual stream that a layer puts out, before the final norm."""
+    seen: list[Tensor] = []
+    handle = reference.model.layers[layer].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    reference(tokens[None])
+    handle.remove()
+    return seen[0][0]
+
+
+def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
+    tokens = [torch.arange(5, 5 + n) for n in (9, 9, 9)]
+    paged, alone = Paged(num_requests=3), Paged(num_requests=1)
+    checkpoint = tiny_target(4, context=1.0)
+    together = run(attached(checkpoint, torch.float64, paged), paged, tokens, [9, 9, 9])
+    single = run(attached(checkpoint, torch.float64, alone), alone, tokens[1:2], [9])
+    torch.testing.assert_close(together[1].hidden, single[0].hidden, atol=1e-12, rtol=0)
+
+
+def test_written_rows_can_be_written_again() -> None:
+    """Rejected rows leave garbage behind their successors, which is overwritten before it is read."""
+    tokens = torch.tensor([3, 4, 5, 6, 7, 8])
+    paged = Paged(num_requests=1)
+    model = attached(tiny_target(5, context=1.0), torch.float64, paged)
+    model.forward(tokens[:3], paged.rows([3]))
+    model.forward(torch.tensor([99, 98, 97]), paged.rows([3], commit=False))
+    again = model.forward(tokens[3:], paged.rows([3]))
+    fresh = Paged(num_requests=1)
+    expected = attached(tiny_target(5, context=1.0), torch.float64, fresh).forward(tokens, fresh.rows([6]))
+    torch.testing.assert_close(again.hidden, expected.hidden[3:], atol=1e-12, rtol=0)
+
+
+def test_bfloat16_logits_are_widened() -> None:
+    paged = Paged(num_requests=1)
+    model = attached(tiny_target(6), torch.bfloat16, paged)
+    output = model.forward(torch.tensor([3, 4]), paged.rows([2]))
+    assert output.hidden.dtype == torch.bfloat16
+    assert model.logits(output.hidden).dtype == torch.float32
