@@ -1,0 +1,85 @@
+"""Checks a request against the engine's limits and settles what it left open. Not here: tokenizing, messages."""
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, SamplingParams
+
+
+class Refusal(Exception):
+    """The engine does not take any request now. `code` says why."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Admission:
+    """The rules of one engine. `limits` are unknown until it is warm."""
+
+    def __init__(self, eos_token_ids: Sequence[int], max_open_requests: int, seed: int | None) -> None:
+        self.limits: EngineLimits | None = None
+        self.draining = False
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_open_requests = max_open_requests
+        self._seeds = random.Random(seed)
+
+    def check_open(self, num_open: int) -> EngineLimits:
+        """Raises: Refusal if no request is taken now."""
+        if self.draining:
+            raise Refusal(ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
+        if self.limits is None:
+            raise Refusal(ErrorCode.STARTING, "the engine is still starting")
+        if num_open >= self._max_open_requests:
+            raise Refusal(ErrorCode.OVERLOADED, f"{num_open} requests are open, the engine takes no more now")
+        return self.limits
+
+    def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
+        """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
+        _check_prompt(prompt, limits)
+        _check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+        max_new_tokens = _settle_length(sampling, len(prompt), limits)
+        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed)
+
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """What ends the request. Raises: RequestError if there are too many."""
+        eos = () if sampling.ignore_eos else self._eos_token_ids
+        ids = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+        if len(ids) > MAX_STOP_IDS:
+            raise RequestError("stop_token_ids", f"at most {MAX_STOP_IDS} stop ids are taken, EOS included: {len(ids)}")
+        return ids
+
+
+def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
+    if not prompt:
+        raise RequestError("prompt", "the prompt must have at least one token")
+    _check_ids("prompt", prompt, limits.vocab_size)
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def _settle_length(sampling: SamplingParams, prompt_len: int, limits: EngineLimits) -> int:
+    most = min(limits.max_len, limits.max_total_tokens)
+    asked = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(1, most - prompt_len)
+    total = prompt_len + asked
+    field = "prompt" if prompt_len >= most else "max_new_tokens"
+    wanted = f"{prompt_len} prompt tokens + {asked} new tokens = {total}"
+    if total > limits.max_len:
+        raise RequestError(field, f"{wanted}: more than the maximum context length of {limits.max_len} tokens")
+    if total > limits.max_total_tokens:
+        raise RequestError(
+            field,
+            f"{wanted}: more than the engine's memory holds ({limits.max_total_tokens} tokens;"
+            " --max-total-tokens or --mem-fraction-static would change that)",
+        )
+    if sampling.min_new_tokens > asked:
+        raise RequestError("min_new_tokens", f"min_new_tokens {sampling.min_new_tokens} exceeds the {asked} that fit")
+    return asked

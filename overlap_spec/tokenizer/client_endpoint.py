@@ -1,0 +1,111 @@
+"""Binds the public endpoint: addresses, stale files, the API key. Not here: messages (`client_router.py`).
+
+An ipc endpoint is guarded by file permissions. A tcp endpoint with an API key speaks ZeroMQ's PLAIN
+mechanism: the key is the password, and the ZAP handler of pyzmq compares it.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from overlap_spec.client_link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
+from overlap_spec.config import LinkSettings
+from overlap_spec.errors import ConfigError
+from overlap_spec.tokenizer.client_router import SEND_QUEUE, ClientRouter
+
+ZAP_DOMAIN = "overlap-spec"
+
+
+class ClientEndpoint:
+    """The bound endpoint and its router: `with ClientEndpoint(..) as router`. It needs a running loop."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings, default: str) -> None:
+        asked = settings.client_endpoint or default
+        self._authenticator = _Authenticator(context, settings.api_key) if is_secured(asked, settings.api_key) else None
+        try:
+            router_socket = _bind(context, asked, self._authenticator is not None)
+        except BaseException:
+            self._stop_authenticator()
+            raise
+        self.address = router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.router = ClientRouter(router_socket, settings.max_queued_bytes, settings.client_timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening; last words have a moment to leave."""
+        self.router.close()
+        self._stop_authenticator()
+        if self.address.startswith("ipc://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address.removeprefix("ipc://"))
+
+    def _stop_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+
+class _Authenticator(AsyncioAuthenticator):
+    """Accepts one name with one password. Its debug lines, which show passwords, are never written."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], api_key: str | None) -> None:
+        logger = logging.getLogger(f"{__name__}.zap")
+        logger.setLevel(logging.INFO)
+        super().__init__(context, log=logger)
+        self.start()
+        self.configure_plain(ZAP_DOMAIN, {PLAIN_USER: api_key or ""})
+
+
+def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool) -> zmq.Socket[bytes]:
+    """Raises: ConfigError if the address cannot be had."""
+    if endpoint.startswith("ipc://"):
+        remove_stale_file(Path(endpoint.removeprefix("ipc://")))
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    if secured:
+        router.setsockopt(zmq.PLAIN_SERVER, 1)
+        router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    try:
+        router.bind(endpoint)
+        if endpoint.startswith("ipc://"):
+            os.chmod(endpoint.removeprefix("ipc://"), 0o600)
+    except (zmq.ZMQError, OSError) as error:
+        router.close(0)
+        raise ConfigError("zmq_endpoint", f"cannot bind {endpoint}: {error}") from error
+    return router
+
+
+def remove_stale_file(path: Path) -> None:
+    """Remove the socket file of an engine that is gone. ZeroMQ would remove any file, also one in use.
+
+    Raises: ConfigError if it is something else, or somebody listens there.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError("zmq_endpoint", f"{path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+        else:
+            raise ConfigError("zmq_endpoint", f"another process listens on {path}")

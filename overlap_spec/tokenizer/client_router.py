@@ -1,0 +1,188 @@
+"""The tokenizer's end of the public link: a ROUTER that no client can slow down. Not here: what messages do.
+
+A client is known by a number that is never used twice. It is gone when it closes its connection, is silent
+for too long, or leaves more than `max_queued_bytes` unread; the service then hears `Gone`, once, and what
+is sent to it afterwards is dropped.
+
+    send -> [ZeroMQ: SEND_QUEUE messages] -> [backlog: max_queued_bytes] -> Gone
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from overlap_spec.client_link import LINGER_MS, Arrival, Duplex, Gone, Malformed
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import ToClient, ToTokenizerFromClient
+
+SEND_QUEUE = 32  # messages per client inside ZeroMQ, beyond which our own queue counts bytes
+RETRY_S = 0.02  # between attempts to send to a client that is behind
+
+
+@dataclass
+class Peer:
+    """One client, as the router sees it."""
+
+    number: int
+    identity: bytes
+    heard_at: float
+    backlog: deque[bytes] = field(default_factory=deque)
+    backlog_bytes: int = 0
+
+
+class ClientRouter:
+    """The tokenizer's end, over a bound ROUTER socket which it owns."""
+
+    def __init__(self, socket: zmq.Socket[bytes], max_queued_bytes: int, timeout_s: float) -> None:
+        self._max_queued_bytes = max_queued_bytes
+        self._timeout_s = timeout_s
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToTokenizerFromClient] = msgspec.msgpack.Decoder(ToTokenizerFromClient)
+        self._peers: dict[int, Peer] = {}
+        self._by_identity: dict[bytes, Peer] = {}
+        self._arrivals: deque[tuple[int, Arrival]] = deque()
+        self._next_number = 1
+        self._loop = asyncio.get_running_loop()
+        self._monitor = Duplex(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+        self._duplex = Duplex(socket)
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._watcher = asyncio.create_task(self._watch_connections(), name="client-connections")
+
+    def send(self, client: int, message: ToClient) -> None:
+        peer = self._peers.get(client)
+        if peer is not None:
+            self._push(peer, self._encoder.encode(message))
+            self._duplex.touched()
+
+    async def recv(self) -> tuple[int, Arrival]:
+        while not self._arrivals:
+            if not self._read():
+                await self._duplex.readable()
+        return self._arrivals.popleft()
+
+    def close(self) -> None:
+        """Let go of the socket; what is queued inside ZeroMQ has a moment to leave."""
+        self._watcher.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._duplex.socket.disable_monitor()
+        self._monitor.close(0)
+        self._duplex.close(LINGER_MS)
+
+    def _heard(self, identity: bytes) -> Peer:
+        peer = self._by_identity.get(identity)
+        if peer is None:
+            peer = Peer(self._next_number, identity, 0.0)
+            self._next_number += 1
+            self._peers[peer.number] = self._by_identity[identity] = peer
+            self._later(self._timeout_s / 2, self._drop_silent)
+        peer.heard_at = time.monotonic()
+        return peer
+
+    def _read(self) -> bool:
+        """Take one message from the socket; False if there is none."""
+        frames = self._duplex.read()
+        if frames is None:
+            return False
+        self._arrivals.append((self._heard(frames[0]).number, self._decode(frames[1:])))
+        return True
+
+    def _decode(self, frames: list[bytes]) -> Arrival:
+        if len(frames) != 1:
+            return Malformed("", "", f"expected one frame, got {len(frames)}")
+        try:
+            return self._decoder.decode(frames[0])
+        except msgspec.MsgspecError as error:
+            return _malformed(frames[0], error)
+
+    def _push(self, peer: Peer, payload: bytes) -> None:
+        if not peer.backlog and self._try_send(peer, payload):
+            return
+        if peer.number not in self._peers:
+            return
+        peer.backlog.append(payload)
+        peer.backlog_bytes += len(payload)
+        if peer.backlog_bytes > self._max_queued_bytes:
+            self._drop(peer, f"left {peer.backlog_bytes} bytes unread")
+        else:
+            self._later(RETRY_S, self._send_backlogs)
+
+    def _try_send(self, peer: Peer, payload: bytes) -> bool:
+        try:
+            self._duplex.socket.send_multipart((peer.identity, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop(peer, "closed its connection")
+            return False
+        return True
+
+    def _send_backlogs(self) -> None:
+        for peer in [peer for peer in self._peers.values() if peer.backlog]:
+            while peer.backlog and self._try_send(peer, peer.backlog[0]):
+                peer.backlog_bytes -= len(peer.backlog.popleft())
+        if any(peer.backlog for peer in self._peers.values()):
+            self._later(RETRY_S, self._send_backlogs)
+        self._duplex.touched()
+
+    def _drop(self, peer: Peer, why: str) -> None:
+        del self._peers[peer.number], self._by_identity[peer.identity]
+        peer.backlog.clear()
+        self._arrivals.append((peer.number, Gone(why)))
+        self._duplex.wake()
+
+    def _drop_silent(self) -> None:
+        """Runs twice per timeout while there are clients. What waits to be read counts as heard."""
+        while self._read():
+            pass
+        oldest = time.monotonic() - self._timeout_s
+        for peer in [peer for peer in self._peers.values() if peer.heard_at < oldest]:
+            self._drop(peer, f"was silent for {self._timeout_s:g} s")
+        if self._peers:
+            self._later(self._timeout_s / 2, self._drop_silent)
+        self._duplex.wake()
+
+    async def _watch_connections(self) -> None:
+        """A ROUTER does not say whose connection broke, but it refuses to send there: ask it for each client."""
+        while True:
+            await self._monitor.readable()
+            while self._monitor.read() is not None:
+                pass
+            await asyncio.sleep(RETRY_S)  # the socket learns of it a little later than its monitor
+            for peer in [peer for peer in self._peers.values() if not peer.backlog]:
+                self._try_send(peer, b"")
+            self._duplex.touched()
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Run `action` once after a delay; a second call before that changes nothing."""
+        if action not in self._timers:
+            self._timers[action] = self._loop.call_later(delay_s, self._run_timer, action)
+
+    def _run_timer(self, action: Callable[[], None]) -> None:
+        del self._timers[action]
+        action()
+
+
+def _malformed(payload: bytes, error: msgspec.MsgspecError) -> Malformed:
+    request_id = ""
+    with contextlib.suppress(msgspec.MsgspecError, IndexError, TypeError, KeyError):
+        raw = msgspec.msgpack.decode(payload)[1]
+        request_id = raw if isinstance(raw, str) else ""
+    cause = error.__cause__
+    if isinstance(cause, RequestError):
+        return Malformed(request_id, cause.field, str(cause))
+    return Malformed(request_id, _field_of(str(error)), str(error))
+
+
+def _field_of(error: str) -> str:
+    """The last name in a msgspec path: `... at `$[3].top_p`` is top_p."""
+    _, found, path = error.rpartition(" - at `$")
+    return path.rstrip("`").rpartition(".")[2].partition("[")[0] if found and "." in path else ""

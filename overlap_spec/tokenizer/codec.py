@@ -1,0 +1,175 @@
+"""Text to token ids and back, from the files in a model's directory. Not here: requests and messages of a link.
+
+tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.jinja
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from tokenizers import Tokenizer
+
+from overlap_spec.errors import CheckpointError, RequestError
+from overlap_spec.messages import ChatPrompt
+from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
+from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer
+
+T = TypeVar("T")
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Codec(Protocol):
+    """What the service needs of a tokenizer."""
+
+    name: str  # for the start-up table
+    longest_token: int  # characters; one token never stands for more; 0 if there are none
+    eos_token_ids: tuple[int, ...]
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """Chat messages as text. Raises: RequestError."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids. It leaves the interpreter lock, so it may run in a thread. Raises: RequestError."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids; thread and lock as in `encode`. Raises: RequestError."""
+        ...
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """A new incremental decoder."""
+        ...
+
+    def check_stop_strings(self, stops: tuple[str, ...]) -> None:
+        """Raises: RequestError if stop strings cannot be found here."""
+        ...
+
+
+class TextCodec:
+    """A tokenizer and its chat template."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | NoChatTemplate, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        tokenizer.no_truncation()  # tokenizer.json may carry the settings of somebody's training run
+        tokenizer.no_padding()
+        self.name = f"{type(tokenizer.model).__name__}, {tokenizer.get_vocab_size()} tokens"
+        self.eos_token_ids = eos_token_ids
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        self._tokenizer = tokenizer
+        self._template = template
+        self._size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+
+    def render(self, prompt: ChatPrompt) -> str:
+        return self._template.render(prompt)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Only the batch call releases the interpreter lock while it works.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        is_silent = self._is_special_or_unknown if skip_special_tokens else self._is_unknown
+        return StreamDetokenizer(self._tokenizer, skip_special_tokens, is_silent)
+
+    def check_stop_strings(self, stops: tuple[str, ...]) -> None:
+        pass
+
+    def _is_unknown(self, token_id: int) -> bool:
+        return token_id >= self._size  # a model's vocabulary is often padded beyond its tokenizer's
+
+    def _is_special_or_unknown(self, token_id: int) -> bool:
+        return token_id in self._special or token_id >= self._size
+
+
+class IdsOnly:
+    """The codec of `--skip-tokenizer-init`: token ids in, token ids out, everything else refused."""
+
+    name = "none (--skip-tokenizer-init)"
+    longest_token = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    def render(self, prompt: ChatPrompt) -> NoReturn:
+        raise _no_tokenizer("messages")
+
+    def encode(self, text: str, add_special_tokens: bool) -> NoReturn:
+        raise _no_tokenizer("prompt")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:
+        raise _no_tokenizer("tokens")
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        return NoText()
+
+    def check_stop_strings(self, stops: tuple[str, ...]) -> None:
+        if stops:
+            raise _no_tokenizer("stop")
+
+
+def _no_tokenizer(field: str) -> RequestError:
+    return RequestError(field, f"{field}: the engine runs with --skip-tokenizer-init and takes token ids only")
+
+
+def load_codec(directory: Path) -> TextCodec:
+    """Read a tokenizer from a model's directory. Raises: CheckpointError naming the file."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; --tokenizer-path names a directory that has it")
+    tokenizer = _read(path, lambda file: Tokenizer.from_file(str(file)))
+    config = _read_json(directory / "tokenizer_config.json")
+    tokens = special_tokens(_read_json(directory / "special_tokens_map.json") | config)
+    eos = tokenizer.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
+    return TextCodec(tokenizer, _load_template(directory, config, tokens), () if eos is None else (eos,))
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Names to texts, whether a token is stored as a string or as {"content": ..}."""
+    found = {name: config.get(name) for name in TOKEN_NAMES}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _load_template(directory: Path, config: dict[str, Any], tokens: dict[str, str]) -> ChatTemplate | NoChatTemplate:
+    """chat_template.jinja wins over tokenizer_config.json, as in transformers."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return _read(path, lambda file: ChatTemplate(file.read_text(encoding="utf-8"), tokens))
+    source = _template_source(config.get("chat_template"))
+    if source is None:
+        return NoChatTemplate()
+    return _read(directory / "tokenizer_config.json", lambda _: ChatTemplate(source, tokens))
+
+
+def _template_source(value: object) -> str | None:
+    """The template in a tokenizer_config.json: a string, or a list of named ones of which "default" is meant."""
+    if isinstance(value, list):
+        value = {entry["name"]: entry["template"] for entry in value}
+    if isinstance(value, dict):
+        value = value.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = _read(path, lambda file: json.loads(file.read_text(encoding="utf-8")))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read(path: Path, read: Callable[[Path], T]) -> T:
+    try:
+        return read(path)
+    except Exception as error:  # the tokenizers library raises the bare class
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -1,0 +1,80 @@
+"""Turns the token ids of one request into text as they arrive. Not here: stop strings (`stop_strings.py`).
+
+The pieces, joined, are `tokenizer.decode` of all ids: a piece is given out only when it can no longer
+change, and `flush` gives the rest (an incomplete UTF-8 sequence becomes U+FFFD, as the library does).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer(Protocol):
+    """Incremental decoding of one request."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add ids; returns the text that has become final, often a few characters, sometimes none."""
+        ...
+
+    def flush(self) -> str:
+        """The text still held back; nothing may be pushed after it."""
+        ...
+
+
+class StreamDetokenizer:
+    """The library's decode stream. Ids that decode to nothing never reach it: it would keep them, and slow down."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, is_silent: Callable[[int], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._is_silent = is_silent
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._ids: list[int] = []
+        self._pending: list[int] = []  # ids whose text is not out yet
+        self._pieces: list[str] = []
+
+    def push(self, ids: Sequence[int]) -> str:
+        audible = [i for i in ids if not self._is_silent(i)]
+        if not audible:
+            return ""
+        self._ids += audible
+        self._pending += audible
+        piece = self._step(audible)
+        if piece is None:
+            return ""
+        self._pending.clear()
+        self._pieces.append(piece)
+        return piece
+
+    def flush(self) -> str:
+        if not self._pending:
+            return ""
+        whole, given = self._decode(self._ids), "".join(self._pieces)
+        return whole[len(given) :] if whole.startswith(given) else self._decode(self._pending)
+
+    def _step(self, ids: list[int]) -> str | None:
+        """One step of the library's stream.
+
+        A byte-fallback decoder may turn text already given out into U+FFFD once broken bytes follow; the
+        stream then refuses to go on for ever. So what it held is decoded alone, and another goes on after it.
+        """
+        try:
+            return self._stream.step(self._tokenizer, ids)
+        except Exception:  # the library raises the bare class
+            self._stream = DecodeStream(ids=list(self._pending), skip_special_tokens=self._skip)
+            return self._decode(self._pending)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class NoText:
+    """The detokenizer of an engine that serves token ids only."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""

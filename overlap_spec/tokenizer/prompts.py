@@ -1,0 +1,79 @@
+"""Turns the three kinds of prompt into token ids, long ones in a thread. Not here: limits (`admission.py`)."""
+
+import asyncio
+from typing import assert_never
+
+from overlap_spec.client_link import unpack_ids
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from overlap_spec.tokenizer.codec import Codec
+
+LONG = 2_000  # characters or ids: about a millisecond of work
+
+
+class PromptReader:
+    """Reads prompts with one codec. The event loop waits at most for a short one."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    async def encode(self, prompt: Prompt, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
+        """Token ids of a prompt. A text that cannot fit into `most_tokens` is refused before it is encoded.
+
+        Raises: RequestError. Cancellation: the thread finishes, its answer is dropped.
+        """
+        if is_long(prompt):
+            return await asyncio.to_thread(self._encode, prompt, add_special_tokens, most_tokens)
+        return self._encode(prompt, add_special_tokens, most_tokens)
+
+    async def decode(self, packed: bytes, skip_special_tokens: bool) -> str:
+        """Text of packed ids. Raises: RequestError. Cancellation: as `encode`."""
+        ids = _unpack("tokens", packed)
+        if ids and min(ids) < 0:
+            raise RequestError("tokens", f"tokens: token id {min(ids)} is negative")
+        if len(ids) > LONG:
+            return await asyncio.to_thread(self._codec.decode, ids, skip_special_tokens)
+        return self._codec.decode(ids, skip_special_tokens)
+
+    def _encode(self, prompt: Prompt, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
+        match prompt:
+            case TokenPrompt():
+                return _unpack("prompt", prompt.ids)
+            case TextPrompt():
+                text = prompt.text
+            case ChatPrompt():
+                text, add_special_tokens = self._codec.render(prompt), False  # the template writes its own
+            case _:
+                assert_never(prompt)
+        if most_tokens is not None:
+            _check_size(text, most_tokens, self._codec.longest_token)
+        return self._codec.encode(text, add_special_tokens)
+
+
+def is_long(prompt: Prompt) -> bool:
+    """True if encoding would keep the event loop."""
+    match prompt:
+        case TokenPrompt():
+            return False
+        case TextPrompt():
+            return len(prompt.text) > LONG
+        case ChatPrompt():
+            return len(str(prompt.messages)) + len(str(prompt.tools)) > LONG
+        case _:
+            assert_never(prompt)
+
+
+def _unpack(field: str, packed: bytes) -> list[int]:
+    try:
+        return unpack_ids(packed)
+    except ValueError as error:
+        raise RequestError(field, f"{field}: {len(packed)} bytes are no whole number of int32 token ids") from error
+
+
+def _check_size(text: str, most_tokens: int, longest_token: int) -> None:
+    if longest_token and len(text) > most_tokens * longest_token:
+        raise RequestError(
+            "prompt",
+            f"the prompt has {len(text)} characters: more than the maximum context length of {most_tokens} tokens"
+            " can hold",
+        )

@@ -1,0 +1,61 @@
+"""Questions that are no requests: tokenize, detokenize, flush the cache, statistics. Not here: generation."""
+
+from collections import deque
+from typing import assert_never
+
+from overlap_spec.client_link import ClientLink, pack_ids
+from overlap_spec.messages import (
+    Detokenize,
+    Detokenized,
+    Flush,
+    FlushCache,
+    FlushDone,
+    Flushed,
+    GetStats,
+    Stats,
+    StatsReply,
+    Tokenize,
+    Tokenized,
+    ToScheduler,
+)
+from overlap_spec.tokenizer.prompts import PromptReader
+from overlap_spec.transport import Outlet
+
+Query = Tokenize | Detokenize | Flush | GetStats
+
+
+class Queries:
+    """Answers clients; what only the scheduler knows is asked there or remembered from its last report."""
+
+    def __init__(self, prompts: PromptReader, scheduler: Outlet[ToScheduler], clients: ClientLink) -> None:
+        self._prompts = prompts
+        self._scheduler = scheduler
+        self._clients = clients
+        self._stats = Stats()
+        self._flushing: deque[tuple[int, str]] = deque()  # who asked, oldest first, as the scheduler answers
+
+    async def answer(self, client: int, query: Query) -> None:
+        """Raises: RequestError. Cancellation: no answer is sent."""
+        match query:
+            case Tokenize():
+                ids = await self._prompts.encode(query.prompt, query.add_special_tokens, None)
+                self._clients.send(client, Tokenized(query.request_id, pack_ids(ids)))
+            case Detokenize():
+                text = await self._prompts.decode(query.ids, query.skip_special_tokens)
+                self._clients.send(client, Detokenized(query.request_id, text))
+            case Flush():
+                self._flushing.append((client, query.request_id))
+                self._scheduler.send(FlushCache())
+            case GetStats():
+                self._clients.send(client, StatsReply(query.request_id, self._stats))
+            case _:
+                assert_never(query)
+
+    def flushed(self, message: Flushed) -> None:
+        """The scheduler has answered the oldest Flush."""
+        client, request_id = self._flushing.popleft()
+        self._clients.send(client, FlushDone(request_id, message.success))
+
+    def reported(self, stats: Stats) -> None:
+        """The scheduler's newest report."""
+        self._stats = stats

@@ -1,0 +1,78 @@
+"""The requests that are open at the tokenizer, by uid and by client. Not here: what is done with them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.tokenizer.detokenize import Detokenizer
+from overlap_spec.tokenizer.output import Output
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted."""
+
+    uid: int
+    client: int
+    request_id: str
+    usage: Usage = Usage(0, 0, 0, 0)
+    output: Output | None = None
+
+    def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
+        """The request is admitted; `sampling` is settled, so its length is known."""
+        assert sampling.max_new_tokens is not None
+        self.usage = Usage(prompt_len, 0, 0, 0)
+        self.output = Output(sampling, sampling.max_new_tokens, detokenizer)
+
+
+class OpenRequests:
+    """Every open request once; `len` is what bounds the ring. A uid is never used twice."""
+
+    def __init__(self) -> None:
+        self._by_uid: dict[int, OpenRequest] = {}
+        self._by_client: dict[int, dict[str, OpenRequest]] = {}
+        self._next_uid = 1
+
+    def __len__(self) -> int:
+        return len(self._by_uid)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(list(self._by_uid.values()))
+
+    def __contains__(self, request: OpenRequest) -> bool:
+        return request.uid in self._by_uid
+
+    def open(self, client: int, request_id: str) -> OpenRequest:
+        """Raises: RequestError if the client has an open request of that id."""
+        mine = self._by_client.setdefault(client, {})
+        if request_id in mine:
+            raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
+        request = OpenRequest(self._next_uid, client, request_id)
+        self._next_uid += 1
+        self._by_uid[request.uid] = mine[request_id] = request
+        return request
+
+    def close(self, request: OpenRequest) -> None:
+        """Forget a request; a second call does nothing."""
+        if self._by_uid.pop(request.uid, None) is None:
+            return
+        mine = self._by_client[request.client]
+        del mine[request.request_id]
+        if not mine:
+            del self._by_client[request.client]
+
+    def by_uid(self, uid: int) -> OpenRequest | None:
+        return self._by_uid.get(uid)
+
+    def of_client(self, client: int) -> list[OpenRequest]:
+        return list(self._by_client.get(client, {}).values())
+
+    def find(self, client: int, request_id: str) -> list[OpenRequest]:
+        """The client's request of that id: one or none."""
+        request = self._by_client.get(client, {}).get(request_id)
+        return [] if request is None else [request]
+
+    def find_everywhere(self, request_id: str) -> list[OpenRequest]:
+        """Requests of that id whoever owns them; all if it is empty."""
+        return [request for request in self if not request_id or request.request_id == request_id]

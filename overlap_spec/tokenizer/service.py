@@ -1,0 +1,267 @@
+"""What the tokenizer does with each message. Not here: sockets; it is given links, which tests make of lists.
+
+It owns every open request from Generate to its last row, and has the last word on finish, text, ids and
+usage. A request that ends here while the scheduler still runs it costs an Abort; rows that the scheduler
+sends afterwards find no request and are dropped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import assert_never
+
+from overlap_spec.client_link import Arrival, ClientLink, Gone, Malformed, pack_ids
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import (
+    Abort,
+    AbortReason,
+    Admit,
+    Cancel,
+    Detokenize,
+    Drained,
+    EngineLimits,
+    ErrorCode,
+    Finish,
+    FinishKind,
+    Flush,
+    Flushed,
+    Generate,
+    GetStats,
+    Ping,
+    Pong,
+    Refused,
+    Rejected,
+    Shutdown,
+    Stats,
+    TextDeltas,
+    TokenDeltas,
+    Tokenize,
+    ToScheduler,
+    ToSupervisor,
+    ToTokenizer,
+    Usage,
+)
+from overlap_spec.tokenizer.admission import Admission, Refusal
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.prompts import PromptReader, is_long
+from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.requests import OpenRequest, OpenRequests
+from overlap_spec.transport import Inbox, Outlet
+
+log = logging.getLogger(__name__)
+
+
+class TokenizerService:
+    """Two loops over one table of open requests; `serve` runs both until Shutdown."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        admission: Admission,
+        scheduler: Outlet[ToScheduler],
+        clients: ClientLink,
+        tell_supervisor: Callable[[ToSupervisor], None],
+    ) -> None:
+        self._codec = codec
+        self._admission = admission
+        self._scheduler = scheduler
+        self._clients = clients
+        self._tell_supervisor = tell_supervisor
+        self._prompts = PromptReader(codec)
+        self._queries = Queries(self._prompts, scheduler, clients)
+        self._requests = OpenRequests()
+        self._reading: set[asyncio.Task[None]] = set()  # long prompts
+        self._stopped = False
+
+    async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
+        """Run both loops until Shutdown. Cancellation: both end; open requests get no answer."""
+        loops = [asyncio.create_task(self._serve_engine(inbox)), asyncio.create_task(self._serve_clients())]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for loop in done:
+                loop.result()
+        finally:
+            tasks = [*loops, *self._reading]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- the engine's side ---
+
+    async def _serve_engine(self, inbox: Inbox[ToTokenizer]) -> None:
+        while not self._stopped:
+            for message in inbox.drain() or (await inbox.recv(),):
+                self._from_engine(message)
+            await asyncio.sleep(0)  # a busy engine must not keep clients unheard
+
+    def _from_engine(self, message: ToTokenizer) -> None:
+        match message:
+            case TokenDeltas():
+                self._add_tokens(message)
+            case EngineLimits():
+                self._admission.limits = message
+            case Refused():
+                self._refused(message)
+            case Flushed():
+                self._queries.flushed(message)
+            case Stats():
+                self._queries.reported(message)
+            case Shutdown():
+                self._shut_down(message.drain)
+            case _:
+                assert_never(message)
+
+    def _add_tokens(self, message: TokenDeltas) -> None:
+        """One step: every request's run becomes a row, every client gets one message."""
+        replies: dict[int, TextDeltas] = {}
+        for uid, tokens, finish, usage in zip(
+            message.uids, message.tokens, message.finishes, message.usages, strict=True
+        ):
+            request = self._requests.by_uid(uid)
+            if request is None or request.output is None:
+                continue
+            piece = request.output.push(tokens, finish)
+            request.usage = _counted(usage, request.output.num_tokens)
+            reply = replies.get(request.client)
+            if reply is None:
+                reply = replies[request.client] = TextDeltas([], [], [], [], [])
+            _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if piece.finish is not None:
+                if finish is None:
+                    self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
+                self._close(request)
+        for client, reply in replies.items():
+            self._clients.send(client, reply)
+
+    def _refused(self, message: Refused) -> None:
+        request = self._requests.by_uid(message.uid)
+        if request is not None:
+            self._close(request)
+            self._clients.send(request.client, Rejected(request.request_id, message.code, message.message))
+
+    def _shut_down(self, drain: bool) -> None:
+        self._admission.draining = True
+        self._stopped = not drain
+        if drain:
+            self._report_if_drained()
+            return
+        for request in self._requests:
+            self._abort(request, AbortReason.SHUTDOWN)
+            self._clients.send(
+                request.client, Rejected(request.request_id, ErrorCode.SHUTTING_DOWN, "the engine is stopping")
+            )
+
+    # --- the clients' side ---
+
+    async def _serve_clients(self) -> None:
+        while True:
+            client, message = await self._clients.recv()
+            await self._from_client(client, message)
+            await asyncio.sleep(0)  # a chatty client must not keep the engine waiting
+
+    async def _from_client(self, client: int, message: Arrival) -> None:
+        match message:
+            case Generate() | Tokenize() if is_long(message.prompt):
+                task = asyncio.create_task(self._attempt(client, message))
+                self._reading.add(task)
+                task.add_done_callback(self._reading.discard)
+            case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
+                await self._attempt(client, message)
+            case Cancel():
+                self._cancel(client, message)
+            case Ping():
+                self._clients.send(client, Pong(message.sent_at, self._admission.limits is not None, client))
+            case Gone():
+                self._client_gone(client, message)
+            case Malformed():
+                log.warning("client %d sent something malformed: %s", client, message.error)
+                if message.request_id:
+                    self._refuse(client, message.request_id, RequestError(message.field, message.error))
+            case _:
+                assert_never(message)
+
+    async def _attempt(self, client: int, message: Generate | Query) -> None:
+        """Do what a client asked; whatever goes wrong is that client's answer, and nobody else's trouble."""
+        try:
+            if isinstance(message, Generate):
+                await self._generate(client, message)
+            else:
+                await self._queries.answer(client, message)
+        except Exception as error:
+            self._refuse(client, message.request_id, error)
+
+    async def _generate(self, client: int, message: Generate) -> None:
+        limits = self._admission.check_open(len(self._requests))
+        self._codec.check_stop_strings(message.sampling.stop)
+        stop_ids = self._admission.stop_ids(message.sampling)
+        request = self._requests.open(client, message.request_id)
+        arrived_at = asyncio.get_running_loop().time()
+        try:
+            ids = await self._prompts.encode(message.prompt, True, limits.max_len)
+            sampling = self._admission.settle(message.sampling, ids, limits)
+        except Exception:
+            if request not in self._requests:
+                return  # cancelled while it was read: it has had its last row
+            self._close(request)
+            raise
+        if request in self._requests:
+            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens))
+            self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
+
+    def _refuse(self, client: int, request_id: str, error: Exception) -> None:
+        match error:
+            case RequestError():
+                reply = Rejected(request_id, ErrorCode.BAD_REQUEST, str(error), error.field)
+            case Refusal():
+                reply = Rejected(request_id, error.code, str(error))
+            case _:
+                log.error("request %r of client %d failed", request_id, client, exc_info=error)
+                reply = Rejected(request_id, ErrorCode.FAILED, f"the tokenizer failed: {type(error).__name__}")
+        self._clients.send(client, reply)
+
+    def _cancel(self, client: int, message: Cancel) -> None:
+        everywhere = self._requests.find_everywhere
+        found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
+        for request in found:
+            self._abort(request, AbortReason.REQUESTED)
+            text = request.output.end() if request.output is not None else ""
+            reply = TextDeltas([], [], [], [], [])
+            _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message="aborted on request"))
+            self._clients.send(request.client, reply)
+
+    def _client_gone(self, client: int, message: Gone) -> None:
+        requests = self._requests.of_client(client)
+        if requests:
+            log.warning("client %d %s; aborting its %d requests", client, message.why, len(requests))
+        for request in requests:
+            self._abort(request, AbortReason.CLIENT_GONE)
+
+    # --- the end of a request ---
+
+    def _abort(self, request: OpenRequest, reason: AbortReason) -> None:
+        if request.output is not None:
+            self._scheduler.send(Abort(request.uid, reason))
+        self._close(request)
+
+    def _close(self, request: OpenRequest) -> None:
+        self._requests.close(request)
+        self._report_if_drained()
+
+    def _report_if_drained(self) -> None:
+        if self._admission.draining and not self._stopped and not self._requests:
+            self._tell_supervisor(Drained())
+
+
+def _counted(usage: Usage, num_tokens: int) -> Usage:
+    """The scheduler's counts, except what this process has cut."""
+    if usage.completion_tokens == num_tokens:
+        return usage
+    return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
+
+
+def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
+    reply.request_ids.append(request.request_id)
+    reply.texts.append(text)
+    reply.token_ids.append(token_ids)
+    reply.finishes.append(finish)
+    reply.usages.append(request.usage)

@@ -1,0 +1,41 @@
+"""A tokenizer for tiny models: one token per printable character, and words that only a model can emit.
+
+    0 <unk>   1 <s>   2 </s>   3 <|user|>   4 <|assistant|>   5 newline   6.. ' ' to '~'   then w101, w102, ...
+
+Encoding and decoding are exact inverses on printable text. Not here: torch.
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_vocabulary(size: int = 128) -> list[str]:
+    """The token of each id."""
+    characters = ["\n", *(chr(code) for code in range(ord(" "), ord("~") + 1))]
+    known = [*SPECIAL, *characters]
+    return [*known, *(f"w{index}" for index in range(len(known), size))][:size]
+
+
+def write_tokenizer(directory: Path, vocab_size: int = 128) -> Path:
+    """Write tokenizer.json and tokenizer_config.json (with a chat template) into a model's directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokens = tiny_vocabulary(vocab_size)
+    tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": CHAT_TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    return directory

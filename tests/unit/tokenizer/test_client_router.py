@@ -1,0 +1,353 @@
+"""The public link over real sockets: bounded, watched, guarded. The test is both ends."""
+
+import asyncio
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from overlap_spec.client_link import ClientDealer, Gone, Malformed
+from overlap_spec.config import LinkSettings
+from overlap_spec.errors import ConfigError
+from overlap_spec.messages import Detokenized, GetStats, Ping, Pong, Stats, StatsReply
+from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
+from overlap_spec.tokenizer.client_router import ClientRouter
+
+Scene = Callable[[ClientEndpoint], Awaitable[None]]
+PATIENCE_S = 5.0
+
+
+def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
+    async def run() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = LinkSettings(**{"client_endpoint": None, "api_key": None, **settings})
+        try:
+            with ClientEndpoint(context, link, f"ipc://{directory}/client.sock") as endpoint:
+                async with asyncio.timeout(4 * PATIENCE_S):
+                    await scene(endpoint)
+        finally:
+            context.destroy(linger=0)
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def dealer(endpoint: ClientEndpoint, api_key: str | None = None) -> AsyncIterator[ClientDealer]:
+    client = ClientDealer(endpoint.address, api_key)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def arrives(router: ClientRouter) -> tuple[int, object]:
+    async with asyncio.timeout(PATIENCE_S):
+        return await router.recv()
+
+
+async def never(work: Awaitable[object], seconds: float = 0.3) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(work, seconds)
+
+
+def test_messages_go_both_ways_and_clients_have_numbers(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint) as one, dealer(endpoint) as two:
+            one.send(Ping(1.0))
+            assert await arrives(router) == (1, Ping(1.0))
+            two.send(GetStats("s"))
+            assert await arrives(router) == (2, GetStats("s"))
+            router.send(2, StatsReply("s", Stats()))
+            router.send(1, Pong(1.0, True))
+            assert await one.recv() == Pong(1.0, True)
+            assert await two.recv() == StatsReply("s", Stats())
+            router.send(77, Pong(1.0, True))  # nobody: nothing happens
+
+    on_stage(scene, tmp_path)
+
+
+def test_a_reader_is_woken_although_sends_touch_the_same_socket(tmp_path: Path) -> None:
+    """Sends swallow the descriptor's edges; without the check after each of them a reader would hang."""
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async def echo() -> None:
+            while True:
+                number, message = await endpoint.router.recv()
+                assert isinstance(message, Ping)
+                endpoint.router.send(number, Pong(message.sent_at, True))
+
+        async def shout(client: ClientDealer) -> None:
+            for index in range(1000):
+                client.send(Ping(float(index)))
+                if index % 7 == 0:
+                    await asyncio.sleep(0)
+
+        async with dealer(endpoint) as client:
+            echoing, shouting = asyncio.create_task(echo()), asyncio.create_task(shout(client))
+            heard = [await asyncio.wait_for(client.recv(), PATIENCE_S) for _ in range(1000)]
+            await shouting
+            echoing.cancel()
+        assert [pong.sent_at for pong in heard if isinstance(pong, Pong)] == [float(index) for index in range(1000)]
+
+    on_stage(scene, tmp_path)
+
+
+def deaf_client(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq.Socket[bytes]":
+    """It says one word and reads nothing."""
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.RCVHWM, 1)
+    client.setsockopt(zmq.RCVBUF, 4096)
+    client.setsockopt(zmq.LINGER, 0)
+    client.connect(address)
+    client.send(msgspec.msgpack.encode(Ping(0.0)))
+    return client
+
+
+CHUNK = "x" * 10_000
+
+
+def test_a_client_that_stops_reading_is_bounded_then_gone_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        deaf = deaf_client(context, endpoint.address)
+        router = endpoint.router
+        assert (await arrives(router))[0] == 1
+        async with dealer(endpoint) as lively:
+            lively.send(Ping(0.0))
+            assert (await arrives(router))[0] == 2
+            gone = asyncio.create_task(router.recv())
+            num_sent, slowest = 0, 0.0
+            while not gone.done():
+                began = time.perf_counter()
+                router.send(1, Detokenized("r", CHUNK))
+                slowest = max(slowest, time.perf_counter() - began)
+                num_sent += 1
+                if num_sent % 20 == 0:
+                    router.send(2, Pong(float(num_sent), True))
+                    assert await lively.recv() == Pong(float(num_sent), True)
+                assert num_sent < 500
+                await asyncio.sleep(0)
+            number, why = gone.result()
+            assert number == 1 and isinstance(why, Gone) and "unread" in why.why
+            assert num_sent * len(CHUNK) > 200_000
+            assert slowest < 0.1
+        deaf.close(0)
+        context.destroy(linger=0)
+
+    on_stage(scene, tmp_path, max_queued_bytes=200_000)
+
+
+def test_a_client_that_reads_late_but_in_time_gets_everything_in_order(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        late = deaf_client(context, endpoint.address)
+        await arrives(endpoint.router)
+        for index in range(300):
+            endpoint.router.send(1, Detokenized(str(index), CHUNK))
+        received = []
+        while len(received) < 300:
+            if late.poll(0):
+                received.append(msgspec.msgpack.decode(late.recv(), type=Detokenized).request_id)
+            else:
+                await asyncio.sleep(0.005)
+        assert received == [str(index) for index in range(300)]
+        context.destroy(linger=0)
+
+    on_stage(scene, tmp_path)
+
+
+def test_silence_ends_a_client_and_heartbeats_keep_it(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as silent, dealer(endpoint) as beating:
+            silent.send(Ping(0.0))
+            assert (await arrives(endpoint.router))[0] == 1
+            heard: list[tuple[int, object]] = []
+            for _ in range(8):
+                beating.send(Ping(0.0))
+                await asyncio.sleep(0.1)
+                heard.append(await arrives(endpoint.router))
+            gone = [(number, word.why) for number, word in heard if isinstance(word, Gone)]
+            assert gone == [(1, "was silent for 0.4 s")]
+            silent.send(Ping(1.0))  # back again, as somebody new
+            while (heard_last := await arrives(endpoint.router))[1] != Ping(1.0):
+                pass
+            assert heard_last[0] == 3
+
+    on_stage(scene, tmp_path, client_timeout_s=0.4)
+
+
+def test_a_closed_connection_is_noticed_at_once_although_nothing_is_sent(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as other:
+            other.send(Ping(0.0))
+            await arrives(endpoint.router)
+            async with dealer(endpoint) as leaving:
+                leaving.send(Ping(0.0))
+                await arrives(endpoint.router)
+            began = time.monotonic()
+            assert await arrives(endpoint.router) == (2, Gone("closed its connection"))
+            assert time.monotonic() - began < 0.2
+            other.send(Ping(1.0))
+            assert await arrives(endpoint.router) == (1, Ping(1.0))
+            endpoint.router.send(1, Pong(1.0, True))
+            assert await other.recv() == Pong(1.0, True)  # the probe was not taken for a message
+
+    on_stage(scene, tmp_path)
+
+
+KILLED = """
+import sys, zmq, msgspec
+from overlap_spec.messages import Ping
+client = zmq.Context().socket(zmq.DEALER)
+client.setsockopt(zmq.RCVHWM, 1)
+client.connect(sys.argv[1])
+client.send(msgspec.msgpack.encode(Ping(0.0)))
+sys.stdin.read()
+"""
+
+
+def test_a_killed_client_is_noticed_at_once_also_with_messages_under_way(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        command = [sys.executable, "-c", KILLED, endpoint.address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            await endpoint.router.recv()
+            for _ in range(100):
+                endpoint.router.send(1, Detokenized("r", CHUNK))
+            await asyncio.sleep(0.05)
+            process.kill()
+            process.wait()
+            began = time.monotonic()
+            assert await arrives(endpoint.router) == (1, Gone("closed its connection"))
+            assert time.monotonic() - began < 0.2
+
+    on_stage(scene, tmp_path)
+
+
+GENERATE = ["Generate", "r", ["TextPrompt", "Hi"], {}]
+
+
+@pytest.mark.parametrize(
+    ("payload", "request_id", "field"),
+    [
+        (b"", "", ""),
+        (b"\xc1garbage", "", ""),
+        (msgspec.msgpack.encode({"a": 1}), "", ""),
+        (msgspec.msgpack.encode(["Unknown", "r"]), "r", ""),
+        (msgspec.msgpack.encode(["Generate", 5]), "", ""),
+        (msgspec.msgpack.encode([*GENERATE[:3], {"top_p": 7}]), "r", "top_p"),
+        (msgspec.msgpack.encode([*GENERATE[:3], {"top_p": "x"}]), "r", "top_p"),
+        (msgspec.msgpack.encode([*GENERATE[:3], {"temperature": float("nan")}]), "r", "temperature"),
+        (msgspec.msgpack.encode([*GENERATE[:3], {"stop_token_ids": ["x"]}]), "r", "stop_token_ids"),
+        (msgspec.msgpack.encode(["Generate", "r", ["NoPrompt"], {}]), "r", ""),
+    ],
+)
+def test_something_malformed_is_told_from_whom_and_what(
+    tmp_path: Path, payload: bytes, request_id: str, field: str
+) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as client:
+            client._duplex.socket.send(payload)
+            number, word = await arrives(endpoint.router)
+            assert number == 1 and isinstance(word, Malformed)
+            assert (word.request_id, word.field) == (request_id, field)
+            client._duplex.socket.send_multipart((b"two", b"frames"))
+            assert isinstance((await arrives(endpoint.router))[1], Malformed)
+
+    on_stage(scene, tmp_path)
+
+
+# --- addresses ---
+
+
+def test_the_file_is_private_and_goes_with_the_endpoint(tmp_path: Path) -> None:
+    path = tmp_path / "client.sock"
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        assert endpoint.address == f"ipc://{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    on_stage(scene, tmp_path)
+    assert not path.exists()
+
+
+def test_the_file_of_an_engine_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "public.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as client:
+            client.send(Ping(0.0))
+            assert await arrives(endpoint.router) == (1, Ping(0.0))
+
+    on_stage(scene, tmp_path, client_endpoint=f"ipc://{path}")
+
+
+def test_a_file_in_use_and_a_file_that_is_no_socket_are_left_alone(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        raise AssertionError("it must not start")
+
+    path = tmp_path / "public.sock"
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(str(path))
+        living.listen()
+        with pytest.raises(ConfigError, match="another process listens"):
+            on_stage(scene, tmp_path, client_endpoint=f"ipc://{path}")
+    letter = tmp_path / "letter.txt"
+    letter.write_text("dear")
+    with pytest.raises(ConfigError, match="not a socket"):
+        on_stage(scene, tmp_path, client_endpoint=f"ipc://{letter}")
+    assert letter.read_text() == "dear"
+
+
+def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        raise AssertionError("it must not start")
+
+    for key in (None, "secret"):
+        with pytest.raises(ConfigError, match="--zmq-endpoint: cannot bind tcp://192.0.2.1:5"):
+            on_stage(scene, tmp_path, client_endpoint="tcp://192.0.2.1:5", api_key=key)
+
+
+@pytest.mark.parametrize(("key", "heard"), [("secret", True), ("wrong", False), (None, False)])
+def test_a_tcp_endpoint_with_a_key_hears_those_who_know_it(tmp_path: Path, key: str | None, heard: bool) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint, key) as client:
+            client.send(Ping(0.0))
+            if heard:
+                assert await arrives(endpoint.router) == (1, Ping(0.0))
+                endpoint.router.send(1, Pong(0.0, True))
+                assert await client.recv() == Pong(0.0, True)
+            else:
+                await never(endpoint.router.recv())
+
+    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+
+
+def test_a_key_is_not_asked_where_the_directory_guards(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint, "any") as client:
+            client.send(Ping(0.0))
+            assert await arrives(endpoint.router) == (1, Ping(0.0))
+
+    on_stage(scene, tmp_path, api_key="secret")
+
+
+def test_the_key_is_never_written_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint, "secret") as client:
+            client.send(Ping(0.0))
+            await arrives(endpoint.router)
+
+    with caplog.at_level("DEBUG"):
+        on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+    assert "secret" not in caplog.text

@@ -1,0 +1,139 @@
+"""The tokenizer as a process of its own: ready, serving, stopping, failing. The test is supervisor and scheduler."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from small_tokenizers import EOS, SMOLLM2
+
+from overlap_spec.actor import SETTINGS_FILE
+from overlap_spec.client import Client
+from overlap_spec.config import (
+    CacheSettings,
+    LinkSettings,
+    ModelFiles,
+    ModelSettings,
+    SchedulerSettings,
+    ServerSettings,
+    Settings,
+    SpecSettings,
+    encode_settings,
+)
+from overlap_spec.messages import (
+    ActorFailed,
+    ActorReady,
+    Admit,
+    Drained,
+    EngineLimits,
+    Finish,
+    FinishKind,
+    SamplingParams,
+    Shutdown,
+    TokenDeltas,
+    ToScheduler,
+    ToSupervisor,
+    Usage,
+)
+from overlap_spec.transport import Endpoints, Inbox, ZmqInbox, ZmqOutlet
+
+M = TypeVar("M")
+PATIENCE_S = 20.0
+SETTINGS = Settings(
+    model=ModelSettings(
+        name="tiny",
+        files=ModelFiles(
+            weights="", config={}, tokenizer_dir=str(SMOLLM2), eos_token_ids=(EOS,), context_length=64, vocab_size=49152
+        ),
+        dtype="float64",
+        device="cpu",
+        max_len=64,
+    ),
+    spec=SpecSettings("NONE", None, 0, 0, 1),
+    cache=CacheSettings(page_size=4, max_total_tokens=128, mem_fraction=0.88, prefix_cache=True),
+    scheduler=SchedulerSettings(max_running_requests=4, depth=2, chunk_tokens=None, seed=1),
+    server=ServerSettings("127.0.0.1", 0, None),
+    link=LinkSettings(None, None),
+    skip_tokenizer_init=False,
+    log_level="info",
+    num_threads=1,
+)
+
+
+class Process:
+    """A running tokenizer and the links around it."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, settings: Settings) -> None:
+        endpoints = Endpoints(directory)
+        self.address = endpoints.client()
+        self.supervisor: ZmqInbox[ToSupervisor] = ZmqInbox(context, endpoints.inbox("supervisor"), ToSupervisor)
+        self.scheduler: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
+        self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("tokenizer"))
+        (directory / SETTINGS_FILE).write_bytes(encode_settings(settings))
+        module = "overlap_spec.tokenizer.actor"
+        command = [sys.executable, "-m", "overlap_spec.actor", "tokenizer", module, str(directory), str(os.getpid())]
+        self.process = subprocess.Popen(command)
+
+    async def exit_status(self) -> int:
+        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+
+
+@asynccontextmanager
+async def started(settings: Settings = SETTINGS) -> AsyncIterator[Process]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="os-") as directory:  # short: the path of a socket is limited
+        process = Process(context, Path(directory), settings)
+        try:
+            yield process
+        finally:
+            process.process.kill()
+            process.process.wait()
+            context.destroy(linger=0)
+
+
+async def hears(inbox: Inbox[Any], kind: type[M]) -> M:
+    async with asyncio.timeout(PATIENCE_S):
+        message = await inbox.recv()
+    assert isinstance(message, kind), message
+    return message
+
+
+def test_a_process_gets_ready_serves_drains_and_stops() -> None:
+    async def run() -> None:
+        async with started() as tokenizer:
+            ready = await hears(tokenizer.supervisor, ActorReady)
+            assert ready.facts == {"tokenizer": "BPE, 49152 tokens", "client_endpoint": tokenizer.address}
+            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(tokenizer.address) as client:
+                await client.wait_ready(PATIENCE_S)
+                answer = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
+                admit = await hears(tokenizer.scheduler, Admit)
+                tokenizer.outlet.send(Shutdown(drain=True))
+                tokens, finish = [504, EOS], Finish(FinishKind.STOP, EOS)
+                tokenizer.outlet.send(TokenDeltas([admit.uid], [tokens], [finish], [Usage(1, 0, 2, 1)]))
+                assert (await answer).text == "The"
+                await hears(tokenizer.supervisor, Drained)
+                tokenizer.outlet.send(Shutdown(drain=False))
+                assert await tokenizer.exit_status() == 0
+            assert not Path(tokenizer.address.removeprefix("ipc://")).exists()
+
+    asyncio.run(run())
+
+
+def test_a_tokenizer_that_cannot_be_read_fails_with_its_path() -> None:
+    async def run() -> None:
+        files = msgspec.structs.replace(SETTINGS.model.files, tokenizer_dir="/nowhere")
+        model = msgspec.structs.replace(SETTINGS.model, files=files)
+        async with started(msgspec.structs.replace(SETTINGS, model=model)) as tokenizer:
+            failed = await hears(tokenizer.supervisor, ActorFailed)
+            assert "/nowhere/tokenizer.json" in failed.error
+            assert await tokenizer.exit_status() == 1
+
+    asyncio.run(run())
