@@ -1,0 +1,74 @@
+"""What a request must give: plain decoding of one request alone, then cut where it ends.
+
+Not here: scheduling, caching, speculation. Full attention over one contiguous request, one token a step.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+from ring import RingConfig, tiny_loaded
+from tiny_models import CPU
+
+from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.executor import Executor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A request's tokens, text and end."""
+
+    token_ids: list[int]
+    text: str
+    finish: Finish
+
+
+class PlainOracle:
+    """Decodes one request at a time, in one slot, from an empty cache."""
+
+    def __init__(self, seed: int, codec: Codec) -> None:
+        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400)
+        self._geometry = config.geometry()
+        self._executor: Executor = build_executor(tiny_loaded(seed, 0), self._geometry, CPU)
+        self._codec = codec
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
+        """Decode until the request ends, token by token: stop id, stop string, length."""
+        stop_ids = (() if sampling.ignore_eos else self._codec.eos_token_ids) + sampling.stop_token_ids
+        reset = ResetSlot(sampling, len(prompt), stop_ids, len(prompt) + sampling.min_new_tokens)
+        chunk = array("i", prompt).tobytes()
+        pages = list(range(1, self._geometry.num_page_columns + 1))
+        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=chunk, reset=reset)
+        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1))
+        while (finish := self._finish(tokens, stop_ids, sampling)) is None:
+            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1))
+        return Expected(tokens, self._text(tokens, finish, sampling), finish)
+
+    def _step(self, plan: StepPlan) -> list[int]:
+        return self._executor.launch(plan).wait().tokens[0]
+
+    def _finish(self, tokens: list[int], stop_ids: tuple[int, ...], sampling: SamplingParams) -> Finish | None:
+        if tokens[-1] in stop_ids:
+            return Finish(FinishKind.STOP, tokens[-1])
+        found = self._first_stop_string(tokens, sampling)
+        if found is not None:
+            return Finish(FinishKind.STOP, found[1])
+        return Finish(FinishKind.LENGTH) if len(tokens) == sampling.max_new_tokens else None
+
+    def _first_stop_string(self, tokens: list[int], sampling: SamplingParams) -> tuple[int, str] | None:
+        """Where the first stop string begins, and which; what the first tokens say is not searched."""
+        text = self._codec.decode(tokens, True)
+        before = len(self._codec.decode(tokens[: max(sampling.min_new_tokens - 1, 0)], True))
+        found = [(text.find(stop, before), stop) for stop in sampling.stop if text.find(stop, before) >= 0]
+        return min(found, key=lambda match: match[0] + len(match[1])) if found else None
+
+    def _text(self, tokens: list[int], finish: Finish, sampling: SamplingParams) -> str:
+        if isinstance(finish.matched, int):
+            return self._codec.decode(tokens[:-1], True)
+        found = self._first_stop_string(tokens, sampling) if finish.matched is not None else None
+        text = self._codec.decode(tokens, True)
+        return text if found is None else text[: found[0]]

@@ -1,0 +1,250 @@
+"""The whole engine in one event loop: tokenizer service, scheduler and worker over memory links, tiny models.
+
+Not here: processes and sockets (tests/e2e). A test speaks as clients do and reads each request's rows. After
+every event that the scheduler handles, its invariants are checked from scratch.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+from tiny_models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+
+from overlap_spec.client_link import Arrival
+from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.messages import (
+    Cancel,
+    Finish,
+    Generate,
+    Phase,
+    Rejected,
+    SamplingParams,
+    Shutdown,
+    StepResult,
+    TextDeltas,
+    ToClient,
+    TokenPrompt,
+    ToScheduler,
+    ToTokenizer,
+    ToWorker,
+    Usage,
+)
+from overlap_spec.scheduler.invariants import check_invariants
+from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
+from overlap_spec.spec.methods import ChainDraft, NoDraft, method_named
+from overlap_spec.tokenizer.admission import Admission
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.service import TokenizerService
+from overlap_spec.transport import MemoryLink
+from overlap_spec.worker.actor import Worker, worker_ready
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.geometry import Geometry, LoadedModels
+
+CLIENT = 1
+PATIENCE_S = 30.0
+
+
+def tiny_loaded(seed: int, num_steps: int) -> LoadedModels:
+    """A tiny target in float64 with an EAGLE-3 head for `num_steps` guesses; 0 steps: plain decoding."""
+    checkpoint = tiny_target(seed)
+    target = load_tiny_target(checkpoint)
+    if num_steps == 0:
+        return LoadedModels(target, NoDraft(), method_named("NONE"))
+    head = load_tiny_draft(tiny_eagle3(seed + 1, checkpoint), target)
+    return LoadedModels(target, ChainDraft(head, num_steps), method_named("EAGLE3"))
+
+
+@dataclass(frozen=True)
+class RingConfig:
+    """What varies between rings."""
+
+    num_steps: int = 3
+    depth: int = 2
+    page_size: int = 4
+    num_pages: int = 200
+    num_slots: int = 4
+    chunk_tokens: int = 16
+    max_len: int = 160
+    prefix_cache: bool = True
+
+    def geometry(self) -> Geometry:
+        width = self.num_steps + 1
+        return Geometry(
+            self.num_slots, width, self.page_size, self.max_len, self.num_pages, self.chunk_tokens, torch.float64
+        )
+
+
+@dataclass
+class Answer:
+    """What a client was sent for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish | None = None
+    usage: Usage | None = None
+    rejected: Rejected | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class MemoryClients:
+    """The client link of a ring: one client, whose requests are kept by id."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[tuple[int, Arrival]] = asyncio.Queue()
+        self.answers: dict[str, Answer] = {}
+
+    def send(self, client: int, message: ToClient) -> None:
+        match message:
+            case TextDeltas():
+                rows = zip(
+                    message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True
+                )
+                for request_id, text, ids, finish, usage in rows:
+                    self._add(self.answers[request_id], text, ids, finish, usage)
+            case Rejected():
+                answer = self.answers[message.request_id]
+                answer.rejected = message
+                answer.done.set()
+                answer.grew.set()
+
+    def _add(self, answer: Answer, text: str, ids: list[int], finish: Finish | None, usage: Usage) -> None:
+        assert not answer.done.is_set(), "a row after the last one"
+        answer.text += text
+        answer.token_ids += ids
+        answer.usage = usage
+        answer.finish = finish
+        answer.grew.set()
+        if finish is not None:
+            answer.done.set()
+
+    async def recv(self) -> tuple[int, Arrival]:
+        return await self.said.get()
+
+
+class WatchedInbox:
+    """The scheduler's inbox; checks what must hold whenever it comes back for more."""
+
+    def __init__(self, link: MemoryLink[ToScheduler]) -> None:
+        self._link = link
+        self.scheduler: Scheduler | None = None
+        self.slots_of_step: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def drain(self) -> list[ToScheduler]:
+        self._check()
+        return [self._noted(message) for message in self._link.drain()]
+
+    async def recv(self) -> ToScheduler:
+        self._check()
+        return self._noted(await self._link.recv())
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _noted(self, message: ToScheduler) -> ToScheduler:
+        if isinstance(message, StepResult):
+            for slot, tokens in zip(self.slots_of_step.pop(message.step_id), message.tokens, strict=True):
+                self.lengths[slot] = self.lengths.get(slot, 0) + len(tokens)
+        return message
+
+    def _check(self) -> None:
+        if self.scheduler is not None:
+            check_invariants(self.scheduler, {})
+
+
+class WatchedPlans:
+    """The link to the worker; counts what a storm must have seen."""
+
+    def __init__(self, link: MemoryLink[ToWorker], inbox: WatchedInbox) -> None:
+        self._link = link
+        self._inbox = inbox
+        self.sent: list[int] = []
+        self.chunk_splits = 0
+
+    def send(self, message: ToWorker) -> None:
+        if not isinstance(message, Shutdown):
+            self.sent.append(message.step_id)
+            self._inbox.slots_of_step[message.step_id] = [work.slot for work in message.work]
+            if message.phase is Phase.PREFILL:
+                self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
+        self._link.send(message)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Ring:
+    """A running engine. `start` sends a request and returns its answer, which fills while the loop runs."""
+
+    def __init__(self, models: LoadedModels, config: RingConfig, codec: Codec) -> None:
+        geometry = config.geometry()
+        self.executor: Executor = build_executor(models, geometry, CPU)
+        self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
+        self.to_worker: MemoryLink[ToWorker] = MemoryLink(ToWorker)
+        self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
+        self.inbox = WatchedInbox(self.to_scheduler)
+        self.plans = WatchedPlans(self.to_worker, self.inbox)
+        self.worker = Worker(self.executor, self.to_worker, self.to_scheduler)
+        settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
+        cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
+        links = Links(self.inbox, self.plans, self.to_tokenizer)
+        self.scheduler = build_scheduler(worker_ready(geometry, models, config.chunk_tokens), settings, cache, links)
+        self.inbox.scheduler = self.scheduler
+        self.clients = MemoryClients()
+        admission = Admission(codec.eos_token_ids, 1000, 0)
+        admission.limits = self.scheduler.limits.engine_limits()
+        self.tokenizer = TokenizerService(codec, admission, self.to_scheduler, self.clients, lambda message: None)
+
+    def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+        """Send a request."""
+        answer = self.clients.answers[request_id] = Answer()
+        ids = b"".join(token.to_bytes(4, "little", signed=True) for token in prompt)
+        self.clients.said.put_nowait((CLIENT, Generate(request_id, TokenPrompt(ids), sampling)))
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        """Abort a request."""
+        self.clients.said.put_nowait((CLIENT, Cancel(request_id)))
+
+    async def ask(self, prompt: list[int], sampling: SamplingParams) -> Answer:
+        """One request to its end."""
+        answer = self.start(f"r{len(self.clients.answers)}", prompt, sampling)
+        await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+        return answer
+
+    async def idle(self) -> None:
+        """Wait until nothing runs and no step is in flight."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.scheduler.inflight or not self.scheduler.roster.idle:
+                await asyncio.sleep(0.001)
+
+    async def serve(self) -> None:
+        """Run all three actors until cancelled; an actor's exception ends them all."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.worker.run())
+            group.create_task(self.scheduler.run())
+            group.create_task(self.tokenizer.serve(self.to_tokenizer))
+
+
+@asynccontextmanager
+async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> AsyncIterator[Ring]:
+    """A ring that serves while the block runs. An actor's failure surfaces at the end of the block."""
+    ring = Ring(models, config, codec)
+    actors = asyncio.create_task(ring.serve())
+    block = asyncio.current_task()
+    assert block is not None
+    actors.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
+    try:
+        yield ring
+    except asyncio.CancelledError:
+        if actors.done():
+            actors.result()  # raises what went wrong
+        raise
+    finally:
+        actors.cancel()
+        await asyncio.gather(actors, return_exceptions=True)
+        ring.executor.close()
