@@ -1,9 +1,9 @@
 """What every child process shares: settings, links to the others, ready and failure reports.
 
-    python -m overlap_spec.actor ROLE RUN_DIR PARENT_PID
+    python -P -m overlap_spec.actor ROLE MODULE RUN_DIR PARENT_PID
 
-Not here: what a role does, and who starts it (`engine.py`). A child dies with its parent, leaves SIGINT to
-it, and reports an exception as ActorFailed before it exits with status 1.
+Not here: what a role does, and who starts it (`supervisor.py`). A child dies with its parent, leaves SIGINT
+and SIGTERM to it, and reports an exception as ActorFailed before it exits with status 1.
 """
 
 import ctypes
@@ -22,8 +22,9 @@ import uvloop
 import zmq
 
 from overlap_spec.config import Settings, decode_settings
+from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
-from overlap_spec.transport import Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
     "tokenizer": "overlap_spec.tokenizer.actor",
@@ -68,12 +69,14 @@ class ActorContext:
         self._supervisor.send(ActorProgress(self.role, what, done, total))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
+        """Send any other message to the supervisor."""
         self._supervisor.send(message)
 
     def close(self) -> None:
+        """Close every link, then whatever socket the role left open: nothing may keep the process alive."""
         for link in self._links:
             link.close()
-        self.zmq.term()
+        self.zmq.destroy(linger=LAST_WORDS_MS)
 
 
 def die_with_parent(expected_parent: int) -> None:
@@ -83,7 +86,7 @@ def die_with_parent(expected_parent: int) -> None:
         raise SystemExit(1)
 
 
-def run_actor(role: str, run_dir: Path) -> int:
+def run_actor(role: str, module: str, run_dir: Path) -> int:
     """Run one role to its end. Returns the exit status."""
     settings = decode_settings((run_dir / SETTINGS_FILE).read_bytes())
     logging.basicConfig(
@@ -91,16 +94,23 @@ def run_actor(role: str, run_dir: Path) -> int:
     )
     context = ActorContext(role, settings, Endpoints(run_dir))
     try:
-        main = cast(Main, importlib.import_module(ROLES[role]).main)
+        main = cast(Main, importlib.import_module(module).main)
         uvloop.run(_as_coroutine(main, context))
     except Exception as error:
-        logging.getLogger(role).error("failed: %s", error, exc_info=True)
-        text = f"{type(error).__name__}: {error}"
-        context.send_supervisor(ActorFailed(role, text, traceback.format_exc()))
+        context.send_supervisor(_last_words(role, error))
         return 1
     finally:
         context.close()
     return 0
+
+
+def _last_words(role: str, error: Exception) -> ActorFailed:
+    """What the supervisor is told. An error raised on purpose explains itself; any other is logged with its trace."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, OverlapSpecError):
+        return ActorFailed(role, str(error), trace)
+    logging.getLogger(__name__).error("failed:\n%s", trace)
+    return ActorFailed(role, f"{type(error).__name__}: {error}", trace)
 
 
 async def _as_coroutine(main: Main, context: ActorContext) -> None:
@@ -109,12 +119,12 @@ async def _as_coroutine(main: Main, context: ActorContext) -> None:
 
 def main() -> None:
     """Entry point of a child process."""
-    role, run_dir, parent = sys.argv[1:4]
+    role, module, run_dir, parent = sys.argv[1:5]
     faulthandler.enable()
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor says when; it kills who does not listen
-    sys.exit(run_actor(role, Path(run_dir)))
+    sys.exit(run_actor(role, module, Path(run_dir)))
 
 
 if __name__ == "__main__":

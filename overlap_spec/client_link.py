@@ -138,6 +138,8 @@ class ClientDealer:
         if api_key is not None and is_secured(endpoint, api_key):
             socket.setsockopt(zmq.PLAIN_USERNAME, PLAIN_USER.encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, api_key.encode())
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
         self._duplex = Duplex(socket)
         socket.connect(endpoint)
 

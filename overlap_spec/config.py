@@ -19,6 +19,7 @@ Algorithm = Literal["NONE", "EAGLE3"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2"
+SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
 MAX_STEPS = 8
 DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
@@ -37,9 +38,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     served_model_name: Annotated[str | None, Meta(description="model name in the API; default: the model path")] = None
     dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
-    context_length: Annotated[int | None, Meta(ge=16, description="tokens; default: the model's context")] = None
+    context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
     skip_tokenizer_init: Annotated[bool, Meta(description="serve token ids only")] = False
-    random_seed: Annotated[int | None, Meta(description="seeds the requests that give none; default: drawn")] = None
+    random_seed: (
+        Annotated[int, Meta(ge=0, le=2**63 - 1, description="seeds the requests that give none; default: drawn")] | None
+    ) = None
 
     host: Annotated[str, Meta(description="address of the HTTP server")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 30000
@@ -49,15 +52,15 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
 
-    mem_fraction_static: Annotated[
-        float | None, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV pages")
-    ] = None
-    max_total_tokens: Annotated[int | None, Meta(ge=16, description="tokens in the KV pool; default: from memory")] = (
+    mem_fraction_static: (
+        Annotated[float, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV pages")] | None
+    ) = None
+    max_total_tokens: Annotated[int, Meta(ge=16, description="tokens in the KV pool; default: from memory")] | None = (
         None
     )
-    max_running_requests: Annotated[
-        int | None, Meta(ge=1, le=4096, description="slots; default 48 with speculation")
-    ] = None
+    max_running_requests: (
+        Annotated[int, Meta(ge=1, le=4096, description="slots; default 48 with speculation")] | None
+    ) = None
     chunked_prefill_size: Annotated[
         int | None, Meta(description="prompt tokens in a prefill step; -1: unbounded; default: from the machine")
     ] = None
@@ -69,11 +72,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speculative_draft_model_path: Annotated[str | None, Meta(description="directory or hub id of the draft head")] = (
         None
     )
-    speculative_num_steps: Annotated[int | None, Meta(ge=1, le=MAX_STEPS, description="draft depth")] = None
-    speculative_eagle_topk: Annotated[int | None, Meta(ge=1, description="branching; 1 is a chain")] = None
-    speculative_num_draft_tokens: Annotated[
-        int | None, Meta(ge=2, description="window width, root included; steps + 1 for a chain")
-    ] = None
+    speculative_num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS, description="draft depth")] | None = None
+    speculative_eagle_topk: Annotated[int, Meta(ge=1, description="branching; 1 is a chain")] | None = None
+    speculative_num_draft_tokens: (
+        Annotated[int, Meta(ge=2, description="window width, root included; steps + 1 for a chain")] | None
+    ) = None
 
 
 class Machine(Struct, frozen=True):
@@ -331,6 +334,12 @@ def _resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) 
     if tokens != steps + 1:
         notes.append(f"speculative_num_draft_tokens set from {tokens} to {steps + 1}: a chain (topk 1) has steps + 1")
     return steps, steps + 1
+
+
+def without_speculation(config: EngineConfig) -> EngineConfig:
+    """The same engine, decoding plainly: what speculation is compared with."""
+    fields = {name: None for name in config.__struct_fields__ if name.startswith("speculative_")}
+    return msgspec.structs.replace(config, **fields | {"speculative_algorithm": "NONE"})
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:

@@ -245,10 +245,15 @@ class Rejected(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Answer to Ping. `ready` is False until the engine is warm."""
+    """Answer to Ping. `ready` is False until the engine is warm.
+
+    `session` changes when the tokenizer has given this client up and then heard of it again: whatever was
+    open before is gone.
+    """
 
     sent_at: float
     ready: bool
+    session: int = 0
 
 
 class Tokenized(Message, frozen=True):

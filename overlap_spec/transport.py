@@ -8,24 +8,26 @@ bound by its reader and lives as long as the actor; outlets connect. Never pickl
 import asyncio
 from collections import deque
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 import zmq
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
+LAST_WORDS_MS = 500  # how long a closed link may still send: time for a last ActorFailed to leave
+RECONNECT_MS = 20  # actors start in parallel: an outlet often connects before its reader has bound
 
-class Inbox(Protocol[T_co]):
-    """Where one actor's messages arrive, of one union type."""
 
-    def drain(self) -> list[T_co]:
+class Inbox(Protocol[T]):
+    """Where one actor's messages arrive, of one union type. One reader: `recv` is not called twice at once."""
+
+    def drain(self) -> list[T]:
         """Everything that has arrived; never waits."""
         ...
 
-    async def recv(self) -> T_co:
+    async def recv(self) -> T:
         """The next message. Cancellation: loses nothing."""
         ...
 
@@ -85,7 +87,8 @@ class ZmqOutlet(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 500)  # ms: time for a last ActorFailed to leave
+        self._socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(address)
 
     def send(self, message: T) -> None:
@@ -99,19 +102,28 @@ async def wait_readable(socket: zmq.Socket[bytes]) -> None:
     """Wait until a ZeroMQ socket has something to read.
 
     The socket's descriptor is edge-triggered and shared with the send side: it is only a hint, so the
-    events are read again before and after arming it, and the caller reads until EAGAIN.
+    events are read again before and after arming it, and the caller reads until EAGAIN. Not for a socket that
+    another task sends on: a send consumes the hint, and the waiter would sleep over a message.
     """
     loop = asyncio.get_running_loop()
-    descriptor: int = socket.getsockopt(zmq.FD)
-    while not socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-        woken = loop.create_future()
-        loop.add_reader(descriptor, lambda woken=woken: woken.done() or woken.set_result(None))
+    descriptor = socket.fileno()
+    while not _readable(socket):
+        woken: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(descriptor, _settle, woken)
         try:
-            if socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                return
-            await woken
+            if not _readable(socket):
+                await woken
         finally:
             loop.remove_reader(descriptor)
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _settle(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 class MemoryLink(Generic[T]):
@@ -149,4 +161,9 @@ class Endpoints:
         self.run_dir = run_dir
 
     def inbox(self, actor: str) -> str:
+        """Where an actor (or the supervisor) reads."""
         return f"ipc://{self.run_dir / actor}.sock"
+
+    def client(self) -> str:
+        """The client link, where no public address is set."""
+        return f"ipc://{self.run_dir / 'client.sock'}"

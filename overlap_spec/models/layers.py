@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import add_rms_norm, rms_norm, silu_mul
 from torch import Tensor
 
-
-WIDEST_BLOCK = 1024
+BLOCK_WIDTHS = range(512, 1025)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,10 @@ LinearMap = Linear | WideLinear
 def linear_map(weight: Tensor, bias: Tensor | None = None) -> LinearMap:
     """The form that is fastest where the weight is. Shapes: weight [O, I], bias [O]."""
     size, width = weight.shape
-    num_blocks = next(n for n in range(1, width + 1) if width % n == 0 and width // n <= WIDEST_BLOCK)
-    if num_blocks == 1 or not _left_is_faster(weight):
+    block = next((block for block in reversed(BLOCK_WIDTHS) if width % block == 0), width)
+    if block == width or not _left_is_faster(weight):
         return Linear(weight, bias)
-    return WideLinear(weight.view(size, num_blocks, -1).transpose(0, 1).contiguous(), bias)
+    return WideLinear(weight.view(size, -1, block).transpose(0, 1).contiguous(), bias)
 
 
 def _left_is_faster(x: Tensor) -> bool:

@@ -25,7 +25,7 @@ ZAP_DOMAIN = "overlap-spec"
 
 
 class ClientEndpoint:
-    """The bound endpoint and its router: `with ClientEndpoint(..) as router`. It needs a running loop."""
+    """The bound endpoint: `address` is where clients connect, `router` what they are heard on. Needs a running loop."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings, default: str) -> None:
         asked = settings.client_endpoint or default
@@ -81,13 +81,16 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool)
     if secured:
         router.setsockopt(zmq.PLAIN_SERVER, 1)
         router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    if "[" in endpoint:
+        router.setsockopt(zmq.IPV6, 1)
+    old_mask = os.umask(0o177)  # the file is private from its first moment
     try:
         router.bind(endpoint)
-        if endpoint.startswith("ipc://"):
-            os.chmod(endpoint.removeprefix("ipc://"), 0o600)
-    except (zmq.ZMQError, OSError) as error:
+    except zmq.ZMQError as error:
         router.close(0)
         raise ConfigError("zmq_endpoint", f"cannot bind {endpoint}: {error}") from error
+    finally:
+        os.umask(old_mask)
     return router
 
 

@@ -38,8 +38,8 @@ class Codec(Protocol):
         """The text of ids; thread and lock as in `encode`. Raises: RequestError."""
         ...
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """A new incremental decoder."""
+    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
+        """A new incremental decoder; `before` is the token that its text continues, if it does."""
         ...
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
@@ -78,9 +78,9 @@ class TextCodec:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
         is_silent = self._is_special_or_unknown if skip_special_tokens else self._is_unknown
-        return StreamDetokenizer(self._tokenizer, skip_special_tokens, is_silent)
+        return StreamDetokenizer(self._tokenizer, skip_special_tokens, is_silent, before)
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         pass
@@ -108,7 +108,7 @@ class IdsOnly:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:
         raise _no_tokenizer("tokens")
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
         return NoText()
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:

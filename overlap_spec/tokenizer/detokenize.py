@@ -2,6 +2,9 @@
 
 The pieces, joined, are `tokenizer.decode` of all ids: a piece is given out only when it can no longer
 change, and `flush` gives the rest (an incomplete UTF-8 sequence becomes U+FFFD, as the library does).
+
+Some decoders strip the space before the first word of a text. What continues a text is no such start: given
+the token before it, the pieces are what `tokenizer.decode` adds to that token.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +29,23 @@ class Detokenizer(Protocol):
 class StreamDetokenizer:
     """The library's decode stream. Ids that decode to nothing never reach it: it would keep them, and slow down."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, is_silent: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        is_silent: Callable[[int], bool],
+        before: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._is_silent = is_silent
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._ids: list[int] = []
-        self._pending: list[int] = []  # ids whose text is not out yet
         self._pieces: list[str] = []
+        self._ids = [i for i in before if not is_silent(i)]
+        self._before = self._decode(self._ids) if self._ids else ""
+        if self._before.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character is nothing to go on from
+            self._ids, self._before = [], ""
+        self._pending: list[int] = []  # ids whose text is not out yet
+        self._stream = DecodeStream(ids=list(self._ids), skip_special_tokens=skip_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:
         audible = [i for i in ids if not self._is_silent(i)]
@@ -51,7 +63,7 @@ class StreamDetokenizer:
     def flush(self) -> str:
         if not self._pending:
             return ""
-        whole, given = self._decode(self._ids), "".join(self._pieces)
+        whole, given = self._decode(self._ids), "".join((self._before, *self._pieces))
         return whole[len(given) :] if whole.startswith(given) else self._decode(self._pending)
 
     def _step(self, ids: list[int]) -> str | None:

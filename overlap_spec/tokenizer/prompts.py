@@ -1,7 +1,7 @@
 """Turns the three kinds of prompt into token ids, long ones in a thread. Not here: limits (`admission.py`)."""
 
 import asyncio
-from typing import assert_never
+from typing import Any, assert_never
 
 from overlap_spec.client_link import unpack_ids
 from overlap_spec.errors import RequestError
@@ -58,9 +58,14 @@ def is_long(prompt: Prompt) -> bool:
         case TextPrompt():
             return len(prompt.text) > LONG
         case ChatPrompt():
-            return len(str(prompt.messages)) + len(str(prompt.tools)) > LONG
+            return sum(map(_weight, prompt.messages)) + len(str(prompt.tools)) > LONG
         case _:
             assert_never(prompt)
+
+
+def _weight(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else len(str(content))
 
 
 def _unpack(field: str, packed: bytes) -> list[int]:

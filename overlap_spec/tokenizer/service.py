@@ -7,6 +7,7 @@ sends afterwards find no request and are dropped.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import assert_never
 
@@ -17,6 +18,7 @@ from overlap_spec.messages import (
     AbortReason,
     Admit,
     Cancel,
+    ChatPrompt,
     Detokenize,
     Drained,
     EngineLimits,
@@ -195,7 +197,7 @@ class TokenizerService:
         self._codec.check_stop_strings(message.sampling.stop)
         stop_ids = self._admission.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id)
-        arrived_at = asyncio.get_running_loop().time()
+        arrived_at = time.monotonic()
         try:
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
             sampling = self._admission.settle(message.sampling, ids, limits)
@@ -205,7 +207,8 @@ class TokenizerService:
             self._close(request)
             raise
         if request in self._requests:
-            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens))
+            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]  # an answer begins a text of its own
+            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
             self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:

@@ -7,6 +7,8 @@ import asyncio
 from functools import partial
 from typing import assert_never
 
+import torch
+
 from overlap_spec.actor import ActorContext
 from overlap_spec.messages import Shutdown, StepPlan, ToScheduler, ToWorker, WorkerReady
 from overlap_spec.transport import Inbox, Outlet
@@ -70,6 +72,11 @@ def worker_ready(geometry: Geometry, models: LoadedModels, chunk_tokens: int) ->
     )
 
 
+def device_name(device: str) -> str:
+    """The device as a person would name it."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
 async def main(context: ActorContext) -> None:
     """Load, warm up, say so, and work until told to stop."""
     settings = context.settings
@@ -83,6 +90,7 @@ async def main(context: ActorContext) -> None:
         scheduler.send(worker_ready(geometry, models, chunk_tokens))
         context.ready(
             {
+                "device": device_name(settings.model.device),
                 "tokens": (geometry.num_pages - 1) * geometry.page_size,
                 "pages": geometry.num_pages - 1,
                 "page_size": geometry.page_size,

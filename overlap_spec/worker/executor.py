@@ -47,7 +47,7 @@ class Executor:
         self, device: Device, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int
     ) -> None:
         self._device = device
-        self._slots = slots
+        self.slots = slots
         self._target = target
         self._method = method
         self._page_size = page_size
@@ -86,18 +86,18 @@ class Executor:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         plan, started = handle.plan, self._device.now()
         (slots,) = self._load(plan, [work.slot for work in plan.work])
-        batch = self._slots.batch(slots, plan.work)
-        window = Window(self._slots.window[slots, : plan.width])
+        batch = self.slots.batch(slots, plan.work)
+        window = Window(self.slots.window[slots, : plan.width])
 
         rows = window_rows(batch, plan.width, self._page_size)
         output = self._target.forward(window.tokens.clamp(min=0).reshape(-1), rows)
         logits = self._target.logits(output.hidden).view(len(plan.work), plan.width, -1)
         verdict = self._method.verifier.verify(window, logits, batch)
-        after = self._slots.commit(batch, verdict)
+        after = self.slots.commit(batch, verdict)
         self._publish(handle, started, verdict.tokens, window.num_proposed)  # tokens leave before the draft works
 
         self._method.proposer.extend(batch, rows, output, verdict)
-        self._slots.set_guesses(after, self._method.proposer.propose(after))
+        self.slots.set_guesses(after, self._method.proposer.propose(after))
 
     def _prefill(self, handle: StepHandle) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
@@ -114,11 +114,11 @@ class Executor:
             chunks.last_rows(),
             chunks.lengths(),
         )
-        page_table = self._slots.page_table[slots]
+        page_table = self.slots.page_table[slots]
         rows = chunk_rows(page_table, owners, positions, row_starts, chunks.longest, self._page_size)
         output = self._target.forward(tokens, rows)
 
-        batch = self._slots.batch(slots[completed], chunks.completed_work())
+        batch = self.slots.batch(slots[completed], chunks.completed_work())
         published = torch.full((len(plan.work), 1), -1, dtype=torch.int64, device=tokens.device)
         if chunks.completed:
             logits = self._target.logits(output.hidden[last_rows])[:, None]
@@ -129,18 +129,18 @@ class Executor:
 
         self._method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
         if chunks.completed:
-            after = self._slots.start(batch, lengths, drawn)
-            self._slots.set_guesses(after, self._method.proposer.propose(after))
+            after = self.slots.start(batch, lengths, drawn)
+            self.slots.set_guesses(after, self._method.proposer.propose(after))
 
     def _load(self, plan: StepPlan, *runs: Iterable[int]) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
         packer = Packer()
-        packer.add(value for work in plan.work for value in self._slots.pack_reset(work))
-        packer.add(value for work in plan.work for value in self._slots.pack_pages(work))
+        packer.add(value for work in plan.work for value in self.slots.pack_reset(work))
+        packer.add(value for work in plan.work for value in self.slots.pack_pages(work))
         for run in runs:
             packer.add(run)
         resets, pages, *loaded = packer.upload(self._device)
-        self._slots.apply(resets, pages)
+        self.slots.apply(resets, pages)
         return loaded
 
     def _publish(self, handle: StepHandle, started: Moment, tokens: Tensor, num_proposed: Tensor) -> None:

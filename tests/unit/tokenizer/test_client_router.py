@@ -333,6 +333,27 @@ def test_a_tcp_endpoint_with_a_key_hears_those_who_know_it(tmp_path: Path, key: 
     on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
 
 
+@pytest.mark.parametrize("address", ["tcp://localhost:*", "tcp://[::1]:*"])
+def test_other_names_of_the_loopback(tmp_path: Path, address: str) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as client:
+            client.send(Ping(0.0))
+            assert await arrives(endpoint.router) == (1, Ping(0.0))
+
+    if "[" in address and not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback")
+    on_stage(scene, tmp_path, client_endpoint=address)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def test_a_key_is_not_asked_where_the_directory_guards(tmp_path: Path) -> None:
     async def scene(endpoint: ClientEndpoint) -> None:
         async with dealer(endpoint, "any") as client:

@@ -96,6 +96,20 @@ def test_text_follows_broken_bytes_although_the_library_would_take_back_a_charac
     assert "".join(in_runs(byte_fallback(tokenizer), ids, 1)) == "語\N{REPLACEMENT CHARACTER}! world"
 
 
+def test_what_continues_a_text_keeps_its_leading_space() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    hello, world = (tokenizer.token_to_id(token) for token in ("▁Hello", "▁world"))
+
+    def after(before: list[int], ids: list[int]) -> list[str]:
+        return in_runs(StreamDetokenizer(tokenizer, True, lambda token_id: token_id < 3, before), ids, 1)
+
+    assert after([hello], [world, *byte_ids("語"), 2]) == [" world", "", "", "語", "", ""]
+    assert after([], [world]) == ["world", ""]
+    assert after([1], [world]) == ["world", ""]  # after <s> a text begins
+    assert after(byte_ids("語")[:1], [world]) == ["world", ""]
+    assert "".join(after([hello], byte_ids("語")[:2])) == 2 * "\N{REPLACEMENT CHARACTER}"
+
+
 def test_a_long_tail_of_hidden_tokens_costs_nothing() -> None:
     """With ignore_eos a model may repeat its EOS for ever; the library's stream would keep each of them."""
     detokenizer = smollm2().detokenizer(True)

@@ -1,0 +1,61 @@
+"""What every op needs to check its arguments and to start its kernel. Not here: any arithmetic.
+
+Triton is imported when a kernel is first launched, not when its module is: the package must import, and serve
+on a CPU, where Triton is not installed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TritonKernel:
+    """A Triton function that its module compiles at the first launch: `kernel[grid](*arguments)`.
+
+    That launch puts what `triton.jit` makes of every such function of the module in its place, so that kernels
+    can call each other, and binds `tl`, which the module itself imports for type checkers only.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        import triton
+        import triton.language
+
+        scope = self._function.__globals__
+        scope["tl"] = triton.language
+        for name, value in list(scope.items()):
+            if isinstance(value, TritonKernel):
+                scope[name] = triton.jit(value._function)
+        return scope[self._function.__name__][grid]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Only other kernels call it, and they see the compiled function."""
+        raise TypeError(f"{self._function.__name__} runs on a device: launch it as kernel[grid](...)")
+
+
+def require(holds: bool, argument: str, expected: str) -> None:
+    """Raises: ValueError naming the argument."""
+    if not holds:
+        raise ValueError(f"{argument}: expected {expected}")
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """float64 is the oracle's type: it runs the twin on every device."""
+    return tensor.is_cuda and tensor.dtype != torch.float64
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def warps_for(block: int) -> int:
+    """One warp for each 512 elements that a program handles at once, 1 to 16."""
+    return min(max(next_power_of_2(block // 512), 1), 16)

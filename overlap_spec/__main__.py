@@ -1,0 +1,7 @@
+"""`python -m overlap_spec`: the command line, where its script is not on the path. Not here: anything else."""
+
+import sys
+
+from overlap_spec.cli import main
+
+sys.exit(main())

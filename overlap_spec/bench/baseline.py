@@ -1,0 +1,51 @@
+"""transformers' `generate` on the same prompts: what the engine's figures are compared with in the same run.
+
+Needs the dependency group `bench`. Not here: anything of the engine. It runs in a process of its own, so that the
+engine's processes and transformers never share threads.
+
+    python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR MAX_TOKENS NUM_THREADS < prompts.json > figures.json
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def measure_transformers(model_path: str, tokenizer_dir: str, prompts: list[str], max_tokens: int) -> dict[str, Any]:
+    """Greedy answers in float32 (bfloat16 on a GPU), one after another, to the end of the turn."""
+    import transformers  # a dependency of the group `bench` only
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    path = Path(model_path)
+    source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if source else path
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
+    model.to(device).eval()
+    rows = []
+    for prompt in [prompts[0], *prompts]:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(device)
+        started = time.perf_counter()
+        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        rows.append((output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - started))
+    rows = rows[1:]  # the first one warmed up
+    tokens, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    return {
+        "engine": f"transformers {transformers.__version__} generate",
+        "num_tokens": tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(tokens / seconds, 2),
+    }
+
+
+if __name__ == "__main__":
+    model, tokenizer, limit, threads = sys.argv[1:5]
+    torch.set_num_threads(int(threads))
+    json.dump(measure_transformers(model, tokenizer, json.load(sys.stdin), int(limit)), sys.stdout)

@@ -1,0 +1,63 @@
+"""What every result file carries besides its figures: hardware, versions, commit and command.
+
+Not here: measuring. A figure without these is not worth keeping.
+"""
+
+import importlib.metadata
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+VERSIONED = ("overlap-spec", "torch", "triton", "transformers", "pyzmq", "msgspec")
+
+
+def describe_run(device: str, num_threads: int) -> dict[str, Any]:
+    """Facts of this machine and this command line. `device`: the worker's, as its start-up facts name it."""
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "cpu": _cpu_name(),
+        "num_threads": num_threads,
+        "python": platform.python_version(),
+        "versions": {name: version for name in VERSIONED if (version := _version(name))},
+        "commit": _commit(),
+        "command": shlex.join(["overlap-spec", *sys.argv[1:]]),
+    }
+
+
+def write_report(path: str, report: dict[str, Any]) -> None:
+    """Write a result file, readable in a diff."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The commit of the source tree; "+" after it means that the tree had changes; empty outside a git checkout."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], cwd=here, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else ""
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,64 @@
+"""`overlap-spec COMMAND [flags]`: finds the command, runs it, turns an error into one sentence and a status.
+
+Not here: what a command does. A command is a module with `add_arguments(parser)` and `run(arguments) -> int`;
+only the one that is asked for is imported. Status 2: a wrong flag or value, found before any weight is read.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from overlap_spec.cli.parser import Parser, UsageError
+from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.version import __version__
+
+PROGRAM = "overlap-spec"
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: the module that is it, and its line of help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "chat": Command("overlap_spec.cli.chat", "talk to a model in this terminal"),
+    "serve": Command("overlap_spec.cli.serve", "serve a model over HTTP and ZeroMQ"),
+    "bench": Command("overlap_spec.cli.bench", "measure latency, throughput or the scheduler"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = _parser(words).parse_args(words)
+        return int(importlib.import_module(COMMANDS[arguments.command].module).run(arguments))
+    except (UsageError, ConfigError) as error:
+        return _complain(error, 2)
+    except OverlapSpecError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    """The parser for these words. Only the command that they name brings its flags."""
+    parser = Parser(prog=PROGRAM, description="An LLM engine built for speculative decoding that never waits.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary, description=f"{command.summary.capitalize()}.")
+        if name in words[:1]:
+            importlib.import_module(command.module).add_arguments(subparser)
+    return parser
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"{PROGRAM}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

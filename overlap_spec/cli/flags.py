@@ -1,0 +1,55 @@
+"""The engine's flags, made from EngineConfig's fields: `--page-size` is `page_size`.
+
+Not here: the fields, their words and their checks (`config_fields.py`).
+"""
+
+import argparse
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.config_fields import ConfigField, config_fields, config_from
+
+ALIASES = {"model_path": "--model", "speculative_draft_model_path": "--speculative-draft-model"}
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field. A flag that is not given leaves no trace, so the field keeps its default."""
+    group = parser.add_argument_group("engine")
+    for field in config_fields():
+        names = [flag_name(field.name)]
+        if field.name in ALIASES:
+            names.append(ALIASES[field.name])
+        if field.kind is bool:
+            group.add_argument(
+                *names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=_help(field)
+            )
+        else:
+            group.add_argument(
+                *names, dest=field.name, default=argparse.SUPPRESS, metavar=_metavar(field), help=_help(field)
+            )
+
+
+def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineConfig:
+    """The config that a command line asks for; `defaults` are the command's own. Raises: ConfigError."""
+    values = dict(defaults)
+    for field in config_fields():
+        if field.name in arguments:
+            given = getattr(arguments, field.name)
+            values[field.name] = field.parse(given) if isinstance(given, str) else given
+    return config_from(values)
+
+
+def flag_name(field: str) -> str:
+    """The flag of a field."""
+    return f"--{field.replace('_', '-')}"
+
+
+def _metavar(field: ConfigField) -> str:
+    return "{" + ",".join(field.choices) + "}" if field.choices else METAVARS[field.kind]
+
+
+def _help(field: ConfigField) -> str:
+    text = field.description
+    if field.kind is not bool and field.default is not None and "default" not in text:
+        text += f" (default: {field.default})"
+    return text.replace("%", "%%")

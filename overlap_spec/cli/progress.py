@@ -1,0 +1,53 @@
+"""What stderr shows while a model is fetched and loaded. Not here: who reports (`hub.py`, the actors)."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from overlap_spec.supervisor import Progress as Report
+
+
+class ProgressBars:
+    """One bar per thing that is reported; a total of 0 means unknown, and the bar pulses. Any thread may report."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=None)
+        self._progress.update(self._tasks[what], completed=done, total=total or None)
+
+
+class ProgressLines:
+    """One log line per thing that is reported, where there is no terminal to draw in."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._seen: set[str] = set()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self._seen:
+            self._seen.add(what)
+            self._log.info("%s", what)
+
+
+@contextlib.contextmanager
+def shown_progress(log: logging.Logger) -> Iterator[Report]:
+    """Draw bars inside the block and wipe them at its end; without a terminal, write to `log`."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressLines(log)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield ProgressBars(progress)

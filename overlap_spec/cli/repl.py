@@ -1,0 +1,82 @@
+"""A conversation typed line by line. Not here: answers (`conversation.py`).
+
+In a terminal: history, Ctrl-C stops an answer, Ctrl-D leaves. From a pipe: every line is a prompt.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from overlap_spec.cli.background import BackgroundLoop
+from overlap_spec.cli.conversation import Conversation
+from overlap_spec.config import cache_directory
+from overlap_spec.errors import RequestError
+
+HISTORY_LINES = 1000
+HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+def converse(loop: BackgroundLoop, conversation: Conversation) -> None:
+    """Answer until the input ends."""
+    if not sys.stdin.isatty():
+        _answer_lines(loop, conversation)
+        return
+    print(HELP, file=sys.stderr)
+    with _history(Path(cache_directory()) / "chat_history"):
+        for line in _typed_lines():
+            with contextlib.suppress(KeyboardInterrupt):
+                _obey(loop, conversation, line)
+
+
+def _answer_lines(loop: BackgroundLoop, conversation: Conversation) -> None:
+    for line in sys.stdin:
+        if line.strip():
+            loop.run(conversation.answer(line.strip()))
+
+
+def _typed_lines() -> Iterator[str]:
+    while True:
+        try:
+            line = input("> ").strip()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+def _obey(loop: BackgroundLoop, conversation: Conversation, line: str) -> None:
+    if line == "/reset":
+        conversation.reset()
+    elif line == "/help":
+        print(HELP, file=sys.stderr)
+    else:
+        try:
+            loop.run(conversation.answer(line))
+        except RequestError as error:
+            print(error, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _history(path: Path) -> Iterator[None]:
+    """Arrow keys bring back earlier lines, of earlier chats too. Without the readline module there is none."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)

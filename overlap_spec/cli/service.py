@@ -1,0 +1,105 @@
+"""Engine and HTTP server in one life, from a bound port to an empty process table.
+
+    bind -> start the engine (503 meanwhile) -> print the table -> serve -> stop
+    one signal: new requests 503, open ones finish, status 0       a second: everything ends at once, status 1
+    an actor dies: open streams get an error event, /health says 503, status 1
+
+Not here: the command (`serve.py`). The port is bound first, so that a busy one is found before a weight is read.
+"""
+
+import asyncio
+import logging
+
+from overlap_spec.cli.front import Front, server_info
+from overlap_spec.cli.progress import shown_progress
+from overlap_spec.cli.signals import StopSignals
+from overlap_spec.cli.start_table import http_url, print_start
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine import Engine
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.server.app import create_app
+from overlap_spec.server.serve import HttpServer
+
+DRAIN_S = 30.0  # for open requests after the first signal
+GOODBYE_S = 0.3  # after a failure: error events leave, and who asks /health is told
+CLOSE_S = 1.0  # for answers that are still being written when all else is over
+
+log = logging.getLogger(__name__)
+
+
+async def serve(config: EngineConfig) -> int:
+    """Run the service to its end. Returns the exit status.
+
+    Raises: OverlapSpecError if the port is taken or the engine does not start.
+    """
+    engine = Engine(config)
+    service = Service(engine)
+    with StopSignals(force=lambda: engine.kill("a second signal")) as signals:
+        try:
+            await service.bind()
+            if await signals.interrupt(service.start()):
+                return 0
+            if await signals.interrupt(engine.wait_failed()):
+                await service.drain()
+            return await service.last_words()
+        finally:
+            await service.stop()
+
+
+class Service:
+    """One engine behind one port."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._front = Front()
+        self._server = HttpServer(self._front, engine.config.host, engine.config.port)
+        self._draining = False
+
+    async def bind(self) -> None:
+        """Take the port. Raises: OverlapSpecError if it cannot be had."""
+        config = self._engine.config
+        try:
+            await self._server.start()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OverlapSpecError(f"cannot listen on {config.host} port {config.port}: {reason}") from None
+
+    async def start(self) -> None:
+        """Return when every request is answered. Raises: ConfigError, CheckpointError, ActorDied."""
+        engine = self._engine
+        with shown_progress(log) as engine.progress:
+            await engine.start()
+        for note in engine.notes:
+            log.info("%s", note)
+        self._front.app = create_app(engine.client, server_info(engine.config, engine), self.health)
+        url = http_url(engine.config.host, self._server.port)
+        print_start(engine.settings, engine.facts, url, engine.endpoint)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether new requests are taken, and if not why."""
+        if self._engine.failure is not None:
+            return False, f"the engine has failed: {self._engine.failure}"
+        if self._draining:
+            return False, "the server is shutting down"
+        return True, ""
+
+    async def drain(self) -> None:
+        """Refuse new requests and let open ones finish, within bounds."""
+        self._draining = True
+        log.info("stopping: open requests have %.0f s to finish; a second signal ends them now", DRAIN_S)
+        if not await self._engine.drain(DRAIN_S) and self._engine.failure is None:
+            log.warning("requests are still open after %.0f s; aborting them", DRAIN_S)
+            await self._engine.client.cancel("", everyone=True)
+
+    async def last_words(self) -> int:
+        """Let clients hear of a failure. Returns the exit status."""
+        if self._engine.failure is None:
+            return 0
+        log.error("%s; stopping", self._engine.failure)
+        await asyncio.sleep(GOODBYE_S)
+        return 1
+
+    async def stop(self) -> None:
+        """End connections, processes and files."""
+        await self._server.stop(CLOSE_S)
+        await self._engine.stop()

@@ -1,0 +1,48 @@
+"""SIGINT and SIGTERM in an event loop: the first asks, the next insists. Not here: what stopping means."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Handles both inside its block. `asked` is set by the first; `force` is called by every later one."""
+
+    def __init__(self, force: Callable[[], None]) -> None:
+        self.asked = asyncio.Event()
+        self._force = force
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> Self:
+        for number in STOPPING:
+            self._loop.add_signal_handler(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in STOPPING:
+            self._loop.remove_signal_handler(number)
+
+    async def interrupt(self, work: Coroutine[Any, Any, object]) -> bool:
+        """Run `work` to its end, or cancel it when a stop is asked for: then True. Raises: what `work` raises."""
+        task = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(self.asked.wait())
+        try:
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return not task.done()
+        finally:
+            task.cancel()
+            asked.cancel()
+            await asyncio.wait((task, asked))
+
+    def _handle(self) -> None:
+        if self.asked.is_set():
+            self._force()
+        self.asked.set()

@@ -1,0 +1,71 @@
+"""What `serve` prints when it is ready: one table and a curl line that works. Not here: where the facts come from."""
+
+import json
+import shlex
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from overlap_spec.config import Settings
+from overlap_spec.supervisor import Facts
+
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+PLAIN_WIDTH = 120  # columns where stdout is no terminal
+
+
+def http_url(host: str, port: int) -> str:
+    """Where a person on this machine reaches the server."""
+    address = ANY_ADDRESS.get(host, host)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def start_table(settings: Settings, facts: Mapping[str, Facts], url: str, endpoint: str) -> Table:
+    """Model, method, memory and endpoints: what was asked for, settled, and what the worker has measured."""
+    table = Table(show_header=False, title="overlap-spec")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in (_settled(settings) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
+        table.add_row(name, value)
+    return table
+
+
+def _settled(settings: Settings) -> dict[str, str]:
+    spec, model, scheduler = settings.spec, settings.model, settings.scheduler
+    numbers = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens" if spec.num_steps else ""
+    rows = {"model": model.name, "method": spec.method + numbers}
+    if spec.draft_path is not None:
+        rows["draft model"] = spec.draft_path
+    return rows | {
+        "dtype, device": f"{model.dtype}, {model.device}",
+        "steps in flight": f"{scheduler.depth}" + (" (overlapped)" if scheduler.depth > 1 else " (no overlap)"),
+        "context": f"{model.max_len} tokens",
+        "requests": f"at most {scheduler.max_running_requests} running",
+    }
+
+
+def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
+    worker, scheduler = facts.get("worker", {}), facts.get("scheduler", {})
+    return {
+        "KV pages": f"{worker.get('pages')} of {worker.get('page_size')} tokens ({worker.get('tokens')} tokens)",
+        "prefix cache": str(scheduler.get("prefix_cache")),
+        "prefill chunk": f"{worker.get('chunk_tokens')} tokens",
+        "weights": f"{worker.get('weights_mib')} MiB",
+    }
+
+
+def curl_line(url: str, needs_key: bool) -> str:
+    """A request to paste into a shell."""
+    body = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
+    key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+
+
+def print_start(settings: Settings, facts: Mapping[str, Facts], url: str, endpoint: str) -> None:
+    """Print the table, the curl line (never wrapped) and `ready`."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(start_table(settings, facts, url, endpoint))
+    print(curl_line(url, settings.server.api_key is not None))
+    print("ready", flush=True)

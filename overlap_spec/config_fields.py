@@ -1,0 +1,107 @@
+"""What `EngineConfig`'s fields are, read from the struct itself: for flags, help and checks.
+
+Not here: the fields (`config.py`) and argparse (`cli/`). A field is added in one place, and its flag, its
+help line and its range check follow.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from msgspec import inspect
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
+
+Limited = inspect.IntType | inspect.FloatType
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One field. `wanted` says in words which values it takes."""
+
+    name: str
+    kind: type[str] | type[int] | type[float] | type[bool]
+    wanted: str
+    choices: tuple[str, ...]
+    default: object
+    description: str
+
+    def parse(self, text: str) -> object:
+        """Turn a command-line word into this field's type. Raises: ConfigError."""
+        try:
+            return self.kind(text)
+        except ValueError:
+            raise ConfigError(self.name, f"must be {self.wanted}, got {text!r}") from None
+
+
+def config_fields() -> tuple[ConfigField, ...]:
+    """Every field of EngineConfig, in its order."""
+    struct = cast(inspect.StructType, inspect.type_info(EngineConfig))
+    return tuple(_field(field) for field in struct.fields)
+
+
+def check_config(config: EngineConfig) -> EngineConfig:
+    """Check types and ranges, which a struct built in Python has not been. Raises: ConfigError naming the flag."""
+    return config_from(msgspec.structs.asdict(config))
+
+
+def config_from(values: Mapping[str, Any]) -> EngineConfig:
+    """Build a config; what is missing keeps its default. Raises: ConfigError naming the flag."""
+    try:
+        return msgspec.convert(values, EngineConfig)
+    except msgspec.ValidationError:
+        _raise_for_field(values)
+        raise
+
+
+def _raise_for_field(values: Mapping[str, Any]) -> None:
+    for field in config_fields():
+        if field.name in values:
+            try:
+                msgspec.convert({field.name: values[field.name]}, EngineConfig)
+            except msgspec.ValidationError:
+                raise ConfigError(field.name, f"must be {field.wanted}, got {values[field.name]!r}") from None
+
+
+def _field(field: inspect.Field) -> ConfigField:
+    plain, description = _unwrap(field.type)
+    kind, wanted, choices = _describe(plain)
+    return ConfigField(field.name, kind, wanted, choices, field.default, description)
+
+
+def _unwrap(declared: inspect.Type) -> tuple[inspect.Type, str]:
+    """Take off description and `| None`, in whichever order they were put on."""
+    description = ""
+    while True:
+        if isinstance(declared, inspect.Metadata):
+            description = (declared.extra_json_schema or {}).get("description", description)
+            declared = declared.type
+        elif isinstance(declared, inspect.UnionType):
+            (declared,) = (part for part in declared.types if not isinstance(part, inspect.NoneType))
+        else:
+            return declared, description
+
+
+def _describe(plain: inspect.Type) -> tuple[type[str] | type[int] | type[float] | type[bool], str, tuple[str, ...]]:
+    match plain:
+        case inspect.BoolType():
+            return bool, "true or false", ()
+        case inspect.LiteralType():
+            choices = tuple(str(value) for value in plain.values)
+            return str, f"one of {', '.join(choices)}", choices
+        case inspect.IntType():
+            return int, f"a whole number{_limits(plain)}", ()
+        case inspect.FloatType():
+            return float, f"a number{_limits(plain)}", ()
+        case inspect.StrType():
+            return str, "text", ()
+        case _:
+            raise TypeError(f"a flag cannot be made of {plain}")
+
+
+def _limits(number: Limited) -> str:
+    words = (("at least", number.ge), ("above", number.gt), ("at most", number.le), ("below", number.lt))
+    said = [f"{word} {limit}" for word, limit in words if limit is not None]
+    return " " + " and ".join(said) if said else ""

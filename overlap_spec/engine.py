@@ -1,0 +1,170 @@
+"""The engine as an in-process handle: `async with Engine(EngineConfig(...)) as engine`.
+
+Not here: processes (`supervisor.py`), requests (`client.py`), HTTP (`server/`). Engine owns the run directory,
+the supervisor and one client, and frees each exactly once: on stop, on a failed start and when an actor dies.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from msgspec.structs import replace
+
+from overlap_spec.actor import ROLES
+from overlap_spec.client import AnyPrompt, Client
+from overlap_spec.client_calls import Delta
+from overlap_spec.config import EngineConfig, Settings, resolve
+from overlap_spec.config_fields import check_config
+from overlap_spec.errors import ActorDied, Overloaded
+from overlap_spec.messages import SamplingParams
+from overlap_spec.run_directory import RunDirectory
+from overlap_spec.supervisor import Facts, Progress, Supervisor
+from overlap_spec.threads import in_daemon_thread
+
+T = TypeVar("T")
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+class Engine:
+    """Three actor processes and a client connected to them.
+
+    `progress(what, done, total)` is told what is fetched and loaded; it may be called from another thread.
+    Raises: ConfigError before anything is read, CheckpointError or ActorDied if it cannot start.
+    """
+
+    def __init__(
+        self, config: EngineConfig | None = None, progress: Progress = no_progress, roles: Mapping[str, str] = ROLES
+    ) -> None:
+        self.config = check_config(config or EngineConfig())
+        self.notes: list[str] = []  # what `resolve` has adjusted, for the log
+        self.progress = progress
+        self._roles = roles
+        self._settings: Settings | None = None
+        self._run_dir: RunDirectory | None = None
+        self._supervisor: Supervisor | None = None
+        self._client: Client | None = None
+        self._resources = contextlib.AsyncExitStack()  # freed last in, first out, whatever each raises
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def settings(self) -> Settings:
+        """What is run. Raises: Overloaded before the start."""
+        return _started(self._settings)
+
+    @property
+    def client(self) -> Client:
+        """The client of this engine. Raises: Overloaded before the start."""
+        return _started(self._client)
+
+    @property
+    def facts(self) -> dict[str, Facts]:
+        """What each actor has said when it was ready, by its name."""
+        return _started(self._supervisor).facts
+
+    @property
+    def failure(self) -> ActorDied | None:
+        """Why the engine is dead; None while it lives."""
+        failed = self._supervisor.failed if self._supervisor is not None else None
+        return failed.result() if failed is not None and failed.done() else None
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process number of each actor."""
+        return _started(self._supervisor).pids
+
+    @property
+    def endpoint(self) -> str:
+        """Where a `Client` of another process connects."""
+        bound = self.facts.get("tokenizer", {}).get("client_endpoint")  # a tcp port may have been chosen there
+        return str(bound) if bound else _client_endpoint(self.settings, _started(self._run_dir))
+
+    def generate(
+        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Stream one request; leaving the loop cancels it. See `Client.generate`."""
+        return self.client.generate(prompt, sampling, request_id)
+
+    async def start(self) -> None:
+        """Resolve the model, start the actors, return when they are warm. Cancellation: leaves nothing behind."""
+        try:
+            settings, self.notes = await in_daemon_thread(self._resolve)
+            self._settings = settings
+            await self._start_actors(settings)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start_actors(self, settings: Settings) -> None:
+        run_dir = self._run_dir = RunDirectory()
+        self._resources.callback(self._remove_files, run_dir)
+        supervisor = self._supervisor = Supervisor(run_dir, self._roles, self.progress)
+        self._resources.push_async_callback(supervisor.stop)
+        await supervisor.start(settings)
+        client = await self._resources.enter_async_context(Client(self.endpoint, settings.link.api_key))
+        self._client = client
+        supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
+        await supervisor.unless_failed(client.wait_ready())
+
+    async def wait_failed(self) -> ActorDied:
+        """Wait until an actor dies. Open requests have then been told."""
+        return await asyncio.shield(_started(self._supervisor).failed)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for open ones. Returns False if some are open after `timeout_s`."""
+        try:
+            return await _started(self._supervisor).drain(timeout_s)
+        except ActorDied:
+            return False
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """End every process and remove the run directory; open requests get `drain_s` to finish first.
+
+        A second call does nothing.
+        """
+        if drain_s > 0:
+            await self.drain(drain_s)
+        await self._resources.aclose()
+
+    def kill(self, reason: str) -> None:
+        """End every process at once: open requests fail with `reason`. `stop` still has to follow."""
+        if self._supervisor is not None:
+            self._supervisor.fail(ActorDied("engine", f"killed by {reason}"))
+
+    def _resolve(self) -> tuple[Settings, list[str]]:
+        from overlap_spec import hub, machine  # a hub client is slow to import, and no other process needs it
+
+        files = hub.resolve_model(self.config, self.progress)
+        settings, notes = resolve(self.config, files, machine.inspect())
+        if settings.spec.draft_path is not None:
+            draft_path = hub.resolve_draft(settings.spec.draft_path, self.progress)
+            settings = replace(settings, spec=replace(settings.spec, draft_path=draft_path))
+        return settings, notes
+
+    def _remove_files(self, run_dir: RunDirectory) -> None:
+        run_dir.remove()
+        if "tokenizer" in self.facts and self.endpoint.startswith("ipc://"):  # it bound this file, so it is ours
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _client_endpoint(settings: Settings, run_dir: RunDirectory) -> str:
+    return settings.link.client_endpoint or run_dir.endpoints.client()
+
+
+def _started(part: T | None) -> T:
+    if part is None:
+        raise Overloaded("the engine has not been started")
+    return part

@@ -1,0 +1,132 @@
+"""Names to `ModelFiles`: the alias, a directory, a .gguf file, a hub id. Not here: downloads, and reading weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.config import SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.hub import smollm2
+from overlap_spec.hub.gguf_config import read_gguf_config
+from overlap_spec.hub.progress import Progress, ignore_progress
+from overlap_spec.hub.snapshots import fetch_repository, fetch_tokenizer, looks_like_hub_id
+
+
+def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:
+    """Find the target's files, fetching them if need be, and read its config.
+
+    Raises: ConfigError naming the flag, CheckpointError naming the file.
+    """
+    name = config.model_path
+    if name == smollm2.ALIAS:
+        return _default_model(config, progress)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _gguf_model(path, config, progress)
+    if not path.is_dir():
+        path = _repository("model_path", name, progress)
+    return _directory_model(path, config, progress)
+
+
+def resolve_draft(path: str, progress: Progress = ignore_progress) -> str:
+    """The local directory of a draft head given as directory or hub id.
+
+    Raises: ConfigError naming the flag.
+    """
+    local = Path(path).expanduser()
+    if local.is_file():
+        raise ConfigError("speculative_draft_model_path", f"{path} is a file; give the directory that holds it")
+    return str(local if local.is_dir() else _repository("speculative_draft_model_path", path, progress))
+
+
+def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
+    weights = smollm2.fetch_weights(Path(cache_directory()), progress)
+    model = _read_json(smollm2.DATA / "config.json")
+    return ModelFiles(
+        weights=str(weights),
+        config=model,
+        tokenizer_dir=_tokenizer_dir(config, smollm2.DATA, progress),
+        eos_token_ids=_eos_token_ids(smollm2.DATA, model),
+        context_length=model["max_position_embeddings"],
+        vocab_size=model["vocab_size"],
+        preset_draft=str(smollm2.DRAFT),
+        preset_spec=SMOLLM2_SPEC,
+    )
+
+
+def _gguf_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFiles:
+    if path.suffix != ".gguf":
+        raise ConfigError("model_path", f"{path} is a file but no .gguf; for other formats give the directory")
+    return _model_files(path, path.parent, read_gguf_config(path), config, progress)
+
+
+def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFiles:
+    if not (path / "config.json").is_file():
+        raise ConfigError("model_path", f"{path} has no config.json; give a Hugging Face directory or a .gguf file")
+    return _model_files(path, path, _read_json(path / "config.json"), config, progress)
+
+
+def _model_files(
+    weights: Path, beside: Path, model: dict[str, Any], config: EngineConfig, progress: Progress
+) -> ModelFiles:
+    """`beside`: where a tokenizer and a generation config may lie."""
+    origin = weights / "config.json" if weights.is_dir() else weights
+    sizes = {key: model.get(key) for key in ("max_position_embeddings", "vocab_size")}
+    for key, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{origin}: {key} must be a positive integer, found {value!r}")
+    return ModelFiles(
+        weights=str(weights),
+        config=model,
+        tokenizer_dir=_tokenizer_dir(config, beside, progress),
+        eos_token_ids=_eos_token_ids(beside, model),
+        context_length=model["max_position_embeddings"],
+        vocab_size=model["vocab_size"],
+    )
+
+
+def _repository(field: str, name: str, progress: Progress) -> Path:
+    if not looks_like_hub_id(name):
+        raise ConfigError(field, f"{name} does not exist")
+    return fetch_repository(field, name, progress)
+
+
+def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> str | None:
+    """The directory of --tokenizer-path, else the model's own. None only if no tokenizer is wanted."""
+    if config.skip_tokenizer_init:
+        return None
+    path = beside
+    if config.tokenizer_path is not None:
+        path = Path(config.tokenizer_path).expanduser()
+        if not path.exists() and looks_like_hub_id(config.tokenizer_path):
+            path = fetch_tokenizer("tokenizer_path", config.tokenizer_path, progress)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(
+            "tokenizer_path",
+            f"{path} has no tokenizer.json; give a directory that has one (transformers writes it with"
+            " save_pretrained), or serve token ids only with --skip-tokenizer-init",
+        )
+    return str(path)
+
+
+def _eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:
+    """All ids that end a turn: generation_config.json often knows more than config.json."""
+    generation = directory / "generation_config.json"
+    configs = [_read_json(generation)] if generation.is_file() else []
+    found: dict[int, None] = {}
+    for config in (*configs, model):
+        ids = config.get("eos_token_id")
+        found.update(dict.fromkeys(ids if isinstance(ids, list) else [] if ids is None else [ids]))
+    if wrong := [token for token in found if not isinstance(token, int) or token < 0]:
+        raise CheckpointError(f"{directory}: eos_token_id must be token ids, found {wrong[0]!r}")
+    return tuple(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

@@ -1,0 +1,81 @@
+"""Repositories of the Hugging Face hub as local directories. Not here: what the files mean.
+
+The cache comes first: a model that is there in full starts without a network. Otherwise huggingface_hub decides,
+HF_HUB_OFFLINE, HF_HOME and tokens included.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.hub.progress import Progress, reporting_tqdm
+
+_METADATA = ("*.json", "*.jinja")
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in order of preference
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def looks_like_hub_id(name: str) -> bool:
+    """`owner/name` or `name`, and no path."""
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def fetch_repository(field: str, repo_id: str, progress: Progress) -> Path:
+    """A directory with config.json and one format of weights.
+
+    Raises: ConfigError naming `field` if the repository is neither cached nor reachable.
+    """
+    cached = _cached(repo_id)
+    if cached is not None and _has_weights(cached):
+        return cached
+    for pattern in _WEIGHTS:
+        directory = _download(field, repo_id, (*_METADATA, pattern), progress)
+        if _has_weights(directory):
+            return directory
+    raise ConfigError(field, f"{repo_id} on the hub has no config.json with {' or '.join(_WEIGHTS)}")
+
+
+def fetch_tokenizer(field: str, repo_id: str, progress: Progress) -> Path:
+    """A directory with tokenizer.json. Raises: ConfigError naming `field`."""
+    cached = _cached(repo_id)
+    if cached is not None and (cached / "tokenizer.json").is_file():
+        return cached
+    return _download(field, repo_id, _METADATA, progress)
+
+
+def _cached(repo_id: str) -> Path | None:
+    """The newest snapshot that was downloaded; it may lack files, which is for the caller to see."""
+    from huggingface_hub import snapshot_download  # slow to import, and only hub ids need it
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo_id, local_files_only=True, allow_patterns="config.json"))
+    except (IncompleteSnapshotError, LocalEntryNotFoundError):
+        return None
+
+
+def _download(field: str, repo_id: str, patterns: tuple[str, ...], progress: Progress) -> Path:
+    from httpx import HTTPError  # what huggingface_hub speaks HTTP with
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    bars = reporting_tqdm(repo_id, progress)
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=list(patterns), tqdm_class=bars))
+    except (HFValidationError, HTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            field, f"{repo_id} is no local path, is not in the hub cache and could not be fetched: {reason}"
+        ) from error
+
+
+def _has_weights(directory: Path) -> bool:
+    """True if config.json and every file of one weight format is there."""
+    if not (directory / "config.json").is_file():
+        return False
+    for index in directory.glob("*.index.json"):
+        shards = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        if shards and all((directory / shard).is_file() for shard in shards):
+            return True
+    return any((directory / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))

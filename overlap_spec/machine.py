@@ -1,0 +1,53 @@
+"""What this machine offers the engine: cores and CUDA devices, found without torch.
+
+Not here: memory and everything else that only the worker can measure.
+"""
+
+import ctypes
+import math
+import os
+from pathlib import Path
+
+from overlap_spec.config import Machine
+
+_CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")  # "quota period" or "max period", microseconds
+_CGROUP_V1 = tuple(Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+
+
+def inspect() -> Machine:
+    """Look at this machine as this process may use it."""
+    return Machine(num_cores=_num_cores(), has_cuda=_num_cuda_devices() > 0)
+
+
+def _num_cores() -> int:
+    """Cores of the affinity mask, fewer if the control group grants less time than that."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup_cores(_read(_CGROUP_V2) or " ".join(_read(path) for path in _CGROUP_V1))
+    return max(1, math.ceil(min(cores, quota)))
+
+
+def cgroup_cores(limit: str) -> float:
+    """Cores that `quota period` stands for; infinity where nothing is limited ("max 100000", "-1 100000", "")."""
+    quota, _, period = limit.partition(" ")
+    if not quota.isdigit() or not period.strip().isdigit() or int(period) == 0:
+        return math.inf
+    return int(quota) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _num_cuda_devices() -> int:
+    """Ask the driver; no driver, no devices."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value

@@ -1,0 +1,131 @@
+"""What `/metrics` prints: the engine's `Stats` and the latencies that the HTTP server has seen, in Prometheus' format.
+
+Not here: HTTP, and how the engine counts. Names after `overlap_spec:` are SGLang's, and so are the histograms'
+bounds, roughly; the four `vllm:spec_decode_*` counters are those that `vllm bench serve` reads before and after a run.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from overlap_spec.messages import Stats
+from overlap_spec.metrics.histogram import WeightedHistogram
+
+PREFIX = "overlap_spec:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+TTFT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 200.0, 400.0)
+ITL_BOUNDS_S = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04),
+    *(0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0),
+)
+E2E_BOUNDS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 100.0, 200.0, 600.0, 1200.0, 2400.0)
+
+GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("num_running_reqs", "Requests that hold a slot.", lambda s: s.num_running),
+    ("num_queue_reqs", "Requests that wait for a slot.", lambda s: s.num_queued),
+    ("token_usage", "Share of the KV pool held by running requests, 0..1.", lambda s: s.token_usage),
+    ("num_used_tokens", "Tokens of the KV pool held by running requests.", lambda s: s.num_used_tokens),
+    ("kv_evictable_tokens", "Tokens held by the prefix cache alone.", lambda s: s.num_cached_tokens),
+    ("max_total_num_tokens", "Tokens the KV pool can hold.", lambda s: s.max_total_tokens),
+    ("gen_throughput", "Generated tokens per second, last interval.", lambda s: s.gen_throughput),
+    (
+        "spec_accept_length",
+        "Committed tokens per verify step, bonus included, last interval.",
+        lambda s: s.accept_length,
+    ),
+    ("step_time_seconds", "Mean time of a step, last interval.", lambda s: s.step_time),
+)
+COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("prompt_tokens", "Prompt tokens of admitted requests.", lambda s: s.prompt_tokens_total),
+    ("generation_tokens", "Tokens that requests were given.", lambda s: s.generation_tokens_total),
+    ("cached_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
+    ("num_requests", "Requests received.", lambda s: s.requests_total),
+    ("num_aborted_requests", "Requests ended before they finished.", lambda s: s.aborted_total),
+    ("num_retracted_requests", "Preemptions.", lambda s: s.preempted_total),
+    ("spec_verify_calls", "Verify steps, one per request and decode step.", lambda s: s.verify_steps_total),
+    ("steps", "Steps of the engine.", lambda s: s.steps_total),
+)
+
+
+class RequestTimer:
+    """Times one request. Nothing is counted for a request that gets no token."""
+
+    def __init__(self, metrics: "ServerMetrics") -> None:
+        self._metrics = metrics
+        self._started = self._last = time.perf_counter()
+        self._seen_token = False
+
+    def tokens(self, count: int) -> None:
+        """Note that `count` tokens have arrived together."""
+        if count == 0:
+            return
+        now = time.perf_counter()
+        interval, self._last = now - self._last, now
+        if self._seen_token:
+            self._metrics.inter_token.observe(interval / count, count)
+        else:
+            self._seen_token = True
+            self._metrics.first_token.observe(interval)
+
+    def finished(self) -> None:
+        """Note that the request's last token has arrived."""
+        if self._seen_token:
+            self._metrics.whole_request.observe(time.perf_counter() - self._started)
+
+
+class ServerMetrics(Collector):
+    """One server's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.first_token = WeightedHistogram(TTFT_BOUNDS_S)
+        self.inter_token = WeightedHistogram(ITL_BOUNDS_S)
+        self.whole_request = WeightedHistogram(E2E_BOUNDS_S)
+        self._stats = Stats()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def start_request(self) -> RequestTimer:
+        """Start the clock of one request."""
+        return RequestTimer(self)
+
+    def render(self, stats: Stats) -> bytes:
+        """The text of `/metrics` with the engine's newest figures."""
+        self._stats = stats
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        for name, text, gauge in GAUGES:
+            yield GaugeMetricFamily(PREFIX + name, text, gauge(self._stats))
+        for name, text, counter in COUNTERS:
+            yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
+        yield from self._latencies()
+        yield from _spec_decode(self._stats)
+
+    def _latencies(self) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
+            ("inter_token_latency_seconds", "Between tokens; k that came together count k times.", self.inter_token),
+            ("e2e_request_latency_seconds", "From arrival to the last token.", self.whole_request),
+        ):
+            yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
+
+
+def _spec_decode(stats: Stats) -> Iterator[Metric]:
+    """vLLM's counters. There a draft is a verify step with guesses, and the bonus is not an accepted token."""
+    per_position = stats.accepted_per_position_total
+    num_drafts = stats.verify_steps_total if stats.proposed_tokens_total else 0
+    prefix = "vllm:spec_decode_num_"
+    yield CounterMetricFamily(prefix + "drafts", "Verify steps with guesses.", num_drafts)
+    yield CounterMetricFamily(prefix + "draft_tokens", "Guesses verified.", stats.proposed_tokens_total)
+    yield CounterMetricFamily(prefix + "accepted_tokens", "Guesses accepted.", sum(per_position))
+    positions = CounterMetricFamily(
+        prefix + "accepted_tokens_per_pos", "Guesses accepted, by position from 0.", labels=("position",)
+    )
+    for position, accepted in enumerate(per_position):
+        positions.add_metric((str(position),), accepted)
+    yield positions

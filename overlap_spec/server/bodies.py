@@ -1,0 +1,96 @@
+"""From the bytes of a request body to a checked struct. Not here: which fields there are.
+
+The rules are the same everywhere: unknown fields are accepted, a null field counts as left out, a known field
+with a bad value is a 400 whose `param` names it.
+"""
+
+import json
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from overlap_spec.server.problems import ClientGone, Problem
+
+T = TypeVar("T")
+Json = dict[str, Any]
+
+SMALL_BODY_BYTES = 64 << 10  # the second, slower look at what msgspec refuses must not stall the loop
+MISSING = re.compile(r"missing required field `(\w+)`")
+PLACE = re.compile(r" - at `\$\.?(.*)`$")
+
+
+async def read_json(request: Request, max_bytes: int) -> Json:
+    """Read an object, whatever its content type. An empty body is an empty object.
+
+    Raises: Problem (400 no JSON object, 413 too large), ClientGone.
+    """
+    try:
+        body = await _read(request, max_bytes)
+    except ClientDisconnect:
+        raise ClientGone from None
+    value = _parse(body) if body.strip() else {}
+    if not isinstance(value, dict):
+        raise Problem(400, "the body must be a JSON object", code="invalid_json")
+    return without_nulls(value)
+
+
+def without_nulls(fields: Json) -> Json:
+    """Drop what is null: every client library has its own opinion on sending what was not set."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def convert(fields: Json, shape: type[T]) -> T:
+    """Check `fields` against a struct. Raises: Problem naming the field."""
+    try:
+        return msgspec.convert(fields, shape)
+    except msgspec.ValidationError as error:
+        raise _bad_field(str(error)) from None
+
+
+def _bad_field(text: str) -> Problem:
+    """msgspec says ``Expected `int`, got `str` - at `$.max_tokens` ``; the field is the path's first part."""
+    found = PLACE.search(text)
+    path = found[1] if found else ""
+    what = PLACE.sub("", text)
+    if missing := MISSING.search(what):
+        param = re.split(r"[.\[]", path)[0] or missing[1]
+        return Problem(400, f"missing required field: {missing[1]}", param, "missing_required_parameter")
+    return Problem(400, f"{path}: {what[:1].lower()}{what[1:]}", re.split(r"[.\[]", path)[0] or None, "invalid_type")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The whole body. The rest of one that is too large is thrown away by the HTTP server as it comes."""
+    declared = request.headers.get("content-length", "")
+    chunks, size = [], int(declared) if declared.isdecimal() else 0
+    if size <= max_bytes:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                break
+            chunks.append(chunk)
+    if size > max_bytes:
+        raise Problem(413, f"the body has more than the {max_bytes} bytes that are accepted", code="body_too_large")
+    return b"".join(chunks)
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        why = str(error)
+    if len(body) <= SMALL_BODY_BYTES:
+        try:
+            return _parse_leniently(body)
+        except (ValueError, RecursionError):
+            pass
+    raise Problem(400, f"the body is not valid JSON: {why}", code="invalid_json")
+
+
+def _parse_leniently(body: bytes) -> Any:
+    """Accept the NaN, Infinity and 1e400 that Python's clients can send, so that the check of the field names it."""
+    value = json.loads(body)
+    json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
+    return value

@@ -1,0 +1,72 @@
+"""`POST /v1/completions`: text or token ids, one prompt or a batch whose choices are flattened by index."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from overlap_spec.server.interfaces import DeltaLike, ServerInfo
+from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, wire_usage
+from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_of
+from overlap_spec.server.prompts import read_prompts
+from overlap_spec.server.running import NOTHING, Collected, Group, Job, Runner
+from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
+
+NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+class Completions:
+    """The endpoint."""
+
+    def __init__(self, runner: Runner, info: ServerInfo) -> None:
+        self._runner = runner
+        self._info = info
+
+    async def post(self, request: Request) -> Response:
+        """Answer at once, or with a stream of chunks."""
+        body = await read_openai(request, CompletionRequest, self._info)
+        group = self._group(body)
+        head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
+        if body.stream:
+            return EventStream(self._events(group, head))
+        answers = await unless_gone(request.receive, self._runner.collect(group))
+        choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
+        usage = wire_usage(*(answer.usage for answer in answers))
+        reply = Reply(head.id, head.object, head.created, head.model, choices, usage)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    def _group(self, body: CompletionRequest) -> Group:
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        sampling = sampling_of(body, max_tokens, NAMES, self._info)
+        prompts, _ = read_prompts(body.prompt, "prompt", self._info)
+        name = body.id("cmpl-")
+        ids = [name] if len(prompts) == 1 else [f"{name}_{index}" for index in range(len(prompts))]
+        jobs = [Job(each, prompt, sampling, NAMES) for each, prompt in zip(ids, prompts, strict=True)]
+        return Group(name, jobs)
+
+    async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
+        last = [NOTHING] * len(group.jobs)
+        async with aclosing(self._runner.run(group)) as steps:
+            async for step in steps:
+                for index, delta in step:
+                    last[index] = delta.usage
+                yield b"".join(_chunk(head, index, delta) for index, delta in step)
+        if head.options.include_usage:
+            yield event(head.usage_chunk(*last))
+        yield DONE
+
+
+def _choice(index: int, answer: Collected) -> TextChoice:
+    assert answer.finish is not None
+    return TextChoice(index, answer.text, answer.finish.kind.value, answer.finish.matched)
+
+
+def _chunk(head: ReplyHead, index: int, delta: DeltaLike) -> bytes:
+    """One event for a step; the last one has the finish as well."""
+    finish = delta.finish
+    if finish is None:
+        return event(head.chunk(TextChoice(index, delta.text), delta.usage))
+    return event(head.chunk(TextChoice(index, delta.text, finish.kind.value, finish.matched), delta.usage))

@@ -1,0 +1,60 @@
+"""What the HTTP server is given: a client of the engine, facts to print and a way to ask whether the engine lives.
+
+Not here: HTTP. `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from overlap_spec.messages import ChatPrompt, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
+
+# (True, "") or (False, why not): asked before every request, so it must not wait.
+EngineHealth = Callable[[], tuple[bool, str]]
+
+MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms
+
+
+class DeltaLike(Protocol):
+    """What one step added to a request. A delta whose `finish` is set is the last one."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def finish(self) -> Finish | None: ...
+    @property
+    def usage(self) -> Usage: ...
+
+
+class EngineClient(Protocol):
+    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, ActorDied."""
+
+    def generate(
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None
+    ) -> AsyncGenerator[DeltaLike, None]: ...
+    async def cancel(self, request_id: str, everyone: bool = False) -> None: ...
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool = True) -> list[int]: ...
+    async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str: ...
+    async def flush_cache(self) -> bool: ...
+    async def stats(self) -> Stats: ...
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the endpoints print, settled at start. `settings` and `facts` are for `/server_info`."""
+
+    model_name: str
+    model_path: str
+    tokenizer_path: str | None
+    max_model_len: int
+    max_running_requests: int
+    version: str
+    architectures: tuple[str, ...] = ()
+    model_type: str = ""
+    skip_tokenizer_init: bool = False
+    api_key: str | None = None
+    settings: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    max_body_bytes: int = MAX_BODY_BYTES

@@ -1,0 +1,168 @@
+"""`POST /generate`, SGLang's own endpoint: text or token ids, one or a batch, cumulative events. No OpenAI shapes."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import FinishKind, Prompt, SamplingParams
+from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
+from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.openai_requests import stop_strings
+from overlap_spec.server.problems import Problem
+from overlap_spec.server.prompts import read_prompts
+from overlap_spec.server.running import Collected, Group, Job, RequestId, Runner, renamed
+from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
+from overlap_spec.server.unsupported import refuse_unsupported
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of `/generate`. `text`: str | [str]; `input_ids`: [int] | [[int]]; one of the two."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: Json | list[Json | None] = {}
+    rid: RequestId | list[RequestId] = ""
+    stream: bool = False
+
+
+class NativeSampling(msgspec.Struct, kw_only=True):
+    """`sampling_params`. Names and defaults are SGLang's; the seed has two names."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] = ""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class Generate:
+    """The endpoint."""
+
+    def __init__(self, runner: Runner, info: ServerInfo) -> None:
+        self._runner = runner
+        self._info = info
+
+    async def post(self, request: Request) -> Response:
+        """Answer at once, with one reply or a list, or with a stream of events."""
+        arrived_at = time.perf_counter()
+        fields = await read_json(request, self._info.max_body_bytes)
+        refuse_unsupported(fields)
+        body = convert(fields, GenerateRequest)
+        group, batched = self._group(body)
+        if body.stream:
+            return EventStream(self._events(group, batched, arrived_at))
+        answers = await unless_gone(request.receive, self._runner.collect(group))
+        replies = [_reply(job, answer, arrived_at) for job, answer in zip(group.jobs, answers, strict=True)]
+        return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
+
+    def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
+        field, prompts, batched = self._prompts(body)
+        count = len(prompts)
+        name, ids = _ids(body.rid, count, batched)
+        sampling = self._sampling(body.sampling_params, count)
+        names = {"prompt": field}
+        jobs = [Job(*parts, names) for parts in zip(ids, prompts, sampling, strict=True)]
+        return Group(name, jobs), batched
+
+    def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
+        if (body.text is None) == (body.input_ids is None):
+            text = "give either text or input_ids" + (", not both" if body.text is not None else "")
+            raise Problem(400, text, "text", "missing_required_parameter")
+        if body.text is not None:
+            return "text", *read_prompts(body.text, "text", self._info)
+        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info)
+
+    def _sampling(self, given: Json | list[Json | None], count: int) -> list[SamplingParams]:
+        if isinstance(given, dict):
+            return [self._read_sampling(given)] * count
+        if len(given) != count:
+            text = f"sampling_params: {len(given)} for {count} prompts"
+            raise Problem(400, text, "sampling_params", "invalid_value")
+        return [self._read_sampling(each or {}) for each in given]
+
+    def _read_sampling(self, given: Json) -> SamplingParams:
+        fields = without_nulls(given)
+        refuse_unsupported(fields)
+        read = convert(fields, NativeSampling)
+        if read.seed is not None and read.sampling_seed not in (None, read.seed):
+            raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
+        seed_name = "sampling_seed" if read.seed is None else "seed"
+        values = msgspec.structs.asdict(read)
+        values["seed"] = values[seed_name]
+        del values["sampling_seed"]
+        values["stop"] = stop_strings(read.stop, self._info)
+        values["stop_token_ids"] = tuple(read.stop_token_ids)
+        try:
+            return SamplingParams(**values)
+        except RequestError as error:
+            raise renamed(error, {"seed": seed_name}) from None
+
+    async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
+        answers = [Collected() for _ in group.jobs]
+        async with aclosing(self._runner.run(group)) as steps:
+            async for step in steps:
+                events = []
+                for index, delta in step:
+                    answers[index].add(delta)
+                    reply = _reply(group.jobs[index], answers[index], arrived_at)
+                    events.append(event({**reply, "index": index} if batched else reply))
+                yield b"".join(events)
+        yield DONE
+
+
+def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str]]:
+    """Returns the group's id and each job's own: those given, or numbered ones."""
+    if isinstance(rid, list):
+        if len(rid) != count or len(set(rid)) != count or not all(rid):
+            raise Problem(400, f"rid: expected {count} different ids, one for each prompt", "rid", "invalid_value")
+        return (uuid.uuid4().hex if batched else rid[0]), rid
+    name = rid or uuid.uuid4().hex
+    return name, ([f"{name}_{index}" for index in range(count)] if batched else [name])
+
+
+def _reply(job: Job, answer: Collected, arrived_at: float) -> Json:
+    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": _meta_info(job, answer, arrived_at)}
+
+
+def _meta_info(job: Job, answer: Collected, arrived_at: float) -> Json:
+    """Latency in seconds. `spec_accept_length` is SGLang's: the prefill's token is counted, unlike everywhere else."""
+    usage = answer.usage
+    meta: Json = {
+        "id": job.request_id,
+        "finish_reason": _finish_reason(answer),
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "e2e_latency": answer.last_at - arrived_at,
+        "spec_verify_ct": usage.spec_verify_ct,
+    }
+    if usage.spec_verify_ct > 0:
+        meta["spec_accept_length"] = usage.completion_tokens / usage.spec_verify_ct
+    return meta
+
+
+def _finish_reason(answer: Collected) -> Json | None:
+    finish = answer.finish
+    if finish is None:
+        return None
+    match finish.kind:
+        case FinishKind.STOP:
+            return {"type": "stop", "matched": finish.matched}
+        case FinishKind.LENGTH:
+            return {"type": "length", "length": answer.usage.completion_tokens}
+        case FinishKind.ABORT:
+            return {"type": "abort", "message": finish.message or "aborted"}

@@ -1,0 +1,101 @@
+"""What OpenAI's endpoints answer: completions, chat completions and their chunks. Only encoded, never decoded."""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from overlap_spec.messages import Usage
+from overlap_spec.server.openai_requests import StreamOptions
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Part of `usage`."""
+
+    cached_tokens: int
+
+
+class WireUsage(msgspec.Struct, frozen=True):
+    """`usage`, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Text(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A chat message or what a chunk adds to it."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class MessageChoice(msgspec.Struct, frozen=True):
+    """Of a chat's whole answer."""
+
+    index: int
+    message: Text
+    finish_reason: str | None
+    matched_stop: str | int | None
+    logprobs: None = None
+
+
+class DeltaChoice(msgspec.Struct, frozen=True):
+    """Of a chat's chunk. What ended it is in the last one only."""
+
+    index: int
+    delta: Text
+    finish_reason: str | None = None
+    matched_stop: str | int | None | UnsetType = UNSET
+    logprobs: None = None
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """Of a completion, whole or chunk."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    matched_stop: str | int | None | UnsetType = UNSET
+    logprobs: None = None
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """An answer or a chunk of one; `object` says which."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
+    usage: WireUsage | None | UnsetType = UNSET
+
+
+def wire_usage(*usages: Usage) -> WireUsage:
+    """The sum over the prompts of one request."""
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages)
+    cached = CachedTokens(sum(usage.cached_tokens for usage in usages))
+    return WireUsage(prompt, completion, prompt + completion, cached)
+
+
+class ReplyHead(msgspec.Struct, frozen=True):
+    """What all chunks of one answer share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    options: StreamOptions
+
+    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage) -> Reply:
+        """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
+        shown: WireUsage | None | UnsetType = UNSET
+        if self.options.continuous_usage_stats:
+            shown = wire_usage(usage)
+        elif self.options.include_usage:
+            shown = None
+        return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
+
+    def usage_chunk(self, *usages: Usage) -> Reply:
+        """The last chunk, without a choice."""
+        return Reply(self.id, self.object, self.created, self.model, (), wire_usage(*usages))

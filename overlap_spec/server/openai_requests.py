@@ -1,0 +1,125 @@
+"""What OpenAI's endpoints take, with the extensions of SGLang and vLLM that are built. Not here: running requests.
+
+A field that is missing here is unknown (accepted) or in `unsupported.py` (refused).
+"""
+
+import uuid
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import SamplingParams
+from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
+from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.problems import Problem
+from overlap_spec.server.prompts import need_tokenizer
+from overlap_spec.server.running import RequestId, renamed
+from overlap_spec.server.unsupported import refuse_unsupported
+
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the context
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Which chunks carry usage."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CommonRequest(msgspec.Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str = "default"
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    rid: RequestId = ""
+    request_id: RequestId = ""  # vLLM's name for it
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] = ""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    def id(self, prefix: str) -> str:
+        """The user's id for this request, or a new one."""
+        return self.rid or self.request_id or prefix + uuid.uuid4().hex
+
+
+class ChatRequest(CommonRequest, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Json]
+    max_completion_tokens: int | None = None
+    tools: list[Json] = []
+    tool_choice: str = "auto"  # or "none": see unsupported.py
+    chat_template_kwargs: Json = {}
+    reasoning_effort: str = ""
+    add_generation_prompt: bool = True
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    """Body of `/v1/completions`. `prompt`: str | [str] | [int] | [[int]]."""
+
+    prompt: Any
+
+
+R = TypeVar("R", bound=CommonRequest)
+
+
+async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
+    """Read and check a body, but for its prompt and the ranges. Raises: Problem naming the field."""
+    fields = await read_json(request, info.max_body_bytes)
+    refuse_unsupported(fields)
+    if isinstance(options := fields.get("stream_options"), dict):
+        fields["stream_options"] = without_nulls(options)
+    body = convert(fields, shape)
+    check_model(body.model, info)
+    return body
+
+
+def sampling_of(
+    request: CommonRequest, max_new_tokens: int | None, names: dict[str, str], info: ServerInfo
+) -> SamplingParams:
+    """Check the ranges. Raises: RequestError with the API's name of the field."""
+    stop = stop_strings(request.stop, info)
+    try:
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=request.seed,
+            stop=stop,
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            skip_special_tokens=request.skip_special_tokens,
+            no_stop_trim=request.no_stop_trim,
+        )
+    except RequestError as error:
+        raise renamed(error, names) from None
+
+
+def stop_strings(stop: str | list[str], info: ServerInfo) -> tuple[str, ...]:
+    """One string or many; "" alone is none."""
+    strings = tuple(stop) if isinstance(stop, list) else (stop,) if stop else ()
+    if strings:
+        need_tokenizer("stop", info)
+    return strings
+
+
+def check_model(model: str, info: ServerInfo) -> None:
+    """Raises: Problem 404. "default" is what SGLang's clients send."""
+    if model not in (info.model_name, "default"):
+        text = f"the model {model!r} does not exist here; this server has {info.model_name!r}"
+        raise Problem(404, text, "model", "model_not_found")

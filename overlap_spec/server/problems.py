@@ -1,0 +1,97 @@
+"""Errors as HTTP shows them: `{"error": {message, type, param, code}}` with a status, or the same in an event stream.
+
+Not here: who raises them. The engine's errors are mapped in one place, `as_problem`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+
+RETRY_AFTER_S = 1
+CLIENT_GONE = 499  # nobody reads it; it is what logs of other servers show
+CONTEXT_WORDS = "maximum context length"
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+class ClientGone(Exception):
+    """The HTTP client has closed its connection."""
+
+
+class Problem(Exception):
+    """A request ends with this status. `param` is the request's field that is to blame."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The JSON that says so, in OpenAI's shape."""
+        error = {"message": str(self), "type": self._type(), "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """The whole answer. A 503 says when to come back."""
+        extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        return Response(self.body(), self.status, {**extra, **(headers or {})}, "application/json")
+
+    def _type(self) -> str:
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 503:
+            return "service_unavailable"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+def as_problem(error: Exception) -> Problem:
+    """Map an error of the engine. What nobody foresaw is a 500 without details."""
+    match error:
+        case Problem():
+            return error
+        case RequestError():
+            code = "context_length_exceeded" if CONTEXT_WORDS in str(error) else "invalid_value"
+            return Problem(400, str(error), error.field or None, code)
+        case Overloaded():
+            return Problem(503, str(error), code="overloaded")
+        case ActorDied():
+            return Problem(500, f"the engine has failed: {error}", code="engine_failed")
+        case RequestAborted():
+            return Problem(503, f"the request was aborted: {error}", code="aborted")
+        case _:
+            return Problem(500, "internal server error", code="internal_error")
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer with an error that was raised on purpose, or for a bug, which the HTTP server then logs."""
+    return as_problem(error).response()
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown route, wrong method: Starlette's own errors, in our shape."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    return Problem(error.status_code, text, code=CODES.get(error.status_code)).response(error.headers)
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    """There is nobody to answer."""
+    return Response(status_code=CLIENT_GONE)
+
+
+HANDLERS: dict[Any, Any] = {
+    Problem: on_error,
+    RequestError: on_error,
+    Overloaded: on_error,
+    RequestAborted: on_error,
+    ActorDied: on_error,
+    HTTPException: on_http_error,
+    ClientGone: on_client_gone,
+    Exception: on_error,
+}

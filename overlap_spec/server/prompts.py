@@ -1,0 +1,114 @@
+"""From a body's prompt to the engine's prompt messages. Not here: tokenizing, which the engine does."""
+
+import struct
+from typing import Annotated, Any
+
+import msgspec
+
+from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from overlap_spec.server.bodies import Json
+from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.problems import CONTEXT_WORDS, Problem
+
+MAX_PROMPTS = 2048  # in one HTTP request; the engine has no room for more
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+def read_text(text: str, field: str, info: ServerInfo) -> TextPrompt:
+    """Raises: Problem if this server has no tokenizer."""
+    need_tokenizer(field, info)
+    return TextPrompt(text)
+
+
+def read_ids(ids: Any, field: str, info: ServerInfo) -> TokenPrompt:
+    """Check and pack token ids. The engine knows the vocabulary; here an id needs to fit 31 bits."""
+    if isinstance(ids, list) and len(ids) > info.max_model_len:
+        text = f"{field}: the {CONTEXT_WORDS} is {info.max_model_len} tokens, the prompt has {len(ids)}"
+        raise Problem(400, text, field, "context_length_exceeded")
+    checked = check_ids(ids, field)
+    if not checked:
+        raise Problem(400, f"{field}: a prompt must have at least one token", field, "invalid_value")
+    return TokenPrompt(struct.pack(f"<{len(checked)}i", *checked))
+
+
+def read_prompts(value: Any, field: str, info: ServerInfo) -> tuple[list[Prompt], bool]:
+    """Read text or token ids, one or many. Returns the prompts, and whether they came as a batch."""
+    if isinstance(value, str):
+        return [read_text(value, field, info)], False
+    if not isinstance(value, list) or not value:
+        raise _bad(field)
+    check_batch(value, field)
+    if all(isinstance(item, str) for item in value):
+        return [read_text(item, field, info) for item in value], True
+    if all(isinstance(item, list) for item in value):
+        return [read_ids(item, field, info) for item in value], True
+    return [read_ids(value, field, info)], False
+
+
+def read_chat(
+    messages: list[Json], tools: list[Json], template_kwargs: Json, add_generation_prompt: bool, info: ServerInfo
+) -> ChatPrompt:
+    """Check a conversation; the template has the last word on roles."""
+    need_tokenizer("messages", info)
+    if not messages:
+        raise Problem(400, "messages: at least one message is needed", "messages", "invalid_value")
+    if len(messages) > info.max_model_len:
+        text = f"messages: the {CONTEXT_WORDS} is {info.max_model_len} tokens, there are {len(messages)} messages"
+        raise Problem(400, text, "messages", "context_length_exceeded")
+    flat = [_read_message(message, index) for index, message in enumerate(messages)]
+    prompt = ChatPrompt(flat, tools or None, template_kwargs, add_generation_prompt)
+    try:
+        msgspec.msgpack.encode(prompt)
+    except (OverflowError, ValueError) as error:  # an integer beyond 64 bits
+        raise Problem(400, f"messages: {error}", "messages", "invalid_value") from None
+    return prompt
+
+
+def check_batch(items: list[Any], field: str) -> None:
+    """Raises: Problem if this is a batch, and too large a one."""
+    if len(items) > MAX_PROMPTS and not isinstance(items[0], int):
+        raise Problem(400, f"{field}: at most {MAX_PROMPTS} prompts, got {len(items)}", field, "invalid_value")
+
+
+def need_tokenizer(field: str, info: ServerInfo) -> None:
+    """Refuse text where there is no tokenizer."""
+    if info.skip_tokenizer_init:
+        raise Problem(400, f"{field}: this server has no tokenizer (--skip-tokenizer-init)", field, "invalid_value")
+
+
+def check_ids(ids: Any, field: str) -> list[int]:
+    """Raises: Problem for what is no list of token ids."""
+    try:
+        return msgspec.convert(ids, list[TokenId])
+    except msgspec.ValidationError as error:
+        raise Problem(400, f"{field}: not a list of token ids: {error}", field, "invalid_type") from None
+
+
+def _bad(field: str) -> Problem:
+    text = f"{field}: expected text, a list of texts, a list of token ids or a list of lists of token ids, not empty"
+    return Problem(400, text, field, "invalid_type")
+
+
+def _read_message(message: Json, index: int) -> Json:
+    """Content parts become one string: templates expect text."""
+    where = f"messages[{index}]"
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise Problem(400, f"{where}.role: missing, or not a string", "messages", "invalid_value")
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise Problem(400, f"{where}.content: missing", "messages", "invalid_value")
+    if isinstance(content, list):
+        content = "".join(_read_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        raise Problem(400, f"{where}.content: expected text or a list of parts", "messages", "invalid_type")
+    return {**message, "content": content}
+
+
+def _read_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise Problem(400, f"{where}: only parts of type text are supported", "messages", "unsupported_parameter")
+    return text

@@ -1,0 +1,197 @@
+"""Runs requests at the engine for as long as somebody wants the answer. Not here: JSON, HTTP's framing.
+
+    Group of Jobs --Runner.run--> lists of (job index, delta), one list for all that has arrived --> collect | a stream
+
+Leaving `Runner.run` early, for whatever reason, aborts what is left of the group.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from overlap_spec.errors import RequestAborted, RequestError
+from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Usage
+from overlap_spec.metrics.prometheus import ServerMetrics
+from overlap_spec.server.interfaces import DeltaLike, EngineClient
+from overlap_spec.server.problems import Problem
+
+T = TypeVar("T")
+Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
+RequestId = Annotated[str, msgspec.Meta(max_length=256)]  # one that a user chooses
+NOTHING = Usage(0, 0, 0, 0)
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One request for the engine. `names`: what its fields are called in the API that it came through."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    names: Mapping[str, str]
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The jobs of one HTTP request, abortable by the group's id or each by its own."""
+
+    id: str
+    jobs: Sequence[Job]
+
+
+class LastWord(msgspec.Struct, frozen=True):
+    """The delta that ends an aborted request."""
+
+    finish: Finish
+    usage: Usage
+    text: str = ""
+    token_ids: list[int] = []
+
+
+class Collected:
+    """All that one job was given."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.usage = NOTHING
+        self.finish: Finish | None = None
+        self.text = ""
+        self.last_at = 0.0  # time.perf_counter()
+
+    def add(self, delta: DeltaLike) -> None:
+        """Append what a step added."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        self.usage, self.finish = delta.usage, delta.finish
+        self.last_at = time.perf_counter()
+
+
+class Runner:
+    """Starts and follows requests, and knows the ids of those that are open."""
+
+    def __init__(self, client: EngineClient, metrics: ServerMetrics) -> None:
+        self._client = client
+        self._metrics = metrics
+        self._open: dict[str, tuple[str, ...]] = {}  # an id that a user may name -> ids at the engine
+
+    async def run(self, group: Group) -> Steps:
+        """Yield what the steps add, until every job has finished.
+
+        Raises: RequestError with the API's field name, Overloaded, ActorDied, Problem if an id is in use.
+        """
+        names = self._claim(group)
+        try:
+            follows = [self._follow(job) for job in group.jobs]
+            async with aclosing(_alone(follows[0]) if len(follows) == 1 else _merge(follows)) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            for name in names:
+                del self._open[name]
+
+    async def collect(self, group: Group) -> list[Collected]:
+        """Wait for the whole answer, in the order of the jobs."""
+        answers = [Collected() for _ in group.jobs]
+        async with aclosing(self.run(group)) as steps:
+            async for step in steps:
+                for index, delta in step:
+                    answers[index].add(delta)
+        return answers
+
+    async def abort(self, name: str) -> None:
+        """End the request or group of this id, exactly; it may also belong to another client of the engine."""
+        for request_id in self._open.get(name, (name,)):
+            await self._client.cancel(request_id, everyone=True)
+
+    async def abort_all(self) -> None:
+        """End every request of every client."""
+        await self._client.cancel("", everyone=True)
+
+    def _claim(self, group: Group) -> list[str]:
+        owned: dict[str, tuple[str, ...]] = {job.request_id: (job.request_id,) for job in group.jobs}
+        owned.setdefault(group.id, tuple(job.request_id for job in group.jobs))
+        for name in owned:
+            if name in self._open:
+                raise Problem(400, f"rid: a request with the id {name!r} is running", "rid", "invalid_value")
+        self._open.update(owned)
+        return list(owned)
+
+    async def _follow(self, job: Job) -> AsyncGenerator[DeltaLike, None]:
+        """Yield one job's deltas, the last of which has a finish: an abort is one."""
+        timer = self._metrics.start_request()
+        usage = NOTHING
+        deltas = self._client.generate(job.prompt, job.sampling, request_id=job.request_id)
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    usage = delta.usage
+                    timer.tokens(len(delta.token_ids))
+                    if delta.finish is not None:
+                        timer.finished()
+                    yield delta
+                    if delta.finish is not None:
+                        return
+            raise AssertionError(f"{job.request_id}: the engine's last delta has no finish")
+        except RequestAborted as error:
+            yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
+        except RequestError as error:
+            raise renamed(error, job.names) from None
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The same error with the name that the API has for the field."""
+    name = names.get(error.field, error.field)
+    return RequestError(name, str(error).replace(error.field, name) if error.field else str(error))
+
+
+async def _alone(deltas: AsyncGenerator[DeltaLike, None]) -> Steps:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            yield [(0, delta)]
+
+
+async def _merge(follows: list[AsyncGenerator[DeltaLike, None]]) -> Steps:
+    """Follow many at once. What arrives together is yielded together; the first error ends all."""
+    arrived: asyncio.Queue[tuple[int, DeltaLike] | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_relay(index, deltas, arrived)) for index, deltas in enumerate(follows)]
+    running = len(tasks)
+    try:
+        while running:
+            step = []
+            for item in await _take_all(arrived):
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    step.append(item)
+            if step:
+                yield step
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _relay(
+    index: int,
+    deltas: AsyncGenerator[DeltaLike, None],
+    arrived: "asyncio.Queue[tuple[int, DeltaLike] | Exception | None]",
+) -> None:
+    """Put one job's deltas on the queue, then None, or the error that ended it."""
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                arrived.put_nowait((index, delta))
+        arrived.put_nowait(None)
+    except Exception as error:
+        arrived.put_nowait(error)
+
+
+async def _take_all(queue: asyncio.Queue[T]) -> list[T]:
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items

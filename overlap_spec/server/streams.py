@@ -1,0 +1,89 @@
+"""Answers as server-sent events, and what ends work nobody waits for. Not here: what the events say.
+
+Framing: `data: <one line of JSON>`, a blank line; `data: [DONE]` last. No comments, no pings, no event names: clients
+parse every line that is not empty.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.server.problems import ClientGone, as_problem
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(payload: Any) -> bytes:
+    """One event."""
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`, whose request body has been read, and cancel it when the client closes the connection.
+
+    Raises: ClientGone.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Sends events as they come.
+
+    The status is sent with the first event: an error before it has a status of its own, a later one is the last
+    event. A client that goes away cancels the generator at once.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers=HEADERS)
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except ClientGone:
+            return
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await _send_body(send, first)
+            try:
+                async for chunk in events:
+                    await _send_body(send, chunk)
+            except Exception as error:
+                if not isinstance(error, OverlapSpecError):
+                    log.exception("a stream has failed")
+                await _send_body(send, b"data: " + as_problem(error).body() + b"\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

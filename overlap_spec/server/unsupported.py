@@ -1,0 +1,114 @@
+"""The parameters of OpenAI's, SGLang's and vLLM's APIs that are known here and not built.
+
+Not here: what is built (the endpoints' structs), and unknown fields, which are accepted. A parameter of this
+table is refused with a 400 that names it, unless its value asks for nothing: it is never ignored silently.
+"""
+
+from typing import Any
+
+from overlap_spec.server.bodies import Json
+from overlap_spec.server.problems import Problem
+
+# Field -> the values that ask for nothing. Null always does, and a list of such values does.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # how tokens are drawn
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "use_beam_search": (False,),
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+    # how many answers
+    "n": (1,),
+    "best_of": (1,),
+    # grammars
+    "response_format": ({"type": "text"},),
+    "json_schema": ("", {}),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("", {}),
+    "structured_outputs": ({},),
+    "guided_json": ("", {}),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_decoding": ({},),
+    # tools: the template sees them, nothing makes the model call one or reads its call
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    # what is returned. OpenAI's completions take `logprobs: 0` for "the drawn token's", which is not nothing.
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (False,),
+    "return_logprob": (False,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
+    "logprob_start_len": (-1, 0),
+    "return_text_in_logprobs": (False, True),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "separate_reasoning": (True, False),  # without a reasoning parser both mean the same
+    "stream_reasoning": (True, False),
+    "stream_interval": (1,),
+    # what goes in
+    "suffix": ("",),
+    "stop_regex": ("", []),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "input_embeds": (),
+    "prompt_embeds": (),
+    "image_data": ([], ""),
+    "audio_data": ([], ""),
+    "video_data": ([], ""),
+    "modalities": (["text"], []),
+    "audio": ({},),
+    "prediction": ({},),
+    "web_search_options": (),
+    "lora_path": ("",),
+    "session_params": ({},),
+    # scheduling and caching
+    "priority": (0,),
+    "extra_key": ("",),
+    "cache_salt": ("",),
+    "kv_transfer_params": ({},),
+}
+
+
+def refuse_unsupported(fields: Json) -> None:
+    """Raise a Problem for the first parameter that asks for something that is not built."""
+    for name, value in fields.items():
+        neutral = UNSUPPORTED.get(name)
+        if neutral is None or _asks_for_nothing(value, neutral):
+            continue
+        hint = f"leave it out or send {_spell(neutral[0])}" if neutral else "leave it out"
+        raise Problem(400, f"{name} is not supported: {hint}", name, "unsupported_parameter")
+
+
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if value is None or any(_same(value, candidate) for candidate in neutral):
+        return True
+    return isinstance(value, list) and bool(value) and all(_asks_for_nothing(item, neutral) for item in value)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality without Python's `True == 1`."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _spell(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", '"')

@@ -1,0 +1,38 @@
+"""A tiny model on disk, and services that serve it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import Service
+from tiny_models import tiny_eagle3, tiny_target, write_checkpoint
+from tiny_tokenizer import write_tokenizer
+
+CONTEXT = 8192  # long enough for a stream that outlives what a test does to it
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer, and its EAGLE-3 head in `head/`."""
+    directory = tmp_path_factory.mktemp("model")
+    target = tiny_target(seed=1, max_position_embeddings=CONTEXT)
+    write_checkpoint(directory, target)
+    write_tokenizer(directory)
+    write_checkpoint(directory / "head", tiny_eagle3(seed=2, target=target))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(tiny_model: Path) -> tuple[str, ...]:
+    """The tiny model, drafted for by its head, exact."""
+    return (
+        *("--model", str(tiny_model), "--dtype", "float64", "--max-total-tokens", "20000"),
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model", str(tiny_model / "head")),
+    )
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> Iterator[Service]:
+    """One service for tests that leave it as they found it."""
+    with Service(tmp_path_factory.mktemp("service"), *tiny_flags, "--served-model-name", "tiny") as running:
+        yield running

@@ -1,0 +1,131 @@
+"""`overlap-spec chat` in real processes: one answer, lines from a pipe, a conversation in a terminal."""
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import COMMAND, environment, run_command
+
+FIGURES = re.compile(r"^\d+ tokens, [\d.]+ tok/s, accept length \d\.\d\d, first token \d+\.\d\d s", re.MULTILINE)
+
+
+def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    first = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "24")
+    assert first.returncode == 0, first.stderr
+    assert FIGURES.match(first.stderr), first.stderr
+    assert first.stderr.startswith("24 tokens")
+    assert first.stdout.strip()
+    again = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], "--max-tokens", "24")
+    assert again.stdout == first.stdout, "greedy is greedy, drafted or not"
+    assert list(tmp_path.glob("overlap-spec-*")) == []
+
+
+def test_a_seed_repeats_an_answer_with_and_without_a_draft(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    sampling = ("--max-tokens", "24", "--temperature", "1", "--seed", "5")
+    drafted = run_command(tmp_path, "chat", "Hello", *tiny_flags, *sampling)
+    plain = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], *sampling)
+    assert drafted.returncode == plain.returncode == 0
+    assert drafted.stdout == plain.stdout
+
+
+def test_lines_from_a_pipe_are_turns_of_one_conversation(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    sampling = ("--max-tokens", "12", "--temperature", "1", "--seed", "3")
+    done = run_command(tmp_path, "chat", *tiny_flags, *sampling, stdin="Hello\n\nHello\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("first token") == 2
+    alone = run_command(tmp_path, "chat", "Hello", *tiny_flags, *sampling)
+    assert done.stdout.startswith(alone.stdout)
+    assert done.stdout != alone.stdout * 2, "the second answer stands further on, behind the first turn"
+
+
+def test_what_no_request_can_be_is_one_sentence(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    done = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "9000")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "maximum context length" in done.stderr
+
+
+def test_flags_without_effect_are_said(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    done = run_command(
+        tmp_path, "chat", "Hi", *tiny_flags, "--max-tokens", "2", "--port", "1", SGLANG_ENABLE_SPEC_V2="1"
+    )
+    assert done.returncode == 0
+    assert "--port has no effect in a chat" in done.stderr
+    assert "overlap is always on" in done.stderr
+
+
+class Terminal:
+    """A chat on a pseudo-terminal."""
+
+    def __init__(self, tmp_path: Path, *flags: str) -> None:
+        self._master, slave = os.openpty()
+        env = environment(tmp_path, TERM="dumb")
+        self.process = subprocess.Popen([*COMMAND, "chat", *flags], stdin=slave, stdout=slave, stderr=slave, env=env)
+        os.close(slave)
+        self.screen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, pattern: str, timeout_s: float = 60) -> str:
+        """Read until `pattern` matches what has come since the last call."""
+        deadline, seen = time.monotonic() + timeout_s, ""
+        while not re.search(pattern, seen):
+            assert time.monotonic() < deadline, f"{pattern!r} is not in {seen!r} after {self.screen!r}"
+            ready, _, _ = select.select([self._master], [], [], 0.1)
+            if ready:
+                with contextlib.suppress(OSError):  # the other end is closed
+                    seen += os.read(self._master, 65536).decode(errors="replace")
+        self.screen += seen
+        return seen
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Terminal]:
+    opened = Terminal(tmp_path, *tiny_flags)
+    yield opened
+    opened.close()
+
+
+def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.wait_for(r"Ctrl-D leaves[\s\S]*> ")
+    terminal.type("Hello\n")
+    terminal.wait_for(r"tokens, [\s\S]*> $")
+    terminal.type("/reset\n")
+    terminal.wait_for(r"> $")
+    terminal.process.send_signal(signal.SIGINT)  # at the prompt: a new line, nothing else
+    terminal.wait_for(r"> $")
+    terminal.type("\x04")
+    assert terminal.process.wait(10) == 0
+    assert (tmp_path / "cache" / "chat_history").read_text().splitlines() == ["Hello", "/reset"]
+    assert list(tmp_path.glob("overlap-spec-*")) == []
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    terminal = Terminal(tmp_path, *tiny_flags, "--max-tokens", "8000", "--temperature", "1", "--seed", "1")
+    try:
+        terminal.wait_for(r"> $")
+        began = 0
+        while not began:  # a sampled answer may end at once; ask until one is long enough to be interrupted
+            terminal.type("Hello\n")
+            terminal.wait_for(r"Hello\r\n[^\r]{20}")
+            terminal.process.send_signal(signal.SIGINT)
+            began = "tokens," not in terminal.wait_for(r"> $")
+        terminal.type("/quit\n")
+        assert terminal.process.wait(10) == 0
+    finally:
+        terminal.close()
+    assert list(tmp_path.glob("overlap-spec-*")) == []

@@ -1,0 +1,41 @@
+"""Every example runs as its docstring says, on the tiny model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from command_line import Service, environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MAX_LINES = 80
+
+
+def run_example(name: str, tmp_path: Path, *words: str) -> str:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_the_engine_in_a_program(tiny_model: Path, tmp_path: Path) -> None:
+    output = run_example("01_chat.py", tmp_path, str(tiny_model), "Hello")
+    assert "[64 tokens]" in output
+    assert "[same seed, same tokens: True]" in output
+
+
+def test_a_client_over_zeromq(service: Service, tmp_path: Path) -> None:
+    output = run_example("02_stream_client.py", tmp_path, service.endpoint)
+    assert "left after 1" in output
+    assert "8 answers, " in output
+    assert ", 1 aborted, " in output
+
+
+def test_the_openai_client(service: Service, tmp_path: Path) -> None:
+    assert "[tiny: " in run_example("03_openai_stream.py", tmp_path, service.url)
+
+
+def test_every_example_is_short_and_run_here() -> None:
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert names == ["01_chat.py", "02_stream_client.py", "03_openai_stream.py"]
+    assert all(len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES for name in names)

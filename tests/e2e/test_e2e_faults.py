@@ -1,0 +1,129 @@
+"""What happens to open streams, processes and files when a process is killed or told to stop."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from command_line import Service, wait_until_gone
+
+END_S = 2.0
+BODY = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+class Stream:
+    """A chat stream that is read in a thread; `events` grows until the connection ends."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.events: list[Any] = []
+        self.started = threading.Event()
+        self._body = BODY | {"max_tokens": max_tokens}
+        self._thread = threading.Thread(target=self._read, args=(url,))
+        self._thread.start()
+        assert self.started.wait(30)
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def _read(self, url: str) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=self._body, timeout=60) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data: "):
+                        self.events.append(line[6:] if line == "data: [DONE]" else json.loads(line[6:]))
+                    if len(self.events) > 3:
+                        self.started.set()
+        except httpx.HTTPError as error:
+            self.events.append(error)
+        self.started.set()
+
+
+@pytest.fixture
+def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service]:
+    with Service(tmp_path, *tiny_flags) as running:
+        yield running
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
+def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service, role: str) -> None:
+    assert sorted(own_service.children) == ["scheduler", "tokenizer", "worker"]
+    streams = [Stream(own_service.url, max_tokens=8000) for _ in range(2)]
+    began = time.monotonic()
+    os.kill(own_service.children[role], signal.SIGKILL)
+    while True:  # the port answers 503 as long as it answers
+        try:
+            status = own_service.get("/health").status_code
+        except httpx.HTTPError:
+            break
+        if status == 503:
+            break
+        assert time.monotonic() - began < END_S
+    assert own_service.process.wait(END_S) == 1
+    assert time.monotonic() - began < END_S
+    for stream in streams:
+        stream.join()
+        assert "error" in stream.events[-1], "the last event says why, and the connection has ended"
+        assert role in stream.events[-1]["error"]["message"]
+    assert own_service.leftovers() == []
+
+
+def test_sigterm_refuses_new_requests_and_finishes_open_ones(own_service: Service) -> None:
+    stream = Stream(own_service.url, max_tokens=2500)
+    own_service.terminate()
+    deadline = time.monotonic() + END_S
+    while own_service.get("/health").status_code != 503:
+        assert time.monotonic() < deadline
+    refused = httpx.post(f"{own_service.url}/v1/chat/completions", json=BODY | {"stream": False}, timeout=10)
+    assert refused.status_code == 503
+    stream.join()
+    assert stream.events[-1] == "[DONE]"
+    assert [choice["finish_reason"] for event in stream.events[:-1] for choice in event["choices"]][-1] == "length"
+    assert own_service.process.wait(10) == 0
+    assert own_service.leftovers() == []
+
+
+def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
+    stream = Stream(own_service.url, max_tokens=8000)
+    own_service.terminate()
+    time.sleep(0.2)
+    assert own_service.process.poll() is None
+    own_service.process.send_signal(signal.SIGINT)
+    assert own_service.process.wait(END_S) == 1
+    stream.join()
+    assert "error" in stream.events[-1]
+    assert own_service.leftovers() == []
+
+
+def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
+    own_service: Service, tmp_path: Path, tiny_flags: tuple[str, ...]
+) -> None:
+    own_service.process.kill()
+    assert wait_until_gone(list(own_service.children.values()), END_S)
+    stale = list(tmp_path.glob("overlap-spec-*"))
+    assert len(stale) == 1, "nobody was left to remove it"
+    with Service(tmp_path, *tiny_flags) as successor:
+        assert not stale[0].exists()
+        successor.terminate()
+        assert successor.process.wait(10) == 0
+        assert successor.leftovers() == []
+
+
+def test_sigterm_while_starting_leaves_nothing(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    starting = Service(tmp_path, *tiny_flags)
+    try:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("overlap-spec-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        starting.terminate()
+        assert starting.process.wait(10) == 0
+        assert list(tmp_path.glob("overlap-spec-*")) == []
+    finally:
+        starting.__exit__(None, None, None)

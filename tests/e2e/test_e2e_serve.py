@@ -1,0 +1,132 @@
+"""`overlap-spec serve` as a person and a client see it: table, curl line, real OpenAI client, disconnects."""
+
+import asyncio
+import json
+import shlex
+import time
+from collections.abc import Callable
+
+import httpx
+import openai
+from command_line import Service, run_command
+
+from overlap_spec import Client, SamplingParams
+from overlap_spec.messages import Stats
+
+ABORT_S = 0.2
+LONG = {"ignore_eos": True, "max_tokens": 8000}
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
+
+
+def test_the_table_says_what_runs_and_ready_comes_last(service: Service) -> None:
+    table = "\n".join(service.lines)
+    for words in (
+        "tiny",
+        "EAGLE3 (5, 1, 6)",
+        "float64, cpu",
+        "2 (overlapped)",
+        "8192 tokens",
+        "bigram",
+        "http://",
+        "ipc://",
+    ):
+        assert words in table
+    assert service.lines[-1] == "ready"
+
+
+def test_the_curl_line_works_as_printed(service: Service) -> None:
+    words = shlex.split(service.lines[-2])
+    assert words[0] == "curl"
+    header, body = words[words.index("-H") + 1], words[words.index("-d") + 1]
+    reply = httpx.post(words[1], content=body, headers=dict([header.split(": ")]), timeout=30)
+    assert reply.status_code == 200
+    assert reply.json()["usage"]["completion_tokens"] <= 64
+    assert reply.json()["choices"][0]["message"]["content"]
+
+
+def test_the_openai_client_streams_what_it_gets_in_one_piece(service: Service) -> None:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        options = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "temperature": 0}
+        whole = client.chat.completions.create(**options)
+        pieces, usage = [], None
+        for chunk in client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+            usage = chunk.usage or usage
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == 60
+
+
+def test_a_busy_port_is_one_sentence_before_anything_is_loaded(service: Service) -> None:
+    port = service.url.rpartition(":")[2]
+    began = time.monotonic()
+    done = run_command(service.tmp_path, "serve", "--port", port, "--model", "/nowhere/at/all")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"port {port}" in done.stderr
+    assert time.monotonic() - began < 10
+    assert service.get("/health").status_code == 200
+
+
+async def abort_time(service: Service, client: Client, leave: Callable[[], object]) -> float:
+    """Seconds from `leave` until the engine reports one more abort and nothing running."""
+    before = (await client.stats()).aborted_total
+    began = time.monotonic()
+    leave()
+    while not is_over(await client.stats(), before):
+        assert time.monotonic() - began < 5
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+def is_over(stats: Stats, aborted_before: int) -> bool:
+    return stats.aborted_total > aborted_before and stats.num_running + stats.num_queued == 0
+
+
+def test_a_http_client_that_leaves_aborts_its_request(service: Service) -> None:
+    async def leave_in_the_middle() -> float:
+        body = {"messages": QUESTION, "stream": True, **LONG}
+        async with Client(service.endpoint) as client, httpx.AsyncClient(timeout=30) as http:
+            request = http.build_request("POST", f"{service.url}/v1/chat/completions", json=body)
+            reply = await http.send(request, stream=True)
+            lines = reply.aiter_lines()
+            while "content" not in await anext(lines):
+                pass
+            closing: list[asyncio.Task[None]] = []
+            seconds = await abort_time(service, client, lambda: closing.append(asyncio.create_task(reply.aclose())))
+            await closing[0]
+            return seconds
+
+    assert min(asyncio.run(leave_in_the_middle()) for _ in range(2)) < ABORT_S
+    assert service.get("/health").status_code == 200
+
+
+def test_a_zmq_client_that_leaves_aborts_its_request(service: Service) -> None:
+    async def leave_in_the_middle() -> float:
+        async with Client(service.endpoint) as watching, Client(service.endpoint) as leaving:
+            sampling = SamplingParams(max_new_tokens=8000, ignore_eos=True)
+            deltas = leaving.generate("The sky is", sampling)
+            await anext(deltas)
+            closing: list[asyncio.Task[None]] = []
+            seconds = await abort_time(service, watching, lambda: closing.append(asyncio.create_task(leaving.close())))
+            await closing[0]
+            await deltas.aclose()
+            return seconds
+
+    assert min(asyncio.run(leave_in_the_middle()) for _ in range(2)) < ABORT_S
+
+
+def test_server_info_shows_flags_and_facts_without_secrets(service: Service) -> None:
+    info = service.get("/server_info").json()
+    assert info["page_size"] == 16
+    assert info["speculative_algorithm"] == "EAGLE3"
+    assert "api_key" not in json.dumps(info)
+
+
+def test_an_unknown_draft_is_refused_before_the_server_is_ready(service: Service, tiny_flags: tuple[str, ...]) -> None:
+    flags = [*tiny_flags[:-1], tiny_flags[1]]  # the target as its own EAGLE-3 head
+    done = run_command(service.tmp_path, "serve", "--port", "0", *flags, "--log-level", "error")
+    assert done.returncode == 1
+    assert done.stderr.startswith("overlap-spec: worker: ")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,156 @@
+"""The Triton kernels on a GPU against their twins on the CPU, which run in float32 on the same values.
+
+Tolerances: float32 is IEEE, so only the order of sums differs; 16-bit outputs are rounded once more, and attention
+rounds its weights before they meet V.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels import add_rms_norm, paged_attention, rms_norm, rope_kv_write, silu_mul
+from overlap_spec_kernels._inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs, to_device
+from overlap_spec_kernels.paged_attention import _paged_attention_triton
+from torch import Tensor
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 4e-3},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
+}
+ROWS = [1, 3, 7, 65]
+HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape(32, 8, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def on_gpu(inputs: Any) -> tuple[Any, ...]:
+    return tuple(to_device(value, "cuda") for value in inputs)
+
+
+def widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.cpu().float(), expected, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_norms(size: int, num_rows: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((num_rows, size), (num_rows, size), (size,)))
+    expected = rms_norm(x.float(), weight.float(), 1e-5)
+    check(rms_norm(*on_gpu((x, weight, 1e-5))), expected, dtype)
+    y, new_residual = add_rms_norm(*on_gpu((x, residual, weight, 1e-5)))
+    assert torch.equal(new_residual.cpu(), x + residual)
+    check(y, rms_norm((x + residual).float(), weight.float(), 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [30, 1536, 14336])
+def test_silu_mul(size: int, num_rows: int, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(num_rows, 2 * size).to(dtype)
+    check(silu_mul(gate_up.cuda()), silu_mul(gate_up.float()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("heads", HEADS)
+def test_rope_kv_write(heads: HeadShape, page_size: int, num_rows: int, dtype: torch.dtype) -> None:
+    inputs = rope_inputs(heads, num_rows, page_size, dtype)
+    arguments, expected = on_gpu(inputs), tuple(widened(value) for value in inputs)
+    check(rope_kv_write(*arguments), rope_kv_write(*expected), dtype)
+    check(arguments[6], expected[6], dtype)
+    assert torch.equal(arguments[7].cpu().float(), expected[7])
+
+
+def check_attention(inputs: AttentionInputs, dtype: torch.dtype, num_splits: int | None = None) -> None:
+    expected = paged_attention(*(widened(value) for value in inputs))
+    arguments = on_gpu(inputs)
+    actual = paged_attention(*arguments) if num_splits is None else _paged_attention_triton(*arguments[:-1], num_splits)
+    check(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("requests", [[(0, 1)], [(70, 3), (0, 3), (15, 3)], [(50, 9), (3, 9)]])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_decode(page_size: int, heads: HeadShape, requests: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    inputs = attention_inputs(heads, requests, page_size, dtype)
+    check_attention(inputs, dtype)
+    check_attention(inputs, dtype, num_splits=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("requests", [[(0, 65)], [(5, 7), (0, 333), (19, 1)], [(130, 40)]])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_prefill(page_size: int, heads: HeadShape, requests: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    inputs = attention_inputs(heads, requests, page_size, dtype)
+    check_attention(inputs, dtype)
+    check_attention(inputs, dtype, num_splits=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("requests", [[(9000, 4), (3, 4), (8192, 4)], [(8300, 70)]])
+def test_long_contexts_in_many_splits(requests: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    inputs = attention_inputs(HeadShape(9, 3, 64), requests, 16, dtype, spare_pages=1000)
+    check_attention(inputs, dtype)
+    check_attention(inputs, dtype, num_splits=64)
+
+
+def test_float32_products_are_ieee() -> None:
+    """With TF32, the error of the scores alone would be about 1e-3."""
+    inputs = attention_inputs(HeadShape(2, 2, 128), [(300, 4)], 16, torch.float32)
+    wide = {name: getattr(inputs, name).double() for name in ("q", "k_cache", "v_cache")}
+    exact = paged_attention(*inputs._replace(**wide))
+    assert (paged_attention(*on_gpu(inputs)).cpu() - exact).abs().max() < 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_op_synchronizes() -> None:
+    rope = on_gpu(rope_inputs(HeadShape(9, 3, 64), 4, 16, torch.bfloat16))
+    attention = on_gpu(attention_inputs(HeadShape(9, 3, 64), [(70, 4), (3, 4)], 16, torch.bfloat16))
+    x, weight = torch.randn(4, 576).bfloat16().cuda(), torch.randn(576).bfloat16().cuda()
+
+    def every_op() -> None:
+        add_rms_norm(rms_norm(x, weight, 1e-5), x, weight, 1e-5)
+        silu_mul(x)
+        rope_kv_write(*rope)
+        paged_attention(*attention)
+
+    every_op()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        every_op()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_graph_follows_its_inputs() -> None:
+    """Lengths and pages are data: one capture serves the next step too."""
+    heads = HeadShape(9, 3, 64)
+    short = attention_inputs(heads, [(70, 4), (3, 4)], 16, torch.float32, spare_pages=60)
+    long = attention_inputs(heads, [(5, 4), (900, 4)], 16, torch.float32, spare_pages=8)
+    static = list(on_gpu(long))
+    paged_attention(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*static)
+    for inputs in (long, short):
+        for target, value in zip(static, inputs, strict=True):
+            if isinstance(value, Tensor):
+                target[tuple(slice(0, n) for n in value.shape)].copy_(value[tuple(slice(0, n) for n in target.shape)])
+        graph.replay()
+        check(out, paged_attention(*inputs), torch.float32)

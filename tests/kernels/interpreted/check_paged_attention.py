@@ -1,0 +1,46 @@
+"""Paged attention under the interpreter, float32. Every cache row that no request owns holds NaN."""
+
+import pytest
+import torch
+from overlap_spec_kernels._inputs import HeadShape, attention_inputs
+from overlap_spec_kernels.paged_attention import _paged_attention_triton, paged_attention_reference
+
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+DECODE = [[(0, 1)], [(70, 3), (0, 3), (15, 3)]]
+PREFILL = [[(0, 65)], [(5, 7), (0, 33), (19, 1)]]  # from the start, and from the middle of a page
+HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape(3, 1, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def check(requests: list[tuple[int, int]], heads: HeadShape, page_size: int, num_splits: int) -> None:
+    inputs = attention_inputs(heads, requests, page_size, torch.float32)
+    *tensors, max_rows, scale, _ = inputs
+    out = _paged_attention_triton(*tensors, max_rows, scale, num_splits)
+    torch.testing.assert_close(out, paged_attention_reference(*tensors, scale), **CLOSE)
+
+
+@pytest.mark.parametrize("requests", DECODE)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_decode(requests: list[tuple[int, int]], heads: HeadShape, page_size: int, num_splits: int) -> None:
+    check(requests, heads, page_size, num_splits)
+
+
+@pytest.mark.parametrize("requests", PREFILL)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_prefill(requests: list[tuple[int, int]], heads: HeadShape, page_size: int) -> None:
+    check(requests, heads, page_size, num_splits=1)
+
+
+def test_prefill_in_splits() -> None:
+    check([(140, 33), (0, 5)], HeadShape(9, 3, 8), page_size=4, num_splits=2)
+
+
+def test_a_window_that_fills_more_than_one_tile() -> None:
+    check([(150, 9), (3, 9)], HeadShape(8, 1, 16), page_size=16, num_splits=2)

@@ -1,0 +1,59 @@
+"""The kernels of one row each, under the interpreter: norms, gate, rope. Float32, tolerance of a few roundings."""
+
+import pytest
+import torch
+from overlap_spec_kernels._inputs import HeadShape, rope_inputs
+from overlap_spec_kernels.add_rms_norm import _add_rms_norm_triton, add_rms_norm_reference
+from overlap_spec_kernels.rms_norm import _rms_norm_triton, rms_norm_reference
+from overlap_spec_kernels.rope_kv_write import _rope_kv_write_triton, rope_kv_write_reference
+from overlap_spec_kernels.silu_mul import _silu_mul_triton, silu_mul_reference
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+ROWS = [1, 3, 7, 65]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [60, 576])
+def test_rms_norm(num_rows: int, size: int) -> None:
+    x, weight = torch.randn(num_rows, 2 * size)[:, :size], torch.randn(size)
+    torch.testing.assert_close(_rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5), **CLOSE)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [60, 576])
+def test_add_rms_norm(num_rows: int, size: int) -> None:
+    arguments = torch.randn(num_rows, size), torch.randn(num_rows, size), torch.randn(size), 1e-5
+    y, new_residual = _add_rms_norm_triton(*arguments)
+    expected, expected_residual = add_rms_norm_reference(*arguments)
+    assert torch.equal(new_residual, expected_residual)
+    torch.testing.assert_close(y, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("size", [30, 1536])
+def test_silu_mul(num_rows: int, size: int) -> None:
+    gate_up = torch.randn(num_rows, 2 * size)
+    torch.testing.assert_close(_silu_mul_triton(gate_up), silu_mul_reference(gate_up), **CLOSE)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("heads", [HeadShape(3, 3, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape(6, 6, 128)])
+def test_rope_kv_write(heads: HeadShape, page_size: int, num_rows: int) -> None:
+    inputs = rope_inputs(heads, num_rows, page_size, torch.float32)
+    expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+    q = _rope_kv_write_triton(*inputs)
+    torch.testing.assert_close(q, rope_kv_write_reference(*expected), **CLOSE)
+    torch.testing.assert_close(inputs.k_cache, expected.k_cache, **CLOSE)
+    assert torch.equal(inputs.v_cache, expected.v_cache)
+
+
+def test_16_bit_rows_accumulate_in_float32() -> None:
+    x, weight = torch.randn(3, 4096).half(), torch.randn(4096).half()
+    expected = rms_norm_reference(x.float(), weight.float(), 1e-5)
+    torch.testing.assert_close(_rms_norm_triton(x, weight, 1e-5).float(), expected, rtol=2**-11, atol=1e-7)

@@ -1,0 +1,210 @@
+"""Models, facts, health, tokenizing, flush, metrics, the key, and errors of routing."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+import pytest
+from fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
+
+from overlap_spec.messages import Stats
+from overlap_spec.server import probes
+from overlap_spec.server.app import create_app
+
+SECURED = msgspec.structs.replace(INFO, api_key="sésame")
+
+
+def test_models() -> None:
+    reply = ask(FakeClient(), "GET", "/v1/models").json()
+    (card,) = reply["data"]
+    assert reply["object"] == "list"
+    assert card.pop("created") > 1_700_000_000
+    assert card == {
+        "id": "tiny",
+        "object": "model",
+        "owned_by": "overlap-spec",
+        "root": "/models/tiny",
+        "parent": None,
+        "max_model_len": MAX_LEN,
+    }
+    assert ask(FakeClient(), "GET", "/v1/models/tiny").json()["id"] == "tiny"
+    missing = ask(FakeClient(), "GET", "/v1/models/org/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info(path: str) -> None:
+    reply = ask(FakeClient(), "GET", path).json()
+    assert reply["model_path"] == "/models/tiny"
+    assert reply["tokenizer_path"] == "/models/tiny-tokenizer"
+    assert reply["is_generation"] is True
+    assert (reply["model_type"], reply["architectures"]) == ("llama", ["LlamaForCausalLM"])
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_is_flat_and_keeps_the_key_to_itself(path: str) -> None:
+    client = FakeClient(statistics=Stats(max_total_tokens=640, gen_throughput=12.5))
+    response = ask(client, "GET", path)
+    reply = response.json()
+    assert "secret" not in response.text
+    assert (reply["page_size"], reply["num_pages"], reply["nested"]) == (16, 4, {"depth": 2})
+    assert (reply["version"], reply["max_total_num_tokens"]) == ("1.2.3", 640)
+    (state,) = reply["internal_states"]
+    assert state["last_gen_throughput"] == 12.5
+    assert state["memory_usage"] == {"token_capacity": 640}
+    assert state["effective_max_running_requests_per_dp"] == 4
+    assert "avg_spec_accept_length" not in state
+
+
+def test_accept_length_counts_from_the_last_flush() -> None:
+    async def inner() -> list[float | None]:
+        client = FakeClient(statistics=Stats(verify_steps_total=10, committed_tokens_total=25))
+        transport = httpx.ASGITransport(create_app(client, INFO, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+
+            async def accept_length() -> float | None:
+                state = (await http.get("/server_info")).json()["internal_states"][0]
+                return state.get("avg_spec_accept_length")
+
+            lengths = [await accept_length()]
+            assert (await http.post("/flush_cache")).status_code == 200
+            lengths.append(await accept_length())
+            client.statistics = Stats(verify_steps_total=14, committed_tokens_total=28)
+            lengths.append(await accept_length())
+        return lengths
+
+    assert asyncio.run(inner()) == [2.5, None, 0.75]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_flush_cache(method: str) -> None:
+    assert ask(FakeClient(), method, "/flush_cache").status_code == 200
+    busy = ask(FakeClient(flushable=False), method, "/flush_cache")
+    assert (busy.status_code, busy.json()["error"]["code"]) == (400, "busy")
+
+
+def test_tokenize_and_detokenize() -> None:
+    def post(path: str, **body: object) -> dict[str, object]:
+        reply: dict[str, object] = ask(FakeClient(), "POST", path, json=body).json()
+        return reply
+
+    limit = {"max_model_len": MAX_LEN}
+    assert post("/tokenize", prompt="ab c") == {"tokens": [1, 2, 1], "count": 3, **limit}
+    assert post("/tokenize", prompt="ab c", add_special_tokens=False) == {"tokens": [2, 1], "count": 2, **limit}
+    assert post("/tokenize", prompt=["ab", ""]) == {"tokens": [[1, 2], [1]], "count": [2, 1], **limit}
+    messages = [{"role": "user", "content": "abc"}]
+    assert post("/tokenize", messages=messages, add_special_tokens=False) == {"tokens": [3], "count": 1, **limit}
+    assert post("/detokenize", tokens=[1, 7]) == {"text": "7", "prompt": "7"}
+    assert post("/detokenize", tokens=[1, 7], skip_special_tokens=False) == {"text": "1 7", "prompt": "1 7"}
+    assert post("/detokenize", tokens=[[7], [8]]) == {"text": ["7", "8"], "prompt": ["7", "8"]}
+    assert post("/detokenize", tokens=[]) == {"text": "", "prompt": ""}
+
+
+def test_health_says_what_the_supervisor_says() -> None:
+    state = EngineState()
+    well = state.ask("GET", "/health")
+    assert (well.status_code, well.content) == (200, b"")
+    state.reason = "the worker has died"
+    ill = state.ask("GET", "/health")
+    assert (ill.status_code, ill.text, ill.headers["retry-after"]) == (503, "the worker has died", "1")
+
+
+def test_everything_else_is_503_while_the_engine_is_not_ready() -> None:
+    state = EngineState(reason="starting")
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/nowhere")):
+        reply = state.ask(method, path)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert reply.json()["error"]["message"] == "starting"
+
+
+def test_health_generate_asks_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    assert ask(client, "GET", "/health_generate").status_code == 200
+    ((_, _, sampling),) = client.asked
+    assert (sampling.max_new_tokens, sampling.temperature) == (1, 0.0)
+
+    slow = FakeClient(step_s=10)
+    monkeypatch.setattr(probes, "PROBE_S", 0.05)
+    response = ask(slow, "GET", "/health_generate")
+    assert (response.status_code, response.text) == (503, "no token within 0 s")
+    assert not slow.running
+
+
+def test_metrics() -> None:
+    async def inner() -> list[str]:
+        client = FakeClient(statistics=Stats(num_running=3, prompt_tokens_total=7))
+        transport = httpx.ASGITransport(create_app(client, INFO, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            await http.post("/v1/completions", json={"prompt": "one two three"})
+            response = await http.get("/metrics")
+            assert (await http.get("/metrics/")).status_code == 404
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return response.text.splitlines()
+
+    lines = asyncio.run(inner())
+    assert "overlap_spec:num_running_reqs 3.0" in lines
+    assert "overlap_spec:prompt_tokens_total 7.0" in lines
+    assert "overlap_spec:time_to_first_token_seconds_count 1.0" in lines
+    assert "overlap_spec:inter_token_latency_seconds_count 2.0" in lines
+    assert "overlap_spec:e2e_request_latency_seconds_count 1.0" in lines
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Bearer", 401),
+        ("", 401),
+        ("Basic sésame", 401),
+        ("sésame", 401),
+        ("Bearer sésame", 200),
+        ("bearer  sésame", 200),
+    ],
+)
+def test_the_key(header: str | None, status: int) -> None:
+    headers = {} if header is None else {"authorization": header.encode()}
+    reply = ask(FakeClient(), "POST", "/v1/completions", SECURED, json={"prompt": "a"}, headers=headers)
+    assert reply.status_code == status
+    if status == 401:
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+        assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_only_health_needs_no_key() -> None:
+    assert ask(FakeClient(), "GET", "/health", SECURED).status_code == 200
+    for path in ("/metrics", "/v1/models", "/server_info", "/nowhere", "/health_generate", "/health/"):
+        assert ask(FakeClient(), "GET", path, SECURED).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/v1", 404, "not_found"),
+        ("GET", "/generate", 405, "method_not_allowed"),
+        ("PUT", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+def test_unknown_routes_and_methods(method: str, path: str, status: int, code: str) -> None:
+    response = ask(FakeClient(), method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert path in response.json()["error"]["message"]
+
+
+@dataclass
+class EngineState:
+    """An engine that is well while there is no reason to think otherwise."""
+
+    reason: str = ""
+    client: FakeClient = field(default_factory=FakeClient)
+
+    def ask(self, method: str, path: str) -> httpx.Response:
+        async def inner() -> httpx.Response:
+            app = create_app(self.client, INFO, lambda: (not self.reason, self.reason))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+                return await http.request(method, path)
+
+        return asyncio.run(inner())

@@ -1,0 +1,147 @@
+"""SGLang's `/generate`: single and batched, whole and streamed, ids and aborts."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from fake_engine_client import INFO, FakeClient, ask, events_of, healthy
+
+from overlap_spec.messages import SamplingParams, TokenPrompt
+from overlap_spec.server.app import create_app
+
+GENERATE = "/generate"
+
+
+def generate(client: FakeClient | None = None, **body: Any) -> Any:
+    response = ask(client or FakeClient(), "POST", GENERATE, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def stream(**body: Any) -> list[dict[str, Any]]:
+    *events, done = events_of(ask(FakeClient(), "POST", GENERATE, json={**body, "stream": True}))
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_whole() -> None:
+    reply = generate(text="one two three", rid="me")
+    assert reply["meta_info"].pop("e2e_latency") > 0
+    assert reply == {
+        "text": "one two three",
+        "output_ids": [101, 102, 103],
+        "meta_info": {
+            "id": "me",
+            "finish_reason": {"type": "stop", "matched": "</s>"},
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "cached_tokens": 1,
+            "spec_verify_ct": 2,
+            "spec_accept_length": 1.5,
+        },
+    }
+
+
+def test_length_and_no_verify_step() -> None:
+    meta = generate(input_ids=[7, 8], sampling_params={"max_new_tokens": 1})["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 1}
+    assert meta["spec_verify_ct"] == 0
+    assert "spec_accept_length" not in meta
+
+
+def test_batches_are_lists_even_of_one() -> None:
+    assert [each["text"] for each in generate(text=["a b", "c"])] == ["a b", "c"]
+    assert [each["text"] for each in generate(input_ids=[[5], [6, 7]])] == ["<5>", "<6> <7>"]
+    assert len(generate(text=["a"])) == 1
+    client = FakeClient()
+    replies = generate(client, input_ids=[[5], [6]], rid=["x", "y"], sampling_params=[{"top_k": 3}, {"top_k": 4}])
+    assert [each["meta_info"]["id"] for each in replies] == ["x", "y"]
+    assert sorted((name, sampling.top_k) for name, _, sampling in client.asked) == [("x", 3), ("y", 4)]
+    assert [each["meta_info"]["id"] for each in generate(text=["a", "b"], rid="r")] == ["r_0", "r_1"]
+
+
+def test_latencies_of_a_batch_are_each_ones_own() -> None:
+    long, short = generate(FakeClient(step_s=0.05), text=["a b c d", "e"])
+    assert long["meta_info"]["e2e_latency"] > short["meta_info"]["e2e_latency"] + 0.1
+
+
+def test_sampling_reaches_the_engine() -> None:
+    client = FakeClient()
+    given = {"max_new_tokens": 5, "min_new_tokens": 1, "temperature": 0, "top_p": 0.5, "min_p": 0.5, "ignore_eos": True}
+    generate(client, input_ids=[7], sampling_params={**given, "sampling_seed": 11, "stop": "x", "stop_token_ids": [3]})
+    generate(client, input_ids=[7], sampling_params={**given, "seed": 11, "stop": ["x"], "stop_token_ids": [3]})
+    generate(client, input_ids=[7])
+    want = SamplingParams(**{**given, "temperature": 0.0}, seed=11, stop=("x",), stop_token_ids=(3,))
+    assert [sampling for _, _, sampling in client.asked] == [want, want, SamplingParams()]
+    assert client.asked[0][1] == TokenPrompt(b"\7\0\0\0")
+
+
+def test_stream_is_cumulative_and_begins_with_one_token() -> None:
+    events = stream(text="one two three")
+    assert [event["text"] for event in events] == ["one", "one two", "one two three"]
+    assert [event["output_ids"] for event in events] == [[101], [101, 102], [101, 102, 103]]
+    assert [event["meta_info"]["completion_tokens"] for event in events] == [1, 2, 3]
+    reasons = [event["meta_info"]["finish_reason"] for event in events]
+    assert reasons == [None, None, {"type": "stop", "matched": "</s>"}]
+    assert all("index" not in event for event in events)
+
+
+def test_batched_stream_has_an_index() -> None:
+    events = stream(text=["a b", "c"])
+    last = {event["index"]: event for event in events}
+    assert {index: event["text"] for index, event in last.items()} == {0: "a b", 1: "c"}
+    firsts = {event["index"]: event for event in reversed(events)}
+    assert [event["meta_info"]["completion_tokens"] for event in firsts.values()] == [1, 1]
+
+
+def test_abort_by_id_ends_that_request_with_what_it_has() -> None:
+    async def inner() -> None:
+        client = FakeClient()
+        transport = httpx.ASGITransport(create_app(client, INFO, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+
+            async def ask_for(**body: Any) -> httpx.Response:
+                return await http.post(GENERATE, json=body)
+
+            whole = asyncio.create_task(ask_for(text="one hang", rid="1"))
+            other = asyncio.create_task(ask_for(text="one hang", rid="10"))
+            batch = asyncio.create_task(ask_for(text=["one hang", "one sleep"], rid="pair", stream=True))
+            while len(client.running) < 4:
+                await asyncio.sleep(0)
+            in_use = await ask_for(text="one", rid="1")
+            assert (in_use.status_code, in_use.json()["error"]["param"]) == (400, "rid")
+            assert (await http.post("/abort_request", json={"rid": "1"})).status_code == 200
+            reply = (await whole).json()
+            assert reply["text"] == "one"
+            assert reply["meta_info"]["finish_reason"] == {"type": "abort", "message": "on request"}
+            assert not other.done()
+            assert (await http.post("/abort_request", json={"rid": "pair"})).status_code == 200
+            ended = [json.loads(event) for event in events_of(await batch)[:-1]]
+            assert {event["index"] for event in ended if event["meta_info"]["finish_reason"]} == {0, 1}
+            assert (await http.post("/abort_request", json={"rid": "unknown"})).status_code == 200
+            assert client.cancelled[-1] == ("unknown", True)
+            assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200
+            assert (await other).json()["meta_info"]["finish_reason"]["type"] == "abort"
+            assert not client.running
+            assert (await ask_for(text="one", rid="1")).status_code == 200
+
+    asyncio.run(inner())
+
+
+def test_an_aborted_chat_ends_with_that_reason() -> None:
+    async def inner() -> None:
+        client = FakeClient()
+        transport = httpx.ASGITransport(create_app(client, INFO, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            body = {"messages": [{"role": "user", "content": "one hang"}], "rid": "chat", "stream": True}
+            task = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+            while not client.running:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            await http.post("/abort_request", json={"rid": "chat"})
+            *_, last, done = events_of(await task)
+            assert done == "[DONE]"
+            assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+
+    asyncio.run(inner())

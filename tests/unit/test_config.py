@@ -1,0 +1,168 @@
+"""`resolve`: every automatic value, every refusal, by hand."""
+
+import os
+from typing import Any
+
+import msgspec
+import pytest
+
+from overlap_spec import config as config_module
+from overlap_spec.config import (
+    EngineConfig,
+    Machine,
+    ModelFiles,
+    asks_for_spec_v2,
+    cache_directory,
+    child_environment,
+    decode_settings,
+    encode_settings,
+    resolve,
+)
+from overlap_spec.errors import ConfigError
+
+CPU = Machine(num_cores=2, has_cuda=False)
+GPU = Machine(num_cores=16, has_cuda=True)
+LLAMA = ModelFiles(
+    weights="/models/tiny",
+    config={"architectures": ["LlamaForCausalLM"]},
+    tokenizer_dir="/models/tiny",
+    eos_token_ids=(2,),
+    context_length=2048,
+    vocab_size=100,
+)
+ALIAS = msgspec.structs.replace(LLAMA, preset_draft="/heads/tiny", preset_spec=("EAGLE3", 3, 1, 4))
+
+
+def resolved(files: ModelFiles = LLAMA, machine: Machine = CPU, **flags: Any) -> config_module.Settings:
+    return resolve(EngineConfig(**flags), files, machine)[0]
+
+
+def test_defaults_on_a_cpu() -> None:
+    settings = resolved()
+    assert (settings.model.dtype, settings.model.device, settings.model.max_len) == ("float32", "cpu", 2048)
+    assert (settings.spec.method, settings.spec.width) == ("NONE", 1)
+    assert (settings.scheduler.depth, settings.scheduler.max_running_requests) == (2, 48)
+    assert (settings.cache.page_size, settings.cache.prefix_cache, settings.cache.max_total_tokens) == (16, True, None)
+    assert (settings.server.host, settings.server.port) == ("127.0.0.1", 30000)
+    assert settings.num_threads == 2
+
+
+def test_defaults_on_a_gpu() -> None:
+    settings = resolved(machine=GPU)
+    assert (settings.model.dtype, settings.model.device) == ("bfloat16", "cuda")
+    assert settings.scheduler.max_running_requests == 256
+    assert resolved(ALIAS, GPU).scheduler.max_running_requests == 48
+
+
+def test_the_same_request_gives_the_same_settings_and_survives_the_wire() -> None:
+    settings = resolved(ALIAS, max_total_tokens=512, random_seed=7)
+    assert settings == resolved(ALIAS, max_total_tokens=512, random_seed=7)
+    assert decode_settings(encode_settings(settings)) == settings
+
+
+def test_an_alias_brings_its_preset() -> None:
+    spec = resolved(ALIAS).spec
+    assert (spec.method, spec.draft_path, spec.num_steps, spec.topk, spec.width) == ("EAGLE3", "/heads/tiny", 3, 1, 4)
+
+
+def test_explicit_flags_replace_the_preset_as_a_set() -> None:
+    assert resolved(ALIAS, speculative_algorithm="NONE").spec.width == 1
+    spec = resolved(
+        ALIAS,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="/heads/other",
+        speculative_num_steps=5,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=6,
+    ).spec
+    assert (spec.draft_path, spec.num_steps, spec.width) == ("/heads/other", 5, 6)
+
+
+def test_the_default_numbers_of_an_architecture_are_said() -> None:
+    flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/heads/other"}
+    settings, notes = resolve(EngineConfig(**flags), LLAMA, CPU)  # type: ignore[arg-type]  # a dict of mixed flags
+    assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
+    assert "(5, 1, 6)" in notes[0]
+
+
+def test_more_draft_tokens_than_a_chain_holds_are_lowered_with_a_note() -> None:
+    flags = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}
+    settings, notes = resolve(EngineConfig(speculative_algorithm="EAGLE3", **flags), ALIAS, CPU)  # type: ignore[arg-type]  # mixed flags
+    assert settings.spec.width == 4
+    assert "from 9 to 4" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "flags"),
+    [
+        ("device", {"device": "cuda"}),
+        ("context_length", {"context_length": 4096}),
+        ("chunked_prefill_size", {"chunked_prefill_size": 8}),
+        ("chunked_prefill_size", {"chunked_prefill_size": 0}),
+        ("max_total_tokens", {"max_total_tokens": 16, "page_size": 32}),
+        ("zmq_endpoint", {"zmq_endpoint": "udp://1.2.3.4:5"}),
+        ("zmq_endpoint", {"zmq_endpoint": "tcp://0.0.0.0:5555"}),
+        ("speculative_algorithm", {"speculative_num_steps": 3}),
+        ("speculative_draft_model_path", {"speculative_algorithm": "EAGLE3"}),
+        ("speculative_num_steps", {"speculative_algorithm": "NONE", "speculative_num_steps": 3}),
+        (
+            "speculative_eagle_topk",
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": "/h",
+                "speculative_num_steps": 3,
+                "speculative_eagle_topk": 4,
+                "speculative_num_draft_tokens": 16,
+            },
+        ),
+        (
+            "speculative_eagle_topk",
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": "/h",
+                "speculative_num_steps": 3,
+                "speculative_num_draft_tokens": 4,
+            },
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_flag(field: str, flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}: ") as caught:
+        resolved(**flags)
+    assert caught.value.field == field
+
+
+def test_float64_is_for_the_cpu() -> None:
+    assert resolved(dtype="float64").model.dtype == "float64"
+    with pytest.raises(ConfigError, match="--dtype"):
+        resolved(machine=GPU, dtype="float64")
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///run/me.sock", "tcp://127.0.0.1:5555", "tcp://[::1]:5555"])
+def test_a_local_zmq_endpoint_needs_no_key(endpoint: str) -> None:
+    assert resolved(zmq_endpoint=endpoint).link.client_endpoint == endpoint
+
+
+def test_a_public_zmq_endpoint_takes_a_key() -> None:
+    link = resolved(zmq_endpoint="tcp://0.0.0.0:5555", api_key="secret").link
+    assert (link.client_endpoint, link.api_key) == ("tcp://0.0.0.0:5555", "secret")
+
+
+def test_threads_of_children_wait_passively_and_only_the_worker_has_many() -> None:
+    settings = resolved()
+    assert child_environment(settings, "worker")["OMP_NUM_THREADS"] == "2"
+    assert child_environment(settings, "scheduler")["OMP_NUM_THREADS"] == "1"
+    assert child_environment(settings, "worker")["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert child_environment(settings, "worker").items() >= {"PATH": os.environ["PATH"]}.items()
+
+
+def test_what_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_ENABLE_SPEC_V2", raising=False)
+    assert not asks_for_spec_v2()
+    monkeypatch.setenv("SGLANG_ENABLE_SPEC_V2", "1")
+    assert asks_for_spec_v2()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.delenv("OVERLAP_SPEC_CACHE", raising=False)
+    assert cache_directory() == "/x/overlap-spec"
+    monkeypatch.setenv("OVERLAP_SPEC_CACHE", "/y")
+    assert cache_directory() == "/y"
