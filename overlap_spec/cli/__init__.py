@@ -6,6 +6,7 @@ only the one that is asked for is imported. Status 2: a wrong flag or value, fou
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read the answer has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        return 1
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:

@@ -86,6 +86,8 @@ def _talk(config: EngineConfig, sampling: SamplingParams, arguments: argparse.Na
         try:
             with shown_progress(log) as engine.progress:
                 loop.run(engine.start())
+            for note in engine.notes:
+                log.info("%s", note)
             conversation = Conversation(engine, sampling, arguments.system)
             if arguments.prompt is None:
                 converse(loop, conversation)

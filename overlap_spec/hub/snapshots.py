@@ -47,11 +47,11 @@ def fetch_tokenizer(field: str, repo_id: str, progress: Progress) -> Path:
 def _cached(repo_id: str) -> Path | None:
     """The newest snapshot that was downloaded; it may lack files, which is for the caller to see."""
     from huggingface_hub import snapshot_download  # slow to import, and only hub ids need it
-    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, local_files_only=True, allow_patterns="config.json"))
-    except (IncompleteSnapshotError, LocalEntryNotFoundError):
+    except (HFValidationError, LocalEntryNotFoundError):
         return None
 
 

@@ -67,7 +67,7 @@ class SlotRows:
         if resets.numel():
             rows = resets.view(-1, RESET_WIDTH)
             slots = rows[:, 0]
-            self.page_table[slots] = 0
+            self.page_table.index_fill_(0, slots, 0)
             self._ints[slots] = rows[:, :_RESET_INTS]
             self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
             self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS :]

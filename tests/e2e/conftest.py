@@ -34,5 +34,6 @@ def tiny_flags(tiny_model: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> Iterator[Service]:
     """One service for tests that leave it as they found it."""
-    with Service(tmp_path_factory.mktemp("service"), *tiny_flags, "--served-model-name", "tiny") as running:
+    own = tmp_path_factory.mktemp("service")
+    with Service(own, *tiny_flags, "--served-model-name", "tiny", SGLANG_ENABLE_SPEC_V2="1") as running:
         yield running

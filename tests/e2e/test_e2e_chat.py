@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -59,6 +60,15 @@ def test_flags_without_effect_are_said(tmp_path: Path, tiny_flags: tuple[str, ..
     assert done.returncode == 0
     assert "--port has no effect in a chat" in done.stderr
     assert "overlap is always on" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    command = [*COMMAND, "chat", "Hello", *tiny_flags, "--max-tokens", "3000", "--temperature", "1", "--seed", "1"]
+    piped = f"{' '.join(map(shlex.quote, command))} | true"
+    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, env=environment(tmp_path), timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
 class Terminal:

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable
 
 import httpx
 import openai
-from command_line import Service, run_command
+import pytest
+from command_line import Service, cpu_ticks, run_command
 
 from overlap_spec import Client, SamplingParams
 from overlap_spec.messages import Stats
@@ -32,6 +34,13 @@ def test_the_table_says_what_runs_and_ready_comes_last(service: Service) -> None
     ):
         assert words in table
     assert service.lines[-1] == "ready"
+
+
+def test_what_was_adjusted_is_logged(service: Service) -> None:
+    log = service.log()
+    assert "speculative numbers set to (5, 1, 6)" in log
+    assert "SGLANG_ENABLE_SPEC_V2 is set: overlap is always on" in log
+    assert "Traceback" not in log
 
 
 def test_the_curl_line_works_as_printed(service: Service) -> None:
@@ -67,6 +76,11 @@ def test_a_busy_port_is_one_sentence_before_anything_is_loaded(service: Service)
     assert f"port {port}" in done.stderr
     assert time.monotonic() - began < 10
     assert service.get("/health").status_code == 200
+
+
+def test_a_public_host_without_a_key_is_warned_of(service: Service) -> None:
+    done = run_command(service.tmp_path, "serve", "--host", "0.0.0.0", "--port", service.url.rpartition(":")[2])
+    assert "--host 0.0.0.0 is reachable from other machines, and there is no --api-key" in done.stderr
 
 
 async def abort_time(service: Service, client: Client, leave: Callable[[], object]) -> float:
@@ -130,3 +144,14 @@ def test_an_unknown_draft_is_refused_before_the_server_is_ready(service: Service
     assert done.returncode == 1
     assert done.stderr.startswith("overlap-spec: worker: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.full
+def test_an_idle_service_sleeps(service: Service) -> None:
+    """Over 10 s: each actor at most one clock tick, the HTTP process at most 0.5%."""
+    time.sleep(1)
+    before = {pid: cpu_ticks(pid) for pid in (*service.children.values(), service.process.pid)}
+    time.sleep(10)
+    spent = {pid: cpu_ticks(pid) - ticks for pid, ticks in before.items()}
+    assert spent.pop(service.process.pid) <= 0.005 * 10 * os.sysconf("SC_CLK_TCK")
+    assert max(spent.values()) <= 1, spent

@@ -38,14 +38,21 @@ class Bench:
         self.steps += 1
         return StepPlan(self.steps, phase, work, width)
 
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """A step to its very end: tokens leave before the slot rows are at rest."""
+        handle = self.executor.launch(plan)
+        tokens = handle.wait().tokens
+        handle.finished.result()
+        return tokens
+
     def prefill(self, slot: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[list[int]]:
         reset = ResetSlot(sampling, len(prompt), (), len(prompt) + sampling.min_new_tokens)
         work = SlotWork(slot=slot, new_pages=[1, 2, 3, 4], prompt_chunk=pack(prompt), reset=reset)
-        return self.executor.launch(self.plan(Phase.PREFILL, [work])).wait().tokens
+        return self.run(self.plan(Phase.PREFILL, [work]))
 
     def decode(self, *slots: int, width: int = WIDTH) -> list[list[int]]:
         plan = self.plan(Phase.DECODE, [SlotWork(slot=slot) for slot in slots], width)
-        return self.executor.launch(plan).wait().tokens
+        return self.run(plan)
 
 
 @pytest.fixture
@@ -81,8 +88,8 @@ def test_chunks_commit_nothing_until_the_prompt_is_complete(bench: Bench) -> Non
     reset = ResetSlot(GREEDY, 5, (), 5)
     chunk = SlotWork(slot=0, new_pages=[1], prompt_chunk=pack([1, 2, 3]), next_token=4, reset=reset)
     rest = SlotWork(slot=0, new_pages=[2], start=3, prompt_chunk=pack([4, 5]))
-    assert bench.executor.launch(bench.plan(Phase.PREFILL, [chunk])).wait().tokens == [[]]
-    assert bench.executor.launch(bench.plan(Phase.PREFILL, [rest])).wait().tokens == [bench.model.walk(5, 1)]
+    assert bench.run(bench.plan(Phase.PREFILL, [chunk])) == [[]]
+    assert bench.run(bench.plan(Phase.PREFILL, [rest])) == [bench.model.walk(5, 1)]
     assert bench.slots.length[0] == 5
     assert bench.slots.page_table[0, :3].tolist() == [1, 2, 0]
 
