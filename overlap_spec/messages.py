@@ -364,6 +364,8 @@ class WorkerReady(Message, frozen=True):
 
     `width`: the largest window W. `key_lookahead`: 1 if a position's draft KV depends on the next token
     (prefix-cache keys are then bigrams), else 0. `chunk_tokens`: prompt tokens a prefill step may hold.
+    `chunk_pairs`: (token, key) pairs of attention that take as long as so many tokens do otherwise, so that a chunk
+    deep in a context gets shorter; 0: attention is not counted.
     Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     """
 
@@ -376,6 +378,7 @@ class WorkerReady(Message, frozen=True):
     key_lookahead: int
     vocab_size: int
     chunk_tokens: int
+    chunk_pairs: int = 0
 
 
 class StepResult(Message, frozen=True):

@@ -42,6 +42,7 @@ from overlap_spec.worker.actor import Worker, worker_ready
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import Geometry, LoadedModels
+from overlap_spec.worker.warmup import ChunkSize
 
 CLIENT = 1
 PATIENCE_S = 30.0
@@ -67,6 +68,7 @@ class RingConfig:
     num_pages: int = 200
     num_slots: int = 4
     chunk_tokens: int = 16
+    chunk_pairs: int = 0
     max_len: int = 160
     prefix_cache: bool = True
 
@@ -192,7 +194,9 @@ class Ring:
         settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
-        self.scheduler = build_scheduler(worker_ready(geometry, models, config.chunk_tokens), settings, cache, links)
+        self.scheduler = build_scheduler(
+            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs)), settings, cache, links
+        )
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         admission = Admission(codec.eos_token_ids, 1000, 0)

@@ -3,6 +3,8 @@
 Not here: any decision. One object, made once when the worker is ready, never changed.
 """
 
+import math
+
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EngineLimits, WorkerReady
@@ -22,6 +24,7 @@ class Limits:
         self.depth = min(settings.depth, ready.max_depth)
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
         self.chunk_tokens = self._chunk_tokens(ready, settings)
+        self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
         self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
         # Alone and with nothing in flight, a request needs its own length, one window to commit into and one to
         # propose into; the spare page covers rounding. Whatever passes this bound can always finish.
@@ -32,6 +35,16 @@ class Limits:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold positions 0..num_tokens-1."""
         return -(-num_tokens // self.page_size)
+
+    def chunk_cost(self, start: int, num_tokens: int) -> float:
+        """What a chunk takes of a prefill step, which is 1: its tokens, and the keys that they attend to."""
+        return num_tokens / self.chunk_tokens + num_tokens * (start + num_tokens / 2) * self._pair_cost
+
+    def affordable(self, budget: float, start: int) -> int:
+        """The longest chunk from position `start` that costs at most `budget`: the root of a quadratic."""
+        per_token = 1 / self.chunk_tokens + start * self._pair_cost
+        budget += 1e-9  # so that rounding does not take a token off a whole chunk
+        return int(2 * budget / (per_token + math.sqrt(per_token**2 + 2 * self._pair_cost * budget)))
 
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""

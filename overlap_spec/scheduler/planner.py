@@ -38,12 +38,12 @@ class Planner:
         work: list[SlotWork] = []
         requests: list[Request] = []
         ends: list[int] = []
-        budget = self.limits.chunk_tokens
-        while budget > 0 and (request := self._next_to_prefill()):
+        budget = 1.0  # of a step; what is left is checked for the request at hand
+        while self.limits.affordable(budget, 0) and (request := self._next_to_prefill()):
             end = self._chunk_end(request, budget, alone=not work)
             if end == request.planned_len:
                 break
-            budget -= end - request.planned_len
+            budget -= self.limits.chunk_cost(request.planned_len, end - request.planned_len)
             work.append(self._chunk(request, end))
             requests.append(request)
             ends.append(end)
@@ -62,9 +62,10 @@ class Planner:
             self.counters.admitted(request)
         return request
 
-    def _chunk_end(self, request: Request, budget: int, alone: bool) -> int:
+    def _chunk_end(self, request: Request, budget: float, alone: bool) -> int:
         """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the budget ends."""
-        end = request.planned_len + budget
+        most = self.limits.affordable(budget, request.planned_len)
+        end = request.planned_len + (max(most, 1) if alone else most)
         if end >= request.target:
             return request.target
         aligned = end - end % self.limits.page_size

@@ -15,7 +15,7 @@ from overlap_spec.transport import Inbox, Outlet
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels
-from overlap_spec.worker.warmup import measure_chunk, warm_up
+from overlap_spec.worker.warmup import ChunkSize, measure_chunk, warm_up
 
 
 class Worker:
@@ -57,7 +57,7 @@ class Worker:
             await asyncio.wrap_future(handle.finished)  # a draft that fails after its step's tokens left
 
 
-def worker_ready(geometry: Geometry, models: LoadedModels, chunk_tokens: int) -> WorkerReady:
+def worker_ready(geometry: Geometry, models: LoadedModels, chunk: ChunkSize) -> WorkerReady:
     """What the scheduler needs to know."""
     return WorkerReady(
         num_slots=geometry.num_slots,
@@ -68,7 +68,8 @@ def worker_ready(geometry: Geometry, models: LoadedModels, chunk_tokens: int) ->
         max_depth=MAX_DEPTH,
         key_lookahead=models.method.key_lookahead,
         vocab_size=models.target.vocab_size,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=chunk.tokens,
+        chunk_pairs=chunk.pairs,
     )
 
 
@@ -86,8 +87,8 @@ async def main(context: ActorContext) -> None:
         context.progress("warming up", 0, 0)
         warm_up(executor, geometry)
         measured = settings.model.device == "cpu" and settings.scheduler.chunk_tokens is None
-        chunk_tokens = measure_chunk(executor, geometry) if measured else geometry.max_chunk
-        scheduler.send(worker_ready(geometry, models, chunk_tokens))
+        chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
+        scheduler.send(worker_ready(geometry, models, chunk))
         context.ready(
             {
                 "device": device_name(settings.model.device),
@@ -95,7 +96,7 @@ async def main(context: ActorContext) -> None:
                 "pages": geometry.num_pages - 1,
                 "page_size": geometry.page_size,
                 "slots": geometry.num_slots,
-                "chunk_tokens": chunk_tokens,
+                "chunk_tokens": chunk.tokens,
                 "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
             }
         )

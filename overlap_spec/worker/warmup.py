@@ -6,6 +6,7 @@ the next owner resets the slot, and nobody reads the dummy page.
 
 import time
 from array import array
+from dataclasses import dataclass
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.worker.executor import Executor
@@ -28,18 +29,34 @@ def warm_up(executor: Executor, geometry: Geometry) -> None:
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
 
 
-def measure_chunk(executor: Executor, geometry: Geometry) -> int:
-    """Prompt tokens that a prefill step may hold so that it takes at most half a second, at the far end of the context.
+@dataclass(frozen=True)
+class ChunkSize:
+    """How much prompt a prefill step may hold (`WorkerReady`)."""
 
-    A chunk is slowest where it attends to the most keys. Call it after `warm_up`.
+    tokens: int
+    pairs: int
+
+
+def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
+    """Size prefill steps so that one takes at most half a second, by timing one at either end of the context.
+
+    The difference between the two is attention to the keys before the chunk. Call it after `warm_up`.
     """
     num_tokens = min(PROBE_TOKENS, geometry.max_len - 1)
-    plan = _prefill(geometry, GREEDY, start=geometry.max_len - 1 - num_tokens, num_tokens=num_tokens)
+    far = geometry.max_len - 1 - num_tokens
+    near_s, far_s = (
+        min(_timed(executor, _prefill(geometry, GREEDY, start, num_tokens)) for _ in range(2)) for start in (0, far)
+    )
+    fitting = int(CHUNK_SECONDS / near_s * num_tokens)
+    tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))
+    attention_s = max(far_s - near_s, 0.0)
+    return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0)
+
+
+def _timed(executor: Executor, plan: StepPlan) -> float:
     started = time.perf_counter()
     _run(executor, plan)
-    seconds = time.perf_counter() - started
-    fitting = int(CHUNK_SECONDS / seconds * num_tokens)
-    return max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))
+    return time.perf_counter() - started
 
 
 def _prefill(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:

@@ -40,6 +40,7 @@ def random_config(rng: random.Random, crowded: bool) -> RingConfig:
         num_pages=pool_tokens // page_size + 1,
         num_slots=rng.randint(2, 6),
         chunk_tokens=max(page_size, rng.choice([5, 16, 64])),
+        chunk_pairs=rng.choice([0, 300]),
         max_len=120,
         prefix_cache=rng.random() < 0.8,
     )

@@ -327,3 +327,12 @@ def test_a_victim_in_flight_is_not_passed_in_the_queue():
     assert victim.cached_tokens == 0 and list(bench.tokens) == [1, 2, 3]
     bench.check_streams()
     bench.check_drained()
+
+
+def test_chunks_get_shorter_deep_in_a_context():
+    limits = Bench(make_ready(chunk_tokens=64, chunk_pairs=64 * 100)).scheduler.limits
+    lengths = [limits.affordable(1.0, start) for start in (0, 100, 200)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[2] >= 1
+    for start, length in zip((0, 100, 200), lengths, strict=True):
+        assert limits.chunk_cost(start, length) <= 1 + 1e-6 < limits.chunk_cost(start, length + 1)
+    assert Bench(make_ready(chunk_tokens=64)).scheduler.limits.affordable(1.0, 5000) == 64

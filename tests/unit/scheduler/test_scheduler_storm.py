@@ -25,6 +25,7 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         max_depth=2,
         key_lookahead=rng.randint(0, 1),
         chunk_tokens=rng.choice([3, 8, 16, 64]),
+        chunk_pairs=200 if seed % 3 == 0 else 0,
         max_len=120,
     )
     return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85)
