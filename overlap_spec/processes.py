@@ -14,6 +14,8 @@ from pathlib import Path
 
 from overlap_spec.config import Settings, child_environment
 
+KILL_S = 1.0  # for killed processes to be gone: giving back much GPU memory takes a driver a while
+
 Exited = Callable[[str, int], None]  # role, exit status (negative: the signal that ended it)
 
 
@@ -54,13 +56,17 @@ class Children:
         return not running
 
     async def kill(self) -> None:
-        """End every child that still runs, and wait for it."""
+        """End every child that still runs, and wait until it is gone, but no longer than KILL_S."""
         for process in self._processes.values():
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-        if self._watchers:
-            await asyncio.wait(self._watchers)
+        await self.wait(KILL_S)
+
+    def forget(self) -> None:
+        """Stop watching. The kernel ends what was killed and not yet gone."""
+        for watcher in self._watchers:
+            watcher.cancel()
 
     async def _watch(self, role: str, process: asyncio.subprocess.Process) -> None:
         self._on_exit(role, await process.wait())

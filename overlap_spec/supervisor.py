@@ -100,6 +100,7 @@ class Supervisor:
         try:
             await self._children.kill()
         finally:
+            self._children.forget()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -124,8 +125,12 @@ class Supervisor:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _listen(self) -> None:
-        while True:
-            self._dispatch(await self._inbox.recv())
+        try:
+            while True:
+                self._dispatch(await self._inbox.recv())
+        except Exception as error:  # a progress callback, say: without this task nobody would ever be ready
+            log.exception("the supervisor has failed")
+            self.fail(ActorDied("supervisor", f"{type(error).__name__}: {error}"))
 
     def _dispatch(self, message: ToSupervisor) -> None:
         match message:

@@ -16,8 +16,11 @@ from typing import Any
 VERSIONED = ("overlap-spec", "torch", "triton", "transformers", "pyzmq", "msgspec")
 
 
-def describe_run(device: str, num_threads: int) -> dict[str, Any]:
-    """Facts of this machine and this command line. `device`: the worker's, as its start-up facts name it."""
+def describe_run(device: str, num_threads: int, commit: str | None = None) -> dict[str, Any]:
+    """Facts of this machine and this command line.
+
+    `device`: the worker's, as its start-up facts name it. `commit`: for a source tree without git metadata.
+    """
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
@@ -25,7 +28,7 @@ def describe_run(device: str, num_threads: int) -> dict[str, Any]:
         "num_threads": num_threads,
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONED if (version := _version(name))},
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "command": shlex.join(["overlap-spec", *sys.argv[1:]]),
     }
 

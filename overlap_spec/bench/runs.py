@@ -35,6 +35,7 @@ class Workload:
     num_tokens: int = 256
     temperature: float = 0.0
     batch_sizes: tuple[int, ...] = (1, 8, 64)
+    commit: str | None = None  # of the source tree, where git cannot say
 
     def texts(self) -> list[str]:
         """The chat prompts."""
@@ -49,7 +50,7 @@ async def run_latency(config: EngineConfig, workload: Workload, plain: bool, bas
     report: dict[str, Any] = {"benchmark": "latency", "workload": _describe(workload)}
     for name, asked in _variants(config, plain):
         async with Engine(asked) as engine:
-            report.setdefault("run", _describe_engine(engine))
+            report.setdefault("run", _describe_engine(engine, workload))
             report[name] = await measure_latency(engine.client, workload.texts(), sampling)
             report[name]["settings"] = _spec_of(engine)
             settings = engine.settings
@@ -64,7 +65,7 @@ async def run_throughput(config: EngineConfig, workload: Workload, plain: bool) 
     report: dict[str, Any] = {"benchmark": "throughput", "workload": _describe(workload)}
     for name, asked in _variants(config, plain):
         async with Engine(asked) as engine:
-            report.setdefault("run", _describe_engine(engine))
+            report.setdefault("run", _describe_engine(engine, workload))
             prompts = await _token_prompts(engine, workload)
             server = HttpServer(create_app(engine.client, _server_info(engine), lambda: (True, "")), "127.0.0.1", 0)
             await server.start()
@@ -121,9 +122,9 @@ def _describe(workload: Workload) -> dict[str, Any]:
     return {name: getattr(workload, name) for name in ("prompts", "num_tokens", "temperature")}
 
 
-def _describe_engine(engine: Engine) -> dict[str, Any]:
+def _describe_engine(engine: Engine, workload: Workload) -> dict[str, Any]:
     device = engine.facts.get("worker", {}).get("device", engine.settings.model.device)
-    return describe_run(str(device), engine.settings.num_threads)
+    return describe_run(str(device), engine.settings.num_threads, workload.commit)
 
 
 def _spec_of(engine: Engine) -> dict[str, Any]:

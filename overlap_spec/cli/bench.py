@@ -29,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sizes", default="1,8,64", metavar="N,N,..", help="of throughput runs")
     parser.add_argument("--with-plain", action="store_true", help="measure the engine without speculation too")
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
+    parser.add_argument("--commit", metavar="SHA", help="of the source, where there is no git metadata")
     add_engine_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     if arguments.what == "scheduler":
-        run_facts = describe_run("none (fake worker)", 1)
+        run_facts = describe_run("cpu", 1, arguments.commit)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
         report: dict[str, Any] = {"benchmark": "scheduler", "run": run_facts, "batches": batches}
     else:
@@ -48,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = engine_config(arguments, log_level="warning")
-    workload = Workload(arguments.prompts, arguments.num_tokens, arguments.temperature, _sizes(arguments.batch_sizes))
+    workload = Workload(
+        arguments.prompts, arguments.num_tokens, arguments.temperature, _sizes(arguments.batch_sizes), arguments.commit
+    )
     if arguments.what == "latency":
         return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers)
     if arguments.with_transformers:

@@ -75,7 +75,7 @@ def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service,
 
 
 def test_sigterm_refuses_new_requests_and_finishes_open_ones(own_service: Service) -> None:
-    stream = Stream(own_service.url, max_tokens=2500)
+    stream = Stream(own_service.url, max_tokens=800)
     own_service.terminate()
     deadline = time.monotonic() + END_S
     while own_service.get("/health").status_code != 503:

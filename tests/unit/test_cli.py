@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,8 @@ def test_public_names_load_when_they_are_used() -> None:
         assert getattr(overlap_spec, name)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = overlap_spec.Nothing
+
+
+def test_the_version_is_the_packages() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert pyproject["project"]["version"] == __version__

@@ -111,6 +111,18 @@ def test_a_drain_is_bounded_and_a_stubborn_actor_is_killed(tmp_path: Path, monke
     asyncio.run(scenario())
 
 
+def test_a_progress_callback_that_fails_ends_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        run_dir = RunDirectory(tmp_path)
+        supervisor = Supervisor(run_dir, OBEDIENT, lambda what, done, total: print(1 // 0))
+        with pytest.raises(ActorDied, match="supervisor: ZeroDivisionError"):
+            await supervisor.start(fake_settings())
+        await supervisor.stop()
+        run_dir.remove()
+
+    asyncio.run(scenario())
+
+
 def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path) as supervisor:

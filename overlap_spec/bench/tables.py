@@ -1,0 +1,122 @@
+"""Writes the tables of a Markdown file from result files: no figure in a README is typed by hand.
+
+    python -m overlap_spec.bench.tables README.md kernels/overlap_spec_kernels/README.md [--check]
+
+A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the current
+directory; what is between is replaced. With --check nothing is written, and the status is 1 if something would be.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Report = dict[str, Any]
+NAMES = {"engine": "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})", "plain": "overlap-spec, plain"}
+
+
+def fill(text: str, root: Path) -> str:
+    """The text with every marked table made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        report = json.loads((root / match[2]).read_text())
+        return f"{match[1]}{render(report)}\n{match[3]}"
+
+    return MARKED.sub(replace, text)
+
+
+def render(report: Report) -> str:
+    """One report as a Markdown table with its origin below."""
+    return "\n".join((*RENDERERS[report.get("benchmark", "kernels")](report), "", _origin(report)))
+
+
+def _origin(report: Report) -> str:
+    """Hardware, commit, versions and command: without them a figure is worth nothing."""
+    run = report.get("run", report)
+    device = run.get("gpu") or run["device"]
+    if device == "cpu":
+        device = f"{run['cpu']}, {run['num_threads']} threads"
+    versions = ", ".join(
+        f"{name} {version}" for name, version in run["versions"].items() if name in ("torch", "triton")
+    )
+    return f"{device}; commit {run['commit']}; {versions}; `{run['command']}`"
+
+
+def _latency(report: Report) -> list[str]:
+    baseline = report.get("transformers", {}).get("tokens_per_second")
+    rows = []
+    for name in ("engine", "plain", "transformers"):
+        if name not in report:
+            continue
+        part = report[name]
+        label = NAMES[name].format(**part["settings"]) if name in NAMES else part["engine"]
+        speed = part["tokens_per_second"]
+        ratio = f"{speed / baseline:.2f}" if baseline else ""
+        first = part.get("first_token_ms_median", "")
+        rows.append([label, speed, ratio, part.get("accept_length", ""), part.get("step_ms", ""), first])
+    head = ["", "tok/s", "against transformers", "accept length", "step, ms", "first token, ms (median)"]
+    return _table(head, rows)
+
+
+def _throughput(report: Report) -> list[str]:
+    rows = []
+    for name in ("engine", "plain"):
+        if name in report:
+            label = NAMES[name].format(**report[name]["settings"])
+            rows += [_batch_row(label, batch) for batch in report[name]["batches"]]
+    return _table(["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"], rows)
+
+
+def _batch_row(label: str, batch: Report) -> list[Any]:
+    figures = ("batch", "tokens_per_second", "streamed_tokens_per_second", "accept_length", "step_ms")
+    return [label, *(batch[figure] for figure in figures)]
+
+
+def _scheduler(report: Report) -> list[str]:
+    rows = [[row["batch"], row["mean_ms"], row["median_ms"], row["p99_ms"]] for row in report["batches"]]
+    return _table(["batch", "mean, ms", "median, ms", "p99, ms"], rows)
+
+
+def _kernels(report: Report) -> list[str]:
+    rows = [
+        [f"`{row['op']}`", row["model"], row["workload"], row["time_us"], row["gb_per_s"], f"{row['share']:.0%}"]
+        for row in report["measurements"]
+    ]
+    return _table(["op", "model", "workload", "time, us", "GB/s", "share of copy"], rows)
+
+
+def _table(head: list[str], rows: list[list[Any]]) -> list[str]:
+    cells = [head, ["---", *["---:"] * (len(head) - 1)], *([_cell(value) for value in row] for row in rows)]
+    return ["| " + " | ".join(row) + " |" for row in cells]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+
+
+RENDERERS: dict[str, Callable[[Report], list[str]]] = {
+    "latency": _latency,
+    "throughput": _throughput,
+    "scheduler": _scheduler,
+    "kernels": _kernels,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit status."""
+    check = "--check" in arguments
+    stale = 0
+    for path in (Path(argument) for argument in arguments if argument != "--check"):
+        text = path.read_text()
+        filled = fill(text, Path.cwd())
+        stale += filled != text
+        if not check:
+            path.write_text(filled)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""Properties of the whole ring that a storm would show only by luck: cache hits, seeds, order of plans."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from ring import Answer, Ring, RingConfig, running, tiny_loaded
+from tiny_tokenizer import write_tokenizer
+
+from overlap_spec.messages import SamplingParams, StepResult
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+PROMPT = [(7 * i) % 100 + 10 for i in range(45)]
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.95, seed=1234, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def with_ring(codec: TextCodec, config: RingConfig, use: Callable[[Ring], Awaitable[object]]) -> object:
+    async def main() -> object:
+        async with running(tiny_loaded(7, config.num_steps), config, codec) as ring:
+            return await use(ring)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_repeated_prompt_comes_from_the_cache(codec: TextCodec, num_steps: int, page_size: int) -> None:
+    async def twice(ring: Ring) -> tuple[Answer, Answer]:
+        return await ring.ask(PROMPT, GREEDY), await ring.ask(PROMPT, GREEDY)
+
+    first, second = with_ring(codec, RingConfig(num_steps=num_steps, page_size=page_size), twice)
+    assert first.usage.cached_tokens == 0
+    assert second.usage.cached_tokens >= len(PROMPT) - page_size - 1
+    assert second.token_ids == first.token_ids
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_request_gives_the_same_tokens_in_any_company(codec: TextCodec, sampling: SamplingParams) -> None:
+    """Method, number of steps, depth, page size, batch and cache state."""
+
+    async def alone(ring: Ring) -> Answer:
+        return await ring.ask(PROMPT, sampling)
+
+    async def crowded(ring: Ring) -> Answer:
+        others = [ring.start(f"o{i}", PROMPT[: 10 + i], SAMPLED) for i in range(3)]
+        answer = await ring.ask(PROMPT, sampling)
+        await asyncio.gather(*(other.done.wait() for other in others))
+        return answer
+
+    expected = with_ring(codec, RingConfig(num_steps=0, depth=1), alone).token_ids
+    for num_steps in (0, 1, 3, 5):
+        for depth, page_size, use in ((1, 4, crowded), (2, 1, alone), (2, 16, crowded)):
+            config = RingConfig(num_steps=num_steps, depth=depth, page_size=page_size)
+            assert with_ring(codec, config, use).token_ids == expected, config
+
+
+@pytest.mark.parametrize(("depth", "ahead"), [(1, 0), (2, 1)])
+def test_the_next_plan_leaves_before_the_last_result_is_dispatched(codec: TextCodec, depth: int, ahead: int) -> None:
+    sent_at_dispatch: list[tuple[int, int]] = []
+
+    async def watched(ring: Ring) -> None:
+        dispatch = ring.scheduler.dispatch
+
+        def noting(message) -> None:
+            if isinstance(message, StepResult):
+                sent_at_dispatch.append((message.step_id, ring.plans.sent[-1]))
+            dispatch(message)
+
+        ring.scheduler.dispatch = noting
+        await ring.ask(PROMPT, GREEDY)
+
+    with_ring(codec, RingConfig(depth=depth, chunk_tokens=64), watched)
+    steady = sent_at_dispatch[1:-2]  # the last steps are known to finish the request: nothing follows them
+    assert steady and all(last - step == ahead for step, last in steady), sent_at_dispatch
