@@ -336,6 +336,25 @@ def _resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) 
     return steps, steps + 1
 
 
+def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
+    """Every flag with the value that is in force: what was asked for, automatic values settled."""
+    spec = settings.spec
+    speculating = spec.width > 1
+    return msgspec.structs.asdict(config) | {
+        "served_model_name": settings.model.name,
+        "dtype": settings.model.dtype,
+        "device": settings.model.device,
+        "context_length": settings.model.max_len,
+        "mem_fraction_static": settings.cache.mem_fraction,
+        "max_running_requests": settings.scheduler.max_running_requests,
+        "speculative_algorithm": spec.method,
+        "speculative_draft_model_path": spec.draft_path,
+        "speculative_num_steps": spec.num_steps if speculating else None,
+        "speculative_eagle_topk": spec.topk if speculating else None,
+        "speculative_num_draft_tokens": spec.width if speculating else None,
+    }
+
+
 def without_speculation(config: EngineConfig) -> EngineConfig:
     """The same engine, decoding plainly: what speculation is compared with."""
     fields = {name: None for name in config.__struct_fields__ if name.startswith("speculative_")}

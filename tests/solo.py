@@ -28,14 +28,14 @@ class Solo:
         config = EngineConfig(max_total_tokens=2048, max_running_requests=1, **flags)  # type: ignore[arg-type]
         has_cuda = flags.get("device") == "cuda"
         settings, _ = resolve(config, files, Machine(num_cores, has_cuda))
-        self._executor: Executor
+        self.executor: Executor
         self._geometry: Geometry
-        self._executor, self._geometry, _ = build(settings, lambda done, total: None)
+        self.executor, self._geometry, _ = build(settings, lambda done, total: None)
         self._depth = depth
         self._eos = files.eos_token_ids
 
     def close(self) -> None:
-        self._executor.close()
+        self.executor.close()
 
     def answer(self, prompt: list[int], sampling: SamplingParams) -> SoloAnswer:
         """Decode until a stop id is drawn or max_new_tokens are out."""
@@ -66,14 +66,14 @@ class Solo:
         return SoloAnswer(tokens[: min(end, sampling.max_new_tokens)], runs, guesses)
 
     def _launch(self, phase: Phase, work: SlotWork) -> StepHandle:
-        handle = self._executor.launch(StepPlan(0, phase, [work], self._geometry.width))
+        handle = self.executor.launch(StepPlan(0, phase, [work], self._geometry.width))
         if self._depth == 1:
             handle.finished.result()
         return handle
 
     def _window(self) -> list[int]:
         """The guesses that the next step will verify."""
-        return self._executor.slots.window[0, 1:].tolist()
+        return self.executor.slots.window[0, 1:].tolist()
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,12 @@ def runs_triton(tensor: Tensor) -> bool:
 
 
 def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
+    """The quotient, rounded up."""
     return -(-numerator // denominator)
 
 

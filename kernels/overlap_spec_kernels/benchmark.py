@@ -78,6 +78,7 @@ class Measurement:
 
 
 def main() -> None:
+    """Measure, print a table, write the report."""
     parser = argparse.ArgumentParser(prog="overlap_spec_kernels.benchmark", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", default="", help="recorded in the report")
@@ -119,12 +120,14 @@ def run(commit: str) -> dict[str, Any]:
 
 
 def measure(case: Case, ceiling: float) -> Measurement:
+    """Check the op against its twin, then time it."""
     time_ms = median_ms(case.call)
     gb_per_s = case.num_bytes / time_ms / 1e6
     return Measurement(*case[:4], time_us=time_ms * 1e3, gb_per_s=gb_per_s, share=gb_per_s / ceiling)
 
 
 def median_ms(call: Callable[[], object]) -> float:
+    """Median time of a call, in ms, with a cold L2 cache."""
     from triton.testing import do_bench
 
     return float(do_bench(call, return_mode="median"))
@@ -138,6 +141,7 @@ def copy_bandwidth() -> float:
 
 
 def all_cases() -> Iterator[Case]:
+    """Every op on every model and workload."""
     for model, shape in MODELS.items():
         for num_rows in NUM_ROWS:
             yield from row_cases(model, shape, num_rows)
@@ -147,6 +151,7 @@ def all_cases() -> Iterator[Case]:
 
 
 def row_cases(model: str, shape: Shape, num_rows: int) -> Iterator[Case]:
+    """The ops that work row by row."""
     x, residual = (torch.randn(num_rows, shape.hidden, dtype=DTYPE, device="cuda") for _ in range(2))
     weight = torch.randn(shape.hidden, dtype=DTYPE, device="cuda")
     gate_up = torch.randn(num_rows, 2 * shape.intermediate, dtype=DTYPE, device="cuda")
@@ -160,6 +165,7 @@ def row_cases(model: str, shape: Shape, num_rows: int) -> Iterator[Case]:
 
 
 def rope_case(model: str, heads: HeadShape, num_rows: int) -> Case:
+    """Rotation of q and k, and the write of k and v."""
     inputs = tuple(to_device(value, "cuda") for value in rope_inputs(heads, num_rows, PAGE_SIZE, DTYPE))
     q, k, v, *_ = inputs
     angles = num_rows * heads.head_dim * 4
@@ -168,6 +174,7 @@ def rope_case(model: str, heads: HeadShape, num_rows: int) -> Case:
 
 
 def attention_case(model: str, heads: HeadShape, workload: str, requests: list[tuple[int, int]]) -> Case:
+    """Attention of (first position, rows) requests."""
     inputs = attention_inputs(heads, requests, PAGE_SIZE, DTYPE)
     num_keys = sum(first + rows for first, rows in requests)
     kv_bytes = 2 * num_keys * heads.num_kv_heads * heads.head_dim * inputs.q.element_size()
@@ -199,10 +206,12 @@ def case_of(
 
 
 def widened(value: Any) -> Any:
+    """A 16-bit tensor as float32, to compare with; anything else as it is."""
     return value.float() if isinstance(value, Tensor) and value.dtype == DTYPE else value
 
 
 def size_of(tensor: object) -> int:
+    """Bytes of a tensor."""
     assert isinstance(tensor, Tensor)
     return tensor.numel() * tensor.element_size()
 

@@ -220,10 +220,7 @@ def _paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per (tile, KV head and split, request). Rows m of a block are (row, head) pairs, head fastest.
-
-    Writes the output, or with SPLIT the undivided sum and its (highest score, denominator).
-    """
+    """Program (tile, KV head and split, request); m of a block is (row, head). SPLIT writes undivided sums, stats."""
     kv_head = tl.program_id(1) // num_splits
     split = tl.program_id(1) % num_splits
     request = tl.program_id(2).to(tl.int64)

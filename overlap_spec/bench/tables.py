@@ -80,6 +80,11 @@ def _scheduler(report: Report) -> list[str]:
     return _table(["batch", "mean, ms", "median, ms", "p99, ms"], rows)
 
 
+def _draft_noise(report: Report) -> list[str]:
+    rows = [[row["temperature"], row["draws"], round(row["accept_length"], 3)] for row in report["figures"]]
+    return _table(["temperature", "guesses drawn with", "accept length"], rows)
+
+
 def _kernels(report: Report) -> list[str]:
     rows = [
         [f"`{row['op']}`", row["model"], row["workload"], row["time_us"], row["gb_per_s"], f"{row['share']:.0%}"]
@@ -101,6 +106,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
     "scheduler": _scheduler,
+    "draft_noise": _draft_noise,
     "kernels": _kernels,
 }
 

@@ -3,10 +3,9 @@
 Not here: the app (`server/app.py`).
 """
 
-import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, settled_flags
 from overlap_spec.engine import Engine
 from overlap_spec.server.interfaces import ServerInfo
 from overlap_spec.server.problems import Problem
@@ -42,6 +41,6 @@ def server_info(config: EngineConfig, engine: Engine) -> ServerInfo:
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
-        settings=msgspec.structs.asdict(config),
+        settings=settled_flags(config, settings),
         facts=dict(engine.facts),
     )

@@ -49,7 +49,7 @@ class Executor:
         self._device = device
         self.slots = slots
         self._target = target
-        self._method = method
+        self.method = method
         self._page_size = page_size
         self._token_ids = torch.arange(target.vocab_size, device=device.torch_device)
         self._launcher = ThreadPoolExecutor(1, "launch")
@@ -92,12 +92,12 @@ class Executor:
         rows = window_rows(batch, plan.width, self._page_size)
         output = self._target.forward(window.tokens.clamp(min=0).reshape(-1), rows)
         logits = self._target.logits(output.hidden).view(len(plan.work), plan.width, -1)
-        verdict = self._method.verifier.verify(window, logits, batch)
+        verdict = self.method.verifier.verify(window, logits, batch)
         after = self.slots.commit(batch, verdict)
         self._publish(handle, started, verdict.tokens, window.num_proposed)  # tokens leave before the draft works
 
-        self._method.proposer.extend(batch, rows, output, verdict)
-        self.slots.set_guesses(after, self._method.proposer.propose(after))
+        self.method.proposer.extend(batch, rows, output, verdict)
+        self.slots.set_guesses(after, self.method.proposer.propose(after))
 
     def _prefill(self, handle: StepHandle) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
@@ -127,10 +127,10 @@ class Executor:
             next_tokens[last_rows] = drawn
         self._publish(handle, started, published, torch.zeros_like(published[:, 0]))
 
-        self._method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
+        self.method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
         if chunks.completed:
             after = self.slots.start(batch, lengths, drawn)
-            self.slots.set_guesses(after, self._method.proposer.propose(after))
+            self.slots.set_guesses(after, self.method.proposer.propose(after))
 
     def _load(self, plan: StepPlan, *runs: Iterable[int]) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
