@@ -1,8 +1,7 @@
 """What a user asks for (`EngineConfig`, one field per flag) and what is run (`Settings`, by owner).
 
-Not here: argparse (`cli.py`), files and hubs (`hub.py`). `resolve` is pure: the same request on the same
-machine gives the same settings. Every automatic value is settled in it, once, and printed at start; the
-one exception is what only the worker can measure (page count, chunk size), which travels in WorkerReady.
+Not here: how the one becomes the other (`resolve.py`), argparse (`cli/`), files and hubs (`hub/`). The environment
+is read here and nowhere else.
 """
 
 import os
@@ -11,8 +10,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from overlap_spec.errors import ConfigError
-
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Algorithm = Literal["NONE", "EAGLE3"]
@@ -20,9 +17,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2"
 SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
+PLAIN: Algorithm = "NONE"
 MAX_STEPS = 8
-DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
-DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
 MIB = 1 << 20
 
 
@@ -172,193 +168,6 @@ class Settings(Struct, frozen=True):
     skip_tokenizer_init: bool
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
-
-
-def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[Settings, list[str]]:
-    """Settle every automatic value. Returns the settings and notes for the log (what was adjusted, and why).
-
-    Raises: ConfigError naming the flag.
-    """
-    notes: list[str] = []
-    spec = _resolve_spec(config, files, notes)
-    device = _resolve_device(config, machine)
-    depth = 1 if config.disable_overlap_schedule else 2
-    running = config.max_running_requests
-    if running is None:
-        running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
-    settings = Settings(
-        model=ModelSettings(
-            name=config.served_model_name or config.model_path,
-            files=files,
-            dtype=_resolve_dtype(config, device),
-            device=device,
-            max_len=_resolve_context(config, files),
-        ),
-        spec=spec,
-        cache=_resolve_cache(config),
-        scheduler=SchedulerSettings(
-            max_running_requests=running, depth=depth, chunk_tokens=_resolve_chunk(config), seed=config.random_seed
-        ),
-        server=ServerSettings(host=config.host, port=config.port, api_key=config.api_key),
-        link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
-        skip_tokenizer_init=config.skip_tokenizer_init,
-        log_level=config.log_level,
-        num_threads=machine.num_cores,
-    )
-    return settings, notes
-
-
-def _resolve_device(config: EngineConfig, machine: Machine) -> str:
-    if config.device == "cuda" and not machine.has_cuda:
-        raise ConfigError("device", "cuda was asked for, but no CUDA driver with a device was found; use cpu or auto")
-    if config.device == "auto":
-        return "cuda" if machine.has_cuda else "cpu"
-    return config.device
-
-
-def _resolve_dtype(config: EngineConfig, device: str) -> str:
-    if config.dtype == "float64" and device != "cpu":
-        raise ConfigError("dtype", "float64 is for tests on a CPU; use float32, bfloat16 or float16 on cuda")
-    if config.dtype == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    return config.dtype
-
-
-def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
-    asked = config.context_length
-    if asked is not None and asked > files.context_length:
-        raise ConfigError("context_length", f"{asked} exceeds the model's context of {files.context_length} tokens")
-    return asked or files.context_length
-
-
-def _resolve_chunk(config: EngineConfig) -> int | None:
-    chunk = config.chunked_prefill_size
-    if chunk is not None and chunk != -1 and chunk < config.page_size:
-        raise ConfigError(
-            "chunked_prefill_size", f"must be -1 (unbounded) or at least the page size {config.page_size}, got {chunk}"
-        )
-    return chunk
-
-
-def _resolve_cache(config: EngineConfig) -> CacheSettings:
-    total = config.max_total_tokens
-    if total is not None and total < config.page_size:
-        raise ConfigError("max_total_tokens", f"must hold at least one page of {config.page_size} tokens, got {total}")
-    return CacheSettings(
-        page_size=config.page_size,
-        max_total_tokens=total,
-        mem_fraction=config.mem_fraction_static or 0.88,
-        prefix_cache=not config.disable_radix_cache,
-    )
-
-
-def _resolve_endpoint(config: EngineConfig) -> str | None:
-    endpoint = config.zmq_endpoint
-    if endpoint is None or endpoint.startswith("ipc://"):
-        return endpoint
-    if not endpoint.startswith("tcp://"):
-        raise ConfigError("zmq_endpoint", f"must start with ipc:// or tcp://, got {endpoint!r}")
-    address = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if address not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
-        raise ConfigError("zmq_endpoint", f"{endpoint} is reachable from other machines: it needs --api-key")
-    return endpoint
-
-
-def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> SpecSettings:
-    """Explicit speculative flags replace an alias's preset as a set; without any, the preset holds."""
-    numbers = (
-        config.speculative_num_steps,
-        config.speculative_eagle_topk,
-        config.speculative_num_draft_tokens,
-    )
-    method = config.speculative_algorithm
-    asked = (method, config.speculative_draft_model_path, *numbers)
-    if all(flag is None for flag in asked):
-        if files.preset_spec is None:
-            return SpecSettings("NONE", None, 0, 0, 1)
-        preset, num_steps, topk, width = files.preset_spec
-        return SpecSettings(preset, files.preset_draft, num_steps, topk, width)
-    if method is None:
-        raise ConfigError("speculative_algorithm", "missing: another --speculative flag was given; name NONE or EAGLE3")
-    if method == "NONE":
-        _refuse_with_none(config)
-        return SpecSettings("NONE", None, 0, 0, 1)
-    draft = config.speculative_draft_model_path or files.preset_draft
-    if draft is None:
-        raise ConfigError("speculative_draft_model_path", f"{method} needs a draft head: give its directory or hub id")
-    num_steps, width = _resolve_numbers(config, files, notes)
-    return SpecSettings(method, draft, num_steps, 1, width)
-
-
-def _refuse_with_none(config: EngineConfig) -> None:
-    for field in config.__struct_fields__:
-        if field.startswith("speculative_") and field != "speculative_algorithm" and getattr(config, field) is not None:
-            raise ConfigError(field, "has no effect with --speculative-algorithm NONE; leave it out")
-
-
-def _resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -> tuple[int, int]:
-    """Returns (num_steps, width); all three numbers or none, as in SGLang."""
-    steps, topk, tokens = (
-        config.speculative_num_steps,
-        config.speculative_eagle_topk,
-        config.speculative_num_draft_tokens,
-    )
-    if steps is None and topk is None and tokens is None:
-        if files.preset_spec is not None:
-            _, steps, _, width = files.preset_spec
-            return steps, width
-        is_llama = "LlamaForCausalLM" in files.config.get("architectures", ())
-        steps = 5 if is_llama else 3
-        notes.append(
-            f"speculative numbers set to ({steps}, 1, {steps + 1}): the default for "
-            f"{'Llama' if is_llama else 'this architecture'}, as a chain (trees are not supported yet)"
-        )
-        return steps, steps + 1
-    if steps is None or topk is None or tokens is None:
-        missing = [
-            name
-            for name, value in (
-                ("speculative_num_steps", steps),
-                ("speculative_eagle_topk", topk),
-                ("speculative_num_draft_tokens", tokens),
-            )
-            if value is None
-        ]
-        raise ConfigError(
-            missing[0],
-            "give --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens"
-            " together, or none of them",
-        )
-    if topk > 1:
-        raise ConfigError("speculative_eagle_topk", f"trees are not supported yet, got {topk}; use 1 (a chain)")
-    if tokens != steps + 1:
-        notes.append(f"speculative_num_draft_tokens set from {tokens} to {steps + 1}: a chain (topk 1) has steps + 1")
-    return steps, steps + 1
-
-
-def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
-    """Every flag with the value that is in force: what was asked for, automatic values settled."""
-    spec = settings.spec
-    speculating = spec.width > 1
-    return msgspec.structs.asdict(config) | {
-        "served_model_name": settings.model.name,
-        "dtype": settings.model.dtype,
-        "device": settings.model.device,
-        "context_length": settings.model.max_len,
-        "mem_fraction_static": settings.cache.mem_fraction,
-        "max_running_requests": settings.scheduler.max_running_requests,
-        "speculative_algorithm": spec.method,
-        "speculative_draft_model_path": spec.draft_path,
-        "speculative_num_steps": spec.num_steps if speculating else None,
-        "speculative_eagle_topk": spec.topk if speculating else None,
-        "speculative_num_draft_tokens": spec.width if speculating else None,
-    }
-
-
-def without_speculation(config: EngineConfig) -> EngineConfig:
-    """The same engine, decoding plainly: what speculation is compared with."""
-    fields = {name: None for name in config.__struct_fields__ if name.startswith("speculative_")}
-    return msgspec.structs.replace(config, **fields | {"speculative_algorithm": "NONE"})
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:

@@ -16,10 +16,11 @@ from msgspec.structs import replace
 from overlap_spec.actor import ROLES
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client_calls import Delta
-from overlap_spec.config import EngineConfig, Settings, resolve
+from overlap_spec.config import EngineConfig, Settings
 from overlap_spec.config_fields import check_config
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import SamplingParams
+from overlap_spec.resolve import resolve
 from overlap_spec.run_directory import RunDirectory
 from overlap_spec.supervisor import Facts, Progress, Supervisor
 from overlap_spec.threads import in_daemon_thread

@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from overlap_spec.bench.report import describe_run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default=None, help="of the source tree, where there is no git metadata")
-    parser.addoption("--summaries", default=None, help="directory that full and cuda runs write their summaries to")
+    parser.addoption("--summaries", default=None, help="JSON file that full and cuda runs add their summaries to")
 
 
 @pytest.fixture
 def record_summary(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], None]:
-    """Write NAME.json with what was seen; does nothing without --summaries."""
+    """Note what was seen under NAME; does nothing without --summaries."""
 
     def record(name: str, figures: dict[str, Any], device: str = "cpu") -> None:
-        directory = request.config.getoption("--summaries")
-        if directory is not None:
-            test = request.node.nodeid
-            report = {
-                "test": test,
-                "run": describe_run(device, 0, request.config.getoption("--commit")),
-                "figures": figures,
-            }
-            (Path(directory) / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+        given = request.config.getoption("--summaries")
+        if given is None:
+            return
+        path, commit = Path(given), request.config.getoption("--commit")
+        summaries = json.loads(path.read_text()) if path.is_file() else {}
+        run = describe_run(device, torch.get_num_threads(), commit) | {"command": "pytest -m MARKER --summaries FILE"}
+        summaries[name] = {"test": request.node.nodeid, "run": run, "figures": figures}
+        path.write_text(json.dumps(summaries, indent=1) + "\n")
 
     return record

@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from overlap_spec.config import EngineConfig, Machine, ModelFiles, resolve
+from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.resolve import resolve
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.geometry import Geometry

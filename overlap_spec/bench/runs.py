@@ -15,9 +15,10 @@ from typing import Any
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.report import describe_run
 from overlap_spec.bench.throughput import measure_batch
-from overlap_spec.config import EngineConfig, child_environment, without_speculation
+from overlap_spec.config import EngineConfig, child_environment
 from overlap_spec.engine import Engine
 from overlap_spec.messages import SamplingParams
+from overlap_spec.resolve import without_speculation
 from overlap_spec.server.app import create_app
 from overlap_spec.server.interfaces import ServerInfo
 from overlap_spec.server.serve import HttpServer

@@ -16,9 +16,9 @@ from overlap_spec.config import (
     child_environment,
     decode_settings,
     encode_settings,
-    resolve,
 )
 from overlap_spec.errors import ConfigError
+from overlap_spec.resolve import resolve
 
 CPU = Machine(num_cores=2, has_cuda=False)
 GPU = Machine(num_cores=16, has_cuda=True)

@@ -6,7 +6,7 @@ import random
 import msgspec
 from fake_device import FakeDevice, make_admit, make_ready
 
-from overlap_spec.config import EngineConfig, Machine, ModelFiles, resolve
+from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -18,6 +18,7 @@ from overlap_spec.messages import (
     ToTokenizer,
     ToWorker,
 )
+from overlap_spec.resolve import resolve
 from overlap_spec.scheduler.actor import main
 from overlap_spec.transport import MemoryLink
 

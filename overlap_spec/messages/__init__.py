@@ -1,0 +1,129 @@
+"""What travels on each link: tagged, array-like, frozen msgspec structs, one union type per link.
+
+Not here: sockets (`transport.py`) and behaviour. A struct is named for where it goes. Times are seconds
+as float (monotonic clock of the machine), sizes are counts of tokens unless the name says otherwise.
+A new field goes last, with a default, so that old payloads still decode. Whoever uses one imports it from here;
+which file it stands in says only which link it travels on, and an actor's inbox takes the union of its links.
+
+    client ==Generate,Cancel,..==> tokenizer --Admit,Abort--> scheduler --StepPlan--> worker
+    client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker
+"""
+
+from overlap_spec.messages.base import (
+    AbortReason,
+    ErrorCode,
+    Finish,
+    FinishKind,
+    Message,
+    Phase,
+    Usage,
+)
+from overlap_spec.messages.client import (
+    Cancel,
+    Detokenize,
+    Detokenized,
+    Flush,
+    FlushDone,
+    Generate,
+    GetStats,
+    Ping,
+    Pong,
+    Rejected,
+    StatsReply,
+    TextDeltas,
+    ToClient,
+    Tokenize,
+    Tokenized,
+    ToTokenizerFromClient,
+)
+from overlap_spec.messages.request import (
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+    ChatPrompt,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
+from overlap_spec.messages.ring import (
+    Abort,
+    Admit,
+    EngineLimits,
+    FlushCache,
+    Flushed,
+    Refused,
+    ResetSlot,
+    SlotWork,
+    Stats,
+    StepPlan,
+    StepResult,
+    TokenDeltas,
+    WorkerReady,
+)
+from overlap_spec.messages.supervisor import (
+    ActorFailed,
+    ActorProgress,
+    ActorReady,
+    Drained,
+    Shutdown,
+    ToSupervisor,
+)
+
+ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Shutdown
+ToWorker = StepPlan | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
+
+__all__ = [
+    "Abort",
+    "AbortReason",
+    "ActorFailed",
+    "ActorProgress",
+    "ActorReady",
+    "Admit",
+    "Cancel",
+    "ChatPrompt",
+    "Detokenize",
+    "Detokenized",
+    "Drained",
+    "EngineLimits",
+    "ErrorCode",
+    "Finish",
+    "FinishKind",
+    "Flush",
+    "FlushCache",
+    "FlushDone",
+    "Flushed",
+    "Generate",
+    "GetStats",
+    "MAX_STOP_IDS",
+    "MAX_STOP_STRINGS",
+    "Message",
+    "Phase",
+    "Ping",
+    "Pong",
+    "Prompt",
+    "Refused",
+    "Rejected",
+    "ResetSlot",
+    "SamplingParams",
+    "Shutdown",
+    "SlotWork",
+    "Stats",
+    "StatsReply",
+    "StepPlan",
+    "StepResult",
+    "TextDeltas",
+    "TextPrompt",
+    "ToClient",
+    "ToScheduler",
+    "ToSupervisor",
+    "ToTokenizer",
+    "ToTokenizerFromClient",
+    "ToWorker",
+    "TokenDeltas",
+    "TokenPrompt",
+    "Tokenize",
+    "Tokenized",
+    "Usage",
+    "WorkerReady",
+]

@@ -1,0 +1,60 @@
+"""What every link shares: the base of all messages and the words that several of them use. Not here: any message."""
+
+import enum
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of what travels between processes."""
+
+
+class Phase(enum.StrEnum):
+    """A step is one or the other, never both."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class AbortReason(enum.StrEnum):
+    """Why the tokenizer ends a request that the scheduler still runs."""
+
+    CLIENT_GONE = "client_gone"
+    STOP_STRING = "stop_string"
+    REQUESTED = "requested"
+    SHUTDOWN = "shutdown"
+
+
+class ErrorCode(enum.StrEnum):
+    """Why a request gets no answer; the server maps each to an HTTP status."""
+
+    BAD_REQUEST = "bad_request"  # 400
+    OVERLOADED = "overloaded"  # 503
+    STARTING = "starting"  # 503
+    SHUTTING_DOWN = "shutting_down"  # 503
+    FAILED = "failed"  # 500
+
+
+class FinishKind(enum.StrEnum):
+    """How a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """How a request ended, and on what: a stop string, a stop token's id, or nothing."""
+
+    kind: FinishKind
+    matched: str | int | None = None
+    message: str = ""
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Running counts of one request, in tokens, except `spec_verify_ct` (decode steps that it took part in)."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    spec_verify_ct: int

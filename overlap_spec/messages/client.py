@@ -1,0 +1,127 @@
+"""The client link: between the tokenizer and whoever asks for text. Not here: the sockets (`client_link.py`)."""
+
+from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
+from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
+from overlap_spec.messages.ring import Stats
+
+# --- client -> tokenizer ----------------------------------------------------------------------------------
+
+
+class Generate(Message, frozen=True):
+    """Start a request. `request_id` is the client's and unique among its open requests."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+class Cancel(Message, frozen=True):
+    """End a request of this client; an unknown id is ignored. `everyone` ends it whoever owns it (all if id is '')."""
+
+    request_id: str
+    everyone: bool = False
+
+
+class Ping(Message, frozen=True):
+    """Heartbeat: a client that is silent too long is gone, and its requests are aborted."""
+
+    sent_at: float
+
+
+class Tokenize(Message, frozen=True):
+    """Ask for token ids."""
+
+    request_id: str
+    prompt: TextPrompt | ChatPrompt
+    add_special_tokens: bool = True
+
+
+class Detokenize(Message, frozen=True):
+    """Ask for text. `ids`: int32, little-endian."""
+
+    request_id: str
+    ids: bytes
+    skip_special_tokens: bool = False
+
+
+class Flush(Message, frozen=True):
+    """Ask to empty the prefix cache; refused while anything runs."""
+
+    request_id: str
+
+
+class GetStats(Message, frozen=True):
+    """Ask for the newest `Stats`."""
+
+    request_id: str
+
+
+ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats
+
+
+# --- tokenizer -> client ----------------------------------------------------------------------------------
+
+
+class TextDeltas(Message, frozen=True):
+    """What one step added, one row per request of this client (columns of equal length).
+
+    `texts` and `token_ids` are increments. A row whose finish is not None is the request's last.
+    """
+
+    request_ids: list[str]
+    texts: list[str]
+    token_ids: list[list[int]]
+    finishes: list[Finish | None]
+    usages: list[Usage]
+
+
+class Rejected(Message, frozen=True):
+    """The request ends without an answer (before its first token, or because the engine failed)."""
+
+    request_id: str
+    code: ErrorCode
+    message: str
+    field: str = ""
+
+
+class Pong(Message, frozen=True):
+    """Answer to Ping. `ready` is False until the engine is warm.
+
+    `session` changes when the tokenizer has given this client up and then heard of it again: whatever was
+    open before is gone.
+    """
+
+    sent_at: float
+    ready: bool
+    session: int = 0
+
+
+class Tokenized(Message, frozen=True):
+    """Answer to Tokenize. `ids`: int32, little-endian."""
+
+    request_id: str
+    ids: bytes
+
+
+class Detokenized(Message, frozen=True):
+    """Answer to Detokenize."""
+
+    request_id: str
+    text: str
+
+
+class FlushDone(Message, frozen=True):
+    """Answer to Flush."""
+
+    request_id: str
+    success: bool
+
+
+class StatsReply(Message, frozen=True):
+    """Answer to GetStats."""
+
+    request_id: str
+    stats: Stats
+
+
+ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply

@@ -1,0 +1,97 @@
+"""What one request asks for: its prompt, and how its tokens are drawn. Not here: how it travels."""
+
+import math
+from typing import Any
+
+import msgspec
+
+from overlap_spec.errors import RequestError
+
+MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
+MAX_STOP_STRINGS = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's.
+
+    `max_new_tokens=None` means up to the model's context; `seed=None` means the engine draws one.
+    Raises: RequestError naming the field that is out of range.
+    """
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0  # <= 1e-6 is greedy
+    top_k: int = -1  # -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    def __post_init__(self) -> None:
+        for field, value, ok, want in self._ranges():
+            if not ok:
+                raise RequestError(field, f"{field} must be {want}, got {value!r}")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise RequestError("min_new_tokens", "min_new_tokens must not exceed max_new_tokens")
+
+    def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
+        most = self.max_new_tokens
+        return (
+            ("max_new_tokens", most, most is None or most >= 1, "at least 1"),
+            ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "at least 0"),
+            (
+                "temperature",
+                self.temperature,
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "a finite number >= 0",
+            ),
+            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            (
+                "stop",
+                self.stop,
+                len(self.stop) <= MAX_STOP_STRINGS and all(self.stop),
+                f"at most {MAX_STOP_STRINGS} non-empty strings",
+            ),
+            (
+                "stop_token_ids",
+                self.stop_token_ids,
+                len(self.stop_token_ids) <= MAX_STOP_IDS // 2 and all(i >= 0 for i in self.stop_token_ids),
+                f"at most {MAX_STOP_IDS // 2} token ids >= 0",
+            ),
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """True if every token is the argmax; the bound is SGLang's."""
+        return self.temperature <= 1e-6
+
+
+class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Plain text; special tokens are added as the tokenizer's own post-processor does."""
+
+    text: str
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """OpenAI-style messages, rendered by the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+
+
+class TokenPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Token ids, packed: int32, little-endian."""
+
+    ids: bytes
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt

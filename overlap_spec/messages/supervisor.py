@@ -1,0 +1,40 @@
+"""Between the supervisor and every actor: life, death and progress. Not here: processes and signals."""
+
+from overlap_spec.messages.base import Message
+
+
+class Shutdown(Message, frozen=True):
+    """Stop; with `drain` finish open requests first (the supervisor bounds the time)."""
+
+    drain: bool
+
+
+class ActorReady(Message, frozen=True):
+    """An actor is warm. `facts` fill the start-up table."""
+
+    actor: str
+    facts: dict[str, str | int | float]
+
+
+class ActorFailed(Message, frozen=True):
+    """An actor is about to exit on an exception."""
+
+    actor: str
+    error: str
+    traceback: str
+
+
+class ActorProgress(Message, frozen=True):
+    """A line for the person who waits: what is being loaded, done out of total (0: unknown)."""
+
+    actor: str
+    what: str
+    done: int
+    total: int
+
+
+class Drained(Message, frozen=True):
+    """The tokenizer has no open request left after Shutdown(drain=True)."""
+
+
+ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained
