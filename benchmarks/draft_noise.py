@@ -26,13 +26,13 @@ from overlap_spec.config import EngineConfig  # noqa: E402
 from overlap_spec.hub import resolve_model  # noqa: E402
 from overlap_spec.messages import SamplingParams  # noqa: E402
 from overlap_spec.spec.interfaces import Proposer  # noqa: E402
-from overlap_spec.spec.types import Sampling, SlotBatch  # noqa: E402
+from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SlotBatch  # noqa: E402
 
 NUM_TOKENS = 64
 TEMPERATURES = (0.7, 1.0)
 WAYS: dict[str, Callable[[Sampling], Sampling]] = {
     "shared": lambda sampling: sampling,
-    "greedy": lambda sampling: dataclasses.replace(sampling, any_sampled=False),
+    "greedy": lambda sampling: dataclasses.replace(sampling, work=SAMPLING_WORK[0]),
     "independent": lambda sampling: dataclasses.replace(sampling, seed=sampling.seed + 1),
 }
 

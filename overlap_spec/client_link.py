@@ -144,8 +144,11 @@ class ClientDealer:
         socket.connect(endpoint)
 
     def send(self, message: ToTokenizerFromClient) -> None:
-        """Queue a message; never blocks. Raises: RequestError if it is larger than the tokenizer would take."""
-        payload = self._encoder.encode(message)
+        """Queue a message; never blocks. Raises: RequestError if it is no message or one too large."""
+        try:
+            payload = self._encoder.encode(message)
+        except (OverflowError, TypeError, ValueError) as error:  # what a conversation may hold is not checked before
+            raise RequestError("prompt", f"prompt cannot be sent: {error}") from error
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RequestError("prompt", f"the request has {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are taken")
         self._duplex.socket.send(payload, zmq.NOBLOCK)

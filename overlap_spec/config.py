@@ -64,6 +64,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False
 
+    disable_cuda_graph: Annotated[bool, Meta(description="launch every operation of a decode step by itself")] = False
+    cuda_graph_max_bs: (
+        Annotated[int, Meta(ge=1, description="largest batch that runs as a CUDA graph; default: all that can run")]
+        | None
+    ) = None
+
     speculative_algorithm: Annotated[Algorithm | None, Meta(description="drafting method")] = None
     speculative_draft_model_path: Annotated[str | None, Meta(description="directory or hub id of the draft head")] = (
         None
@@ -168,6 +174,7 @@ class Settings(Struct, frozen=True):
     skip_tokenizer_init: bool
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
+    graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:

@@ -57,8 +57,22 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_cores,
+        graph_batch_sizes=_resolve_graphs(config, device, running, notes),
     )
     return settings, notes
+
+
+def _resolve_graphs(config: EngineConfig, device: str, running: int, notes: list[str]) -> tuple[int, ...]:
+    """1, 2, 4, 8, then steps of 8, 16 and 32, up to the largest batch. A batch is padded to the next size."""
+    if config.disable_cuda_graph and config.cuda_graph_max_bs is not None:
+        raise ConfigError("cuda_graph_max_bs", "has no effect with --disable-cuda-graph; leave one of them out")
+    if device == "cpu" and config.cuda_graph_max_bs is not None:
+        notes.append(f"cuda_graph_max_bs {config.cuda_graph_max_bs} is not used: there are no CUDA graphs on a CPU")
+    if device == "cpu" or config.disable_cuda_graph:
+        return ()
+    largest = min(config.cuda_graph_max_bs or running, running)
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4097, 32))
+    return (*(size for size in sizes if size < largest), largest)
 
 
 def _resolve_device(config: EngineConfig, machine: Machine) -> str:

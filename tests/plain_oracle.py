@@ -6,6 +6,7 @@ Not here: scheduling, caching, speculation. Full attention over one contiguous r
 from array import array
 from dataclasses import dataclass
 
+import torch
 from ring import RingConfig, tiny_loaded
 from tiny_models import CPU
 
@@ -27,10 +28,10 @@ class Expected:
 class PlainOracle:
     """Decodes one request at a time, in one slot, from an empty cache."""
 
-    def __init__(self, seed: int, codec: Codec) -> None:
-        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400)
+    def __init__(self, seed: int, codec: Codec, dtype: torch.dtype = torch.float64, place: torch.device = CPU) -> None:
+        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
         self._geometry = config.geometry()
-        self._executor: Executor = build_executor(tiny_loaded(seed, 0), self._geometry, CPU)
+        self._executor: Executor = build_executor(tiny_loaded(seed, 0, dtype, place), self._geometry, place)
         self._codec = codec
 
     def close(self) -> None:

@@ -42,16 +42,18 @@ from overlap_spec.worker.actor import Worker, worker_ready
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import Geometry, LoadedModels
-from overlap_spec.worker.warmup import ChunkSize
+from overlap_spec.worker.warmup import ChunkSize, capture_graphs
 
 CLIENT = 1
 PATIENCE_S = 30.0
 
 
-def tiny_loaded(seed: int, num_steps: int) -> LoadedModels:
-    """A tiny target in float64 with an EAGLE-3 head for `num_steps` guesses; 0 steps: plain decoding."""
+def tiny_loaded(
+    seed: int, num_steps: int, dtype: torch.dtype = torch.float64, place: torch.device = CPU
+) -> LoadedModels:
+    """A tiny target with an EAGLE-3 head for `num_steps` guesses; 0 steps: plain decoding."""
     checkpoint = tiny_target(seed)
-    target = load_tiny_target(checkpoint)
+    target = load_tiny_target(checkpoint, dtype, place)
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     head = load_tiny_draft(tiny_eagle3(seed + 1, checkpoint), target)
@@ -71,11 +73,14 @@ class RingConfig:
     chunk_pairs: int = 0
     max_len: int = 160
     prefix_cache: bool = True
+    dtype: torch.dtype = torch.float64
+    place: torch.device = CPU
+    graph_batch_sizes: tuple[int, ...] = ()
 
     def geometry(self) -> Geometry:
         width = self.num_steps + 1
         return Geometry(
-            self.num_slots, width, self.page_size, self.max_len, self.num_pages, self.chunk_tokens, torch.float64
+            self.num_slots, width, self.page_size, self.max_len, self.num_pages, self.chunk_tokens, self.dtype
         )
 
 
@@ -184,7 +189,8 @@ class Ring:
 
     def __init__(self, models: LoadedModels, config: RingConfig, codec: Codec) -> None:
         geometry = config.geometry()
-        self.executor: Executor = build_executor(models, geometry, CPU)
+        self.executor: Executor = build_executor(models, geometry, config.place)
+        capture_graphs(self.executor, geometry, config.graph_batch_sizes)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker: MemoryLink[ToWorker] = MemoryLink(ToWorker)
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)

@@ -11,6 +11,7 @@ from overlap_spec.resolve import resolve
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.geometry import Geometry
+from overlap_spec.worker.warmup import capture_graphs, warm_up
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,20 @@ class SoloAnswer:
 
 
 class Solo:
-    """An executor built from flags. `depth` steps are kept in flight."""
+    """An executor built from flags. `depth` steps are kept in flight; `graphs`: decode steps are CUDA graphs."""
 
-    def __init__(self, files: ModelFiles, depth: int = 1, num_cores: int = 2, **flags: object) -> None:
+    def __init__(self, files: ModelFiles, depth: int = 1, graphs: bool = False, **flags: object) -> None:
         config = EngineConfig(max_total_tokens=2048, max_running_requests=1, **flags)  # type: ignore[arg-type]
         has_cuda = flags.get("device") == "cuda"
-        settings, _ = resolve(config, files, Machine(num_cores, has_cuda))
+        settings, _ = resolve(config, files, Machine(2, has_cuda))
         self.executor: Executor
         self._geometry: Geometry
         self.executor, self._geometry, _ = build(settings, lambda done, total: None)
         self._depth = depth
         self._eos = files.eos_token_ids
+        if graphs:
+            warm_up(self.executor, self._geometry)
+            capture_graphs(self.executor, self._geometry, settings.graph_batch_sizes)
 
     def close(self) -> None:
         self.executor.close()

@@ -132,16 +132,19 @@ def tiny_eagle3(
     return TinyCheckpoint(config, tensors)
 
 
-def load_tiny_target(checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64) -> LlamaWeights:
+def load_tiny_target(
+    checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
+) -> LlamaWeights:
     """Through the real loader, from memory."""
     config = LlamaConfig.from_hf(checkpoint.config, "memory/config.json")
-    return llama_loader.load_llama(config, _open(checkpoint, llama_loader.canonical_name, dtype))
+    return llama_loader.load_llama(config, _open(checkpoint, llama_loader.canonical_name, dtype, device))
 
 
 def load_tiny_draft(checkpoint: TinyCheckpoint, target: LoadedTarget) -> Eagle3Weights:
     """Through the real loader, from memory, in the target's dtype."""
     config = Eagle3Config.from_hf(checkpoint.config, target.num_layers, "memory/config.json")
-    source = _open(checkpoint, eagle3_loader.canonical_name, target.embedding.dtype)
+    like = target.embedding
+    source = _open(checkpoint, eagle3_loader.canonical_name, like.dtype, like.device)
     return eagle3_loader.load_eagle3(config, source, target)
 
 
@@ -157,8 +160,8 @@ def write_checkpoint(directory: Path, checkpoint: TinyCheckpoint, *, binary: boo
     return directory
 
 
-def _open(checkpoint: TinyCheckpoint, canonical: Any, dtype: torch.dtype) -> Checkpoint:
-    return Checkpoint(MemorySource(checkpoint.tensors), canonical, dtype, CPU, lambda done, total: None)
+def _open(checkpoint: TinyCheckpoint, canonical: Any, dtype: torch.dtype, device: torch.device) -> Checkpoint:
+    return Checkpoint(MemorySource(checkpoint.tensors), canonical, dtype, device, lambda done, total: None)
 
 
 def _normal(random: torch.Generator, scale: float, *shape: int) -> Tensor:

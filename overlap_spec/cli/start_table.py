@@ -50,6 +50,7 @@ def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
         "KV pages": f"{worker.get('pages')} of {worker.get('page_size')} tokens ({worker.get('tokens')} tokens)",
         "prefix cache": str(scheduler.get("prefix_cache")),
         "prefill chunk": f"{worker.get('chunk_tokens')} tokens",
+        "CUDA graphs": str(worker.get("graphs")),
         "weights": f"{worker.get('weights_mib')} MiB",
     }
 

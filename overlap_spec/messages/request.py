@@ -9,6 +9,7 @@ from overlap_spec.errors import RequestError
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
+MOST = 2**63  # what a message can carry
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,23 +37,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if not ok:
                 raise RequestError(field, f"{field} must be {want}, got {value!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise RequestError("min_new_tokens", "min_new_tokens must not exceed max_new_tokens")
+            raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {self.max_new_tokens} new tokens")
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
         most = self.max_new_tokens
         return (
-            ("max_new_tokens", most, most is None or most >= 1, "at least 1"),
-            ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "at least 0"),
+            ("max_new_tokens", most, most is None or 1 <= most < MOST, "at least 1, and a 64-bit integer"),
+            ("min_new_tokens", self.min_new_tokens, 0 <= self.min_new_tokens < MOST, "at least 0, and a 64-bit integer"),
             (
                 "temperature",
                 self.temperature,
                 math.isfinite(self.temperature) and self.temperature >= 0,
                 "a finite number >= 0",
             ),
-            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
+            ("top_k", self.top_k, self.top_k == -1 or 1 <= self.top_k < MOST, "-1 or at least 1, and a 64-bit integer"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", self.seed, self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("seed", self.seed, self.seed is None or -MOST <= self.seed < MOST, "a 64-bit integer"),
             (
                 "stop",
                 self.stop,
@@ -62,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             (
                 "stop_token_ids",
                 self.stop_token_ids,
-                len(self.stop_token_ids) <= MAX_STOP_IDS // 2 and all(i >= 0 for i in self.stop_token_ids),
+                len(self.stop_token_ids) <= MAX_STOP_IDS // 2 and all(0 <= i < MOST for i in self.stop_token_ids),
                 f"at most {MAX_STOP_IDS // 2} token ids >= 0",
             ),
         )

@@ -97,7 +97,7 @@ class Scheduler:
             case Abort():
                 self._say(self.ledger.abort(message.uid, message.reason))
             case FlushCache():
-                self._say(Flushed(self._flush()))
+                self._flush()
             case Shutdown():
                 self.stopping = True
             case WorkerReady():
@@ -117,13 +117,14 @@ class Scheduler:
         self.roster.enqueue(Request(admit, self._num_arrived, self.roster.memory.cache.root))
         self.planner.counters.requests += 1
 
-    def _flush(self) -> bool:
+    def _flush(self) -> None:
         """Empty the prefix cache, unless something runs or waits."""
-        if self.inflight or not self.roster.idle:
-            return False
-        cache = self.roster.memory.cache
-        cache.evict(cache.num_evictable)
-        return True
+        can = self.roster.idle and not self.inflight
+        if can:
+            cache = self.roster.memory.cache
+            cache.evict(cache.num_evictable)
+            self._say(self.reporter.snapshot())  # before the answer: who asks for figures after it sees an empty cache
+        self._say(Flushed(can))
 
 
 def build_scheduler(

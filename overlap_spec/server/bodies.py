@@ -84,8 +84,8 @@ def _parse(body: bytes) -> Any:
     if len(body) <= SMALL_BODY_BYTES:
         try:
             return _parse_leniently(body)
-        except (ValueError, RecursionError):
-            pass
+        except (ValueError, RecursionError) as error:  # these say where, and what is wrong with a lone surrogate
+            why = str(error)
     raise Problem(400, f"the body is not valid JSON: {why}", code="invalid_json")
 
 

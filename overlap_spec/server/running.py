@@ -141,9 +141,9 @@ class Runner:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error with the name that the API has for the field."""
-    name = names.get(error.field, error.field)
-    return RequestError(name, str(error).replace(error.field, name) if error.field else str(error))
+    """The same error with the name that the API has for the field; a sentence that is about it begins with it."""
+    name, text = names.get(error.field, error.field), str(error)
+    return RequestError(name, name + text.removeprefix(error.field) if text.startswith(error.field) else text)
 
 
 async def _alone(deltas: AsyncGenerator[DeltaLike, None]) -> Steps:

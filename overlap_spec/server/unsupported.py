@@ -4,6 +4,7 @@ Not here: what is built (the endpoints' structs), and unknown fields, which are 
 table is refused with a 400 that names it, unless its value asks for nothing: it is never ignored silently.
 """
 
+import json
 from typing import Any
 
 from overlap_spec.server.bodies import Json
@@ -95,7 +96,7 @@ def refuse_unsupported(fields: Json) -> None:
         neutral = UNSUPPORTED.get(name)
         if neutral is None or _asks_for_nothing(value, neutral):
             continue
-        hint = f"leave it out or send {_spell(neutral[0])}" if neutral else "leave it out"
+        hint = f"leave it out or send {json.dumps(neutral[0])}" if neutral else "leave it out"
         raise Problem(400, f"{name} is not supported: {hint}", name, "unsupported_parameter")
 
 
@@ -108,7 +109,3 @@ def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """Equality without Python's `True == 1`."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
-
-
-def _spell(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value).replace("'", '"')

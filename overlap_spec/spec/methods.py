@@ -24,7 +24,7 @@ from overlap_spec.spec.plain import NoProposer
 class EngineShape:
     """What a proposer's per-slot rows and tables are sized by."""
 
-    num_slots: int
+    num_rows: int  # slots, and the dummy
     num_positions: int
     page_size: int
     dtype: torch.dtype
@@ -95,7 +95,7 @@ class ChainDraft:
         return self.head.aux_layers
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
-        outputs = torch.zeros(shape.num_slots, self.head.hidden_size, dtype=shape.dtype, device=shape.device)
+        outputs = torch.zeros(shape.num_rows, self.head.hidden_size, dtype=shape.dtype, device=shape.device)
         head = self.head.attach(cache, shape.num_positions)
         return AutoregressiveProposer(head, self.num_steps, outputs, shape.page_size)
 

@@ -22,10 +22,10 @@ def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tenso
     same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
     """
-    if sampling.any_masked:
+    if sampling.work.masked:
         logits = _mask_stop_ids(logits, positions, sampling, token_ids)
     greedy = logits.argmax(-1)
-    if not sampling.any_sampled:
+    if not sampling.work.sampled:
         return greedy
     batch, rows, columns = logits.shape
     step = max(1, _SLICE // (rows * columns))
@@ -41,7 +41,7 @@ def _sample(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Te
     rows, columns = logits.shape[1:]
     temperature = sampling.temperature[part].clamp(min=1e-6)  # greedy rows are replaced by the caller
     scores = logits.reshape(-1, columns).double() / _per_row(temperature, rows)
-    kept = _filter(scores, sampling, part, rows) if sampling.any_filtered else None
+    kept = _filter(scores, sampling, part, rows) if sampling.work.filtered else None
     scores = scores + gumbel(_per_row(sampling.seed[part], rows).squeeze(1), positions.reshape(-1), token_ids)
     if kept is not None:
         scores = scores.masked_fill(~kept, -torch.inf)

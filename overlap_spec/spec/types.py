@@ -38,11 +38,25 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How each slot of a step draws its tokens, gathered from the slot rows.
+class SamplingWork:
+    """What kinds of sampling a step has to do, known to the host: greedy requests alone launch none of it."""
 
-    The three flags are known to the host, so that a step of greedy requests launches no sampling work.
-    """
+    sampled: bool
+    filtered: bool  # some request has top_k, top_p or min_p
+    masked: bool  # some request has min_new_tokens
+
+
+# What a step can be prepared for: greedy, sampled, and everything (which does the others' work too, at its price).
+SAMPLING_WORK = (
+    SamplingWork(False, False, False),
+    SamplingWork(True, False, False),
+    SamplingWork(True, True, True),
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each slot of a step draws its tokens, gathered from the slot rows."""
 
     temperature: Tensor  # [B] f64, 0 = greedy
     top_k: Tensor  # [B] i64, V or more = all
@@ -51,9 +65,7 @@ class Sampling:
     seed: Tensor  # [B] i64
     stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
     stop_ids: Tensor  # [B, M] i64, padded with -1
-    any_sampled: bool
-    any_filtered: bool
-    any_masked: bool
+    work: SamplingWork
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import msgspec
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, SamplingParams
 
+ANY_ID = 1 << 31
+
 
 class Refusal(Exception):
     """The engine does not take any request now. `code` says why."""
@@ -27,6 +29,11 @@ class Admission:
         self._max_open_requests = max_open_requests
         self._seeds = random.Random(seed)
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; before it is known, whatever an id can be."""
+        return self.limits.vocab_size if self.limits is not None else ANY_ID
+
     def check_open(self, num_open: int) -> EngineLimits:
         """Raises: Refusal if no request is taken now."""
         if self.draining:
@@ -40,7 +47,7 @@ class Admission:
     def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
         _check_prompt(prompt, limits)
-        _check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+        check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed)
@@ -57,10 +64,11 @@ class Admission:
 def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
     if not prompt:
         raise RequestError("prompt", "the prompt must have at least one token")
-    _check_ids("prompt", prompt, limits.vocab_size)
+    check_ids("prompt", prompt, limits.vocab_size)
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises: RequestError naming `field` if an id is none of the model's."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")

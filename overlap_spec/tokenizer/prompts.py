@@ -6,6 +6,7 @@ from typing import Any, assert_never
 from overlap_spec.client_link import unpack_ids
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from overlap_spec.tokenizer.admission import check_ids
 from overlap_spec.tokenizer.codec import Codec
 
 LONG = 2_000  # characters or ids: about a millisecond of work
@@ -26,11 +27,10 @@ class PromptReader:
             return await asyncio.to_thread(self._encode, prompt, add_special_tokens, most_tokens)
         return self._encode(prompt, add_special_tokens, most_tokens)
 
-    async def decode(self, packed: bytes, skip_special_tokens: bool) -> str:
+    async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int) -> str:
         """Text of packed ids. Raises: RequestError. Cancellation: as `encode`."""
         ids = _unpack("tokens", packed)
-        if ids and min(ids) < 0:
-            raise RequestError("tokens", f"tokens: token id {min(ids)} is negative")
+        check_ids("tokens", ids, vocab_size)
         if len(ids) > LONG:
             return await asyncio.to_thread(self._codec.decode, ids, skip_special_tokens)
         return self._codec.decode(ids, skip_special_tokens)

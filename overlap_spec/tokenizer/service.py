@@ -70,7 +70,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self._prompts = PromptReader(codec)
-        self._queries = Queries(self._prompts, scheduler, clients)
+        self._queries = Queries(self._prompts, admission, scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts
         self._stopped = False

@@ -15,7 +15,7 @@ from overlap_spec.transport import Inbox, Outlet
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels
-from overlap_spec.worker.warmup import ChunkSize, measure_chunk, warm_up
+from overlap_spec.worker.warmup import ChunkSize, capture_graphs, measure_chunk, warm_up
 
 
 class Worker:
@@ -78,6 +78,12 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
+def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
+    if not batch_sizes:
+        return "none"
+    return f"batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes, captured in {seconds:.1f} s)"
+
+
 async def main(context: ActorContext) -> None:
     """Load, warm up, say so, and work until told to stop."""
     settings = context.settings
@@ -86,6 +92,8 @@ async def main(context: ActorContext) -> None:
     try:
         context.progress("warming up", 0, 0)
         warm_up(executor, geometry)
+        context.progress("capturing CUDA graphs", 0, 0)
+        capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
         measured = settings.model.device == "cpu" and settings.scheduler.chunk_tokens is None
         chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
         scheduler.send(worker_ready(geometry, models, chunk))
@@ -97,6 +105,7 @@ async def main(context: ActorContext) -> None:
                 "page_size": geometry.page_size,
                 "slots": geometry.num_slots,
                 "chunk_tokens": chunk.tokens,
+                "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
                 "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
             }
         )

@@ -41,10 +41,10 @@ def build_executor(models: LoadedModels, geometry: Geometry, place: torch.device
         return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place)
 
     target = models.target.attach(cache(models.target.kv_shape), geometry.num_positions, models.proposer.aux_layers)
-    shape = EngineShape(geometry.num_slots, geometry.num_positions, geometry.page_size, geometry.dtype, place)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
+    shape = EngineShape(slots.num_rows, geometry.num_positions, geometry.page_size, geometry.dtype, place)
     proposer = models.proposer.attach(cache(models.proposer.kv_shape), shape)
     method = SpecMethod(proposer, ChainVerifier(torch.arange(target.vocab_size, device=place)))
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
     return Executor(_device(place, geometry), slots, target, method, geometry.page_size)
 
 

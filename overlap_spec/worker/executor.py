@@ -15,10 +15,10 @@ from torch import Tensor
 from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.models.interfaces import TargetModel
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
-from overlap_spec.spec.rows import chunk_rows, window_rows
+from overlap_spec.spec.rows import chunk_rows
 from overlap_spec.spec.sampler import draw
-from overlap_spec.spec.types import Window
 from overlap_spec.worker.chunks import Chunks
+from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device, Download, Moment
 from overlap_spec.worker.packing import Packer
 from overlap_spec.worker.slots import SlotRows
@@ -41,15 +41,17 @@ class StepHandle:
 
 
 class Executor:
-    """The worker's one path for CPU and CUDA."""
+    """The worker's one path for CPU and CUDA. `decoder` may be replaced before the first step, by one with graphs."""
 
     def __init__(
         self, device: Device, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int
     ) -> None:
-        self._device = device
         self.slots = slots
-        self._target = target
         self.method = method
+        self.decode_step = DecodeStep(slots, target, method, page_size)
+        self.decoder: Decoder = self.decode_step
+        self._device = device
+        self._target = target
         self._page_size = page_size
         self._token_ids = torch.arange(target.vocab_size, device=device.torch_device)
         self._launcher = ThreadPoolExecutor(1, "launch")
@@ -86,18 +88,9 @@ class Executor:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         plan, started = handle.plan, self._device.now()
         (slots,) = self._load(plan, [work.slot for work in plan.work])
-        batch = self.slots.batch(slots, plan.work)
-        window = Window(self.slots.window[slots, : plan.width])
-
-        rows = window_rows(batch, plan.width, self._page_size)
-        output = self._target.forward(window.tokens.clamp(min=0).reshape(-1), rows)
-        logits = self._target.logits(output.hidden).view(len(plan.work), plan.width, -1)
-        verdict = self.method.verifier.verify(window, logits, batch)
-        after = self.slots.commit(batch, verdict)
-        self._publish(handle, started, verdict.tokens, window.num_proposed)  # tokens leave before the draft works
-
-        self.method.proposer.extend(batch, rows, output, verdict)
-        self.slots.set_guesses(after, self.method.proposer.propose(after))
+        verified = self.decoder.verify(slots, plan.width, self.slots.sampling_work(plan.work))
+        self._publish(handle, started, verified.published[: len(plan.work)])  # tokens leave before the draft works
+        self.decoder.draft(verified)
 
     def _prefill(self, handle: StepHandle) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
@@ -118,14 +111,15 @@ class Executor:
         rows = chunk_rows(page_table, owners, positions, row_starts, chunks.longest, self._page_size)
         output = self._target.forward(tokens, rows)
 
-        batch = self.slots.batch(slots[completed], chunks.completed_work())
-        published = torch.full((len(plan.work), 1), -1, dtype=torch.int64, device=tokens.device)
+        batch = self.slots.batch(slots[completed], self.slots.sampling_work(chunks.completed_work()))
+        published = torch.full((len(plan.work), 2), -1, dtype=torch.int64, device=tokens.device)
+        published[:, 1] = 0  # no guesses in a prefill
         if chunks.completed:
             logits = self._target.logits(output.hidden[last_rows])[:, None]
             drawn = draw(logits, lengths[:, None], batch.sampling, self._token_ids).squeeze(1)
             published[completed, 0] = drawn
             next_tokens[last_rows] = drawn
-        self._publish(handle, started, published, torch.zeros_like(published[:, 0]))
+        self._publish(handle, started, published)
 
         self.method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
         if chunks.completed:
@@ -143,8 +137,7 @@ class Executor:
         self.slots.apply(resets, pages)
         return loaded
 
-    def _publish(self, handle: StepHandle, started: Moment, tokens: Tensor, num_proposed: Tensor) -> None:
-        """Start the copy out. Shapes: tokens [B, W] i64 padded with -1, num_proposed [B] i64."""
+    def _publish(self, handle: StepHandle, started: Moment, published: Tensor) -> None:
+        """Start the copy out. Shapes: [B, n + 1] i64: tokens padded with -1, then the number of guesses."""
         decided = self._device.now()
-        packed = torch.cat((tokens, num_proposed[:, None]), 1)
-        handle.published.set_result((self._device.download(packed), started, decided))
+        handle.published.set_result((self._device.download(published), started, decided))

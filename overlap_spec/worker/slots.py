@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
-from overlap_spec.spec.types import Sampling, SlotBatch, Verdict
+from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SamplingWork, SlotBatch, Verdict
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
 _RESET_INTS = 4
@@ -29,9 +29,15 @@ class HostSlot:
 
 
 class SlotRows:
-    """The device rows. `length` is the number of tokens whose KV is written, the position of the root."""
+    """The device rows. `length` is the number of tokens whose KV is written, the position of the root.
+
+    The last row is the dummy slot: padding of a captured batch reads and writes it, and page 0 with it.
+    """
 
     def __init__(self, num_slots: int, width: int, num_page_columns: int, device: torch.device) -> None:
+        self.dummy = num_slots
+        self.num_rows = num_slots = num_slots + 1
+
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
@@ -60,6 +66,14 @@ class SlotRows:
         host.num_pages += len(work.new_pages)
         return [value for i, page in enumerate(work.new_pages) for value in (work.slot, first + i, page)]
 
+    def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
+        """The cheapest kind of sampling that does all of these slots' work."""
+        asked = [self._host[w.slot].sampling for w in work]
+        filtered = any(not s.greedy and (s.top_k != -1 or s.top_p < 1 or s.min_p > 0) for s in asked)
+        if filtered or any(s.min_new_tokens > 0 for s in asked):
+            return SAMPLING_WORK[2]
+        return SAMPLING_WORK[any(not s.greedy for s in asked)]
+
     # --- device side ---------------------------------------------------------------------------------------
 
     def apply(self, resets: Tensor, pages: Tensor) -> None:
@@ -75,26 +89,18 @@ class SlotRows:
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
 
-    def batch(self, slots: Tensor, work: list[SlotWork]) -> SlotBatch:
+    def rest_dummy(self) -> None:
+        """Put the dummy slot back to the start, so that it never runs past the tables. Sync: never."""
+        self.length[self.dummy].zero_()
+
+    def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
         return SlotBatch(slots, self.length[slots], self.page_table[slots], self._sampling(slots, work))
 
-    def _sampling(self, slots: Tensor, work: list[SlotWork]) -> Sampling:
-        asked = [self._host[w.slot].sampling for w in work]
+    def _sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         _, seed, stop_from, top_k = self._ints[slots].unbind(1)
         temperature, top_p, min_p = self._floats[slots].unbind(1)
-        return Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop_from=stop_from,
-            stop_ids=self._stop_ids[slots],
-            any_sampled=any(not s.greedy for s in asked),
-            any_filtered=any(not s.greedy and (s.top_k != -1 or s.top_p < 1 or s.min_p > 0) for s in asked),
-            any_masked=any(s.min_new_tokens > 0 for s in asked),
-        )
+        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, self._stop_ids[slots], work)
 
     def commit(self, batch: SlotBatch, verdict: Verdict) -> SlotBatch:
         """Advance the slots by what was committed; returns the batch at its new lengths. Sync: never."""

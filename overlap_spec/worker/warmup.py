@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import Geometry
+from overlap_spec.worker.graphs import GraphDecoder
 
 CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
 PROBE_TOKENS = 64
@@ -27,6 +28,16 @@ def warm_up(executor: Executor, geometry: Geometry) -> None:
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(PROBE_TOKENS, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+
+
+def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> float:
+    """Let decode steps run as CUDA graphs from now on. Returns the seconds it took; nothing may be in flight."""
+    started = time.perf_counter()
+    if batch_sizes:
+        decoder = GraphDecoder(executor.decode_step, executor.slots, geometry.width, batch_sizes)
+        decoder.capture()
+        executor.decoder = decoder
+    return time.perf_counter() - started
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ def rows() -> list[dict[str, Any]]:
     return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
-def solo(files: ModelFiles, num_steps: int, depth: int = 1, page_size: int = 16, dtype: str = "float32") -> Solo:
-    flags: dict[str, Any] = {"device": "cuda", "dtype": dtype, "page_size": page_size}
+def solo(files: ModelFiles, num_steps: int, depth: int = 1, page_size: int = 16, graphs: bool = True) -> Solo:
+    flags: dict[str, Any] = {"device": "cuda", "dtype": "float32", "page_size": page_size, "graphs": graphs}
     if num_steps == 0:
         return Solo(files, depth, **flags, speculative_algorithm="NONE")
     numbers = {"speculative_num_steps": num_steps, "speculative_num_draft_tokens": num_steps + 1}
@@ -57,17 +57,21 @@ def test_plain_decoding_is_transformers(plain: Solo, rows: list[dict], record_su
     record_summary("smollm2_plain_h200", {"prompts": len(rows), "near_ties": str(found)}, device_name())
 
 
-@pytest.mark.parametrize(("num_steps", "depth", "page_size"), [(3, 1, 16), (3, 2, 16), (1, 2, 1), (5, 2, 1)])
+@pytest.mark.parametrize(
+    ("num_steps", "depth", "page_size", "graphs"),
+    [(3, 1, 16, True), (3, 2, 16, True), (1, 2, 1, True), (5, 2, 1, True), (3, 2, 16, False)],
+)
 def test_eagle3_is_plain_decoding(
-    files: ModelFiles, rows: list[dict], num_steps: int, depth: int, page_size: int, record_summary
+    files: ModelFiles, rows: list[dict], num_steps: int, depth: int, page_size: int, graphs: bool, record_summary
 ) -> None:
-    engine = solo(files, num_steps, depth, page_size)
+    engine = solo(files, num_steps, depth, page_size, graphs)
     try:
         found = assert_equal_up_to_near_ties(rows, lambda ids: engine.answer(ids, greedy()).tokens, NUM_TOKENS)
     finally:
         engine.close()
     figures = {"prompts": len(rows), "near_ties": str(found)}
-    record_summary(f"smollm2_eagle3_h200_steps{num_steps}_depth{depth}_page{page_size}", figures, device_name())
+    kind = "graphs" if graphs else "eager"
+    record_summary(f"smollm2_eagle3_h200_steps{num_steps}_depth{depth}_page{page_size}_{kind}", figures, device_name())
 
 
 def test_accept_length_is_the_written_out_loops(files: ModelFiles, rows: list[dict], record_summary) -> None:
@@ -102,11 +106,12 @@ def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
     [greedy(), SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=3)],
     ids=["greedy", "sampled"],
 )
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_the_launch_path_never_synchronizes(
-    files: ModelFiles, rows: list[dict], sampling: SamplingParams, num_steps: int
+    files: ModelFiles, rows: list[dict], sampling: SamplingParams, num_steps: int, graphs: bool
 ) -> None:
-    engine = solo(files, num_steps, depth=2)
+    engine = solo(files, num_steps, depth=2, graphs=graphs)
     try:
         engine.answer(rows[0]["prompt_ids"], sampling)  # kernels are compiled on first use
         torch.cuda.set_sync_debug_mode("error")

@@ -152,6 +152,7 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
                 ("x", most(5000), "max_new_tokens"),
                 ([{"role": "user"}], most(1), "messages"),
                 ("x" * (33 << 20), most(1), "prompt"),
+                ([{"role": "user", "content": "x", "weight": 2**70}], most(1), "prompt"),
             ):
                 with pytest.raises(RequestError) as caught:
                     await client.complete(prompt, sampling)  # type: ignore[arg-type]  # bad on purpose

@@ -240,6 +240,7 @@ def test_flush_only_when_nothing_runs():
     bench.deliver(FlushCache())
     assert bench.flushed == [False, True]
     assert bench.scheduler.roster.memory.cache.num_pages == 0
+    assert bench.stats[-1].num_cached_tokens == 0 < bench.stats[-2].num_cached_tokens
 
 
 @pytest.mark.parametrize("depth", [1, 2])

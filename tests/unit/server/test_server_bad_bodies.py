@@ -37,6 +37,10 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": "10"}, 400, "max_tokens"),
     ({"max_tokens": MAX_LEN}, 400, "max_tokens"),
+    ({"max_tokens": 2**70}, 400, "max_tokens"),
+    ({"top_k": 2**70}, 400, "top_k"),
+    ({"min_tokens": 2**70, "max_tokens": None}, 400, "min_tokens"),
+    ({"temperature": 10**400}, 400, "temperature"),
     ({"min_tokens": -1}, 400, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
     ({"seed": "lucky"}, 400, "seed"),
@@ -49,6 +53,7 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"stop": ["x"] * 17}, 400, "stop"),
     ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
     ({"stop_token_ids": "2"}, 400, "stop_token_ids"),
+    ({"stop_token_ids": [2**70]}, 400, "stop_token_ids"),
     ({"stop_token_ids": list(range(33))}, 400, "stop_token_ids"),
     ({"ignore_eos": 1}, 400, "ignore_eos"),
     ({"skip_special_tokens": "no"}, 400, "skip_special_tokens"),
@@ -279,6 +284,23 @@ def test_every_unsupported_parameter_is_refused_by_name() -> None:
     for name in UNSUPPORTED:
         status, reply = post(COMPLETIONS, {**GOOD[COMPLETIONS], name: "something else"})
         assert (status, reply["error"]["param"]) == (400, name)
+
+
+def test_a_sentence_uses_the_names_of_its_api() -> None:
+    for path, field, change, sentence in (
+        (CHAT, "min_tokens", {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed the limit of 8 new tokens"),
+        (COMPLETIONS, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1"),
+        (GENERATE, "text", {"text": ""}, "the prompt must have at least one token"),
+        (GENERATE, "json_schema", {"json_schema": "{}"}, 'leave it out or send ""'),
+        (CHAT, "tool_choice", {"tool_choice": "required"}, 'leave it out or send "none"'),
+    ):
+        error = post(path, {**GOOD[path], **change})[1]["error"]
+        assert error["param"] == field and sentence in error["message"]
+
+
+def test_half_a_character_is_named_as_what_is_wrong() -> None:
+    message = post(CHAT, b'{"model": "\\ud800"}')[1]["error"]["message"]
+    assert "surrogates not allowed" in message
 
 
 @pytest.mark.parametrize("path", GOOD)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from overlap_spec.spec.types import Sampling, SlotBatch
+from overlap_spec.spec.types import Sampling, SamplingWork, SlotBatch
 
 
 @pytest.fixture
@@ -23,9 +23,7 @@ def make_batch() -> Callable[..., SlotBatch]:
             seed=torch.arange(size),
             stop_from=torch.zeros(size, dtype=torch.int64),
             stop_ids=torch.full((size, 1), -1),
-            any_sampled=temperature > 0,
-            any_filtered=False,
-            any_masked=False,
+            work=SamplingWork(temperature > 0, False, False),
         )
         table = torch.arange(1, size * pages + 1, dtype=torch.int32).view(size, pages)
         return SlotBatch(torch.arange(size), torch.tensor(lengths), table, sampling)

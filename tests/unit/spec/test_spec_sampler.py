@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap_spec.spec.noise import gumbel
 from overlap_spec.spec.sampler import draw
-from overlap_spec.spec.types import Sampling
+from overlap_spec.spec.types import Sampling, SamplingWork
 
 ALL = 1 << 62
 
@@ -32,9 +32,7 @@ def sampling(
         seed=torch.arange(batch) if seeds is None else seeds,
         stop_from=torch.full((batch,), stop_from),
         stop_ids=torch.tensor([list(stop_ids) or [-1]] * batch),
-        any_sampled=temperature > 0,
-        any_filtered=top_k != ALL or top_p < 1 or min_p > 0,
-        any_masked=bool(stop_ids),
+        work=SamplingWork(temperature > 0, top_k != ALL or top_p < 1 or min_p > 0, bool(stop_ids)),
     )
 
 

@@ -288,8 +288,9 @@ def test_questions_are_answered() -> None:
         assert len((await h.heard(Tokenized)).ids) == 4 * len(ids("word " * 5000))
         h.say(Detokenize("d", pack_ids(ids("Hello 🦙"))))
         assert await h.heard(Detokenized) == Detokenized("d", "Hello 🦙")
-        h.say(Detokenize("d", pack_ids([-4])))
-        assert (await h.heard(Rejected)).field == "tokens"
+        for unknown in (-4, LIMITS.vocab_size):
+            h.say(Detokenize("d", pack_ids([unknown])))
+            assert (await h.heard(Rejected)).field == "tokens"
         h.inbox.send(Stats(num_running=3))
         await h.settle()
         h.say(GetStats("s"))

@@ -9,6 +9,7 @@ from fakes import ScriptedProposer, TableModel
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.spec.interfaces import SpecMethod
+from overlap_spec.spec.types import SAMPLING_WORK
 from overlap_spec.spec.verifier import ChainVerifier
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
@@ -113,10 +114,9 @@ def test_a_reset_leaves_nothing_of_the_predecessor(bench: Bench) -> None:
     bench.decode(0)
     bench.prefill(0, [8])
     assert bench.slots.length[0] == 1
-    batch = bench.slots.batch(torch.tensor([0]), [SlotWork(slot=0)])
-    assert batch.sampling.temperature.tolist() == [0.0]
-    assert batch.sampling.any_sampled is False
-    assert batch.sampling.any_masked is False
+    work = bench.slots.sampling_work([SlotWork(slot=0)])
+    assert work == SAMPLING_WORK[0]
+    assert bench.slots.batch(torch.tensor([0]), work).sampling.temperature.tolist() == [0.0]
     assert bench.decode(0)[0][0] == bench.model.walk(8, 2)[1]
 
 

@@ -1,0 +1,158 @@
+"""Seeded random schedules over the whole ring: whatever happens around a request, it gets its plain, solo tokens.
+
+Arrivals, lengths, aborts, preemption from a tiny pool, chunks, prefix hits, stop strings, seeds, temperatures; depth
+1 and 2, one to five draft steps, page sizes 1 to 16. Invariants are checked after every event (tests/ring.py).
+"""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from plain_oracle import PlainOracle
+from ring import Answer, Ring, RingConfig, running, tiny_loaded
+
+from overlap_spec.messages import FinishKind, SamplingParams
+from overlap_spec.tokenizer.codec import TextCodec
+
+NUM_MODELS = 4
+CHARACTERS = "etaoin shrdlu,.EQZ0123"
+MUST_HAPPEN = (
+    "preemptions",
+    "chunk_splits",
+    "prefix_hit_tokens",
+    "mid_step_aborts",
+    "accepted",
+    "rejected",
+    "stop_strings",
+)
+
+
+def random_config(rng: random.Random, crowded: bool) -> RingConfig:
+    page_size = rng.choice([1, 4, 16])
+    num_steps = rng.choice([0, 1, 3, 3, 5])
+    pool_tokens = rng.choice([110, 150, 600]) if not crowded else 100
+    return RingConfig(
+        num_steps=num_steps,
+        depth=rng.choice([1, 2, 2]),
+        page_size=page_size,
+        num_pages=pool_tokens // page_size + 1,
+        num_slots=rng.randint(2, 6),
+        chunk_tokens=max(page_size, rng.choice([5, 16, 64])),
+        chunk_pairs=rng.choice([0, 300]),
+        max_len=120,
+        prefix_cache=rng.random() < 0.8,
+    )
+
+
+def random_sampling(rng: random.Random, crowded: bool) -> SamplingParams:
+    max_new = rng.randint(30, 50) if crowded else rng.choice([1, 2, 4, 8, 16, 30])
+    filters = rng.choice([{}, {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}])
+    return SamplingParams(
+        max_new_tokens=max_new,
+        min_new_tokens=rng.choice([0, 0, 0, min(3, max_new)]),
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
+        seed=rng.randrange(1 << 40),
+        stop=() if crowded else tuple(rng.sample(CHARACTERS, rng.choice([0, 0, 1, 2]))),
+        stop_token_ids=() if crowded else tuple(rng.sample(range(128), rng.choice([0, 0, 2]))),
+        ignore_eos=crowded or rng.random() < 0.3,
+        **filters,
+    )
+
+
+def random_prompt(rng: random.Random, earlier: list[list[int]], crowded: bool) -> list[int]:
+    prompt = [rng.randrange(6, 128) for _ in range(rng.randint(1, 8 if crowded else 40))]
+    if earlier and rng.random() < 0.6:  # share a prefix with somebody, or repeat them whole
+        other = rng.choice(earlier)
+        prompt = other[: rng.randint(1, len(other))] + prompt[: rng.choice([0, 0, 1, 5])]
+    earlier.append(prompt)
+    return prompt[:60]
+
+
+async def run_schedule(
+    seed: int, models_seed: int, oracle: PlainOracle, codec: TextCodec, **engine: Any
+) -> Counter[str]:
+    """One schedule. Returns how often the things that must work did happen."""
+    rng = random.Random(seed)
+    crowded = rng.random() < 0.25  # long answers that together exceed the pool: somebody must be preempted
+    config = replace(random_config(rng, crowded), **engine)
+    prompts: list[list[int]] = []
+    seen: Counter[str] = Counter()
+    models = tiny_loaded(models_seed, config.num_steps, config.dtype, config.place)
+    async with running(models, config, codec) as ring:
+        tasks = []
+        for i in range(rng.randint(4, 10)):
+            prompt, sampling = random_prompt(rng, prompts, crowded), random_sampling(rng, crowded)
+            abort_after = rng.choice([None] * 5 + [0, 1, 3])
+            answer = ring.start(f"r{i}", prompt, sampling)
+            tasks.append(asyncio.create_task(follow(ring, f"r{i}", answer, abort_after, seen)))
+            check = oracle.expected(prompt, sampling)
+            tasks.append(asyncio.create_task(compare(answer, check, f"schedule {seed} request {i}", seen)))
+            await asyncio.sleep(rng.choice([0, 0, 0.001, 0.005]))
+        await asyncio.gather(*tasks)
+        await ring.idle()
+        count(ring, seen)
+        assert_nothing_leaked(ring)
+    return seen
+
+
+async def follow(ring: Ring, request_id: str, answer: Answer, abort_after: int | None, seen: Counter[str]) -> None:
+    """Abort once the answer has this many tokens, if it lives that long."""
+    if abort_after is None:
+        return
+    while len(answer.token_ids) < abort_after and not answer.done.is_set():
+        answer.grew.clear()
+        await asyncio.wait_for(answer.grew.wait(), 30)
+    if not answer.done.is_set():
+        seen["mid_step_aborts"] += bool(ring.scheduler.inflight)
+        ring.cancel(request_id)
+
+
+async def compare(answer: Answer, expected, what: str, seen: Counter[str]) -> None:
+    await asyncio.wait_for(answer.done.wait(), 60)
+    assert answer.rejected is None, f"{what}: {answer.rejected}"
+    assert answer.finish is not None
+    if answer.finish.kind is FinishKind.ABORT:
+        assert answer.token_ids == expected.token_ids[: len(answer.token_ids)], what
+        return
+    assert answer.token_ids == expected.token_ids, what
+    assert answer.finish == expected.finish, what
+    assert answer.text == expected.text, what
+    assert answer.usage is not None and answer.usage.completion_tokens == len(answer.token_ids), what
+    seen["stop_strings"] += isinstance(answer.finish.matched, str)
+    seen["finished"] += 1
+
+
+def count(ring: Ring, seen: Counter[str]) -> None:
+    counters = ring.scheduler.planner.counters
+    stats = ring.scheduler.reporter.snapshot()
+    seen["preemptions"] += counters.preempted
+    seen["chunk_splits"] += ring.plans.chunk_splits
+    seen["prefix_hit_tokens"] += stats.cached_tokens_total
+    seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
+    seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)
+
+
+def assert_nothing_leaked(ring: Ring) -> None:
+    """Only the cache holds pages, and it lets go of every one."""
+    memory = ring.scheduler.roster.memory
+    memory.cache.evict(memory.cache.num_evictable)
+    assert len(memory.pool.free) == memory.pool.num_total
+
+
+def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:
+    """Run schedules 0, 1, ..; `engine` overrides what a ring is made of (device, dtype, graphs)."""
+    place = {name: engine[name] for name in ("dtype", "place") if name in engine}
+    oracles = [PlainOracle(10 * seed, codec, **place) for seed in range(NUM_MODELS)]
+    seen: Counter[str] = Counter()
+    try:
+        for seed in range(num_schedules):
+            which = seed % NUM_MODELS
+            seen += asyncio.run(run_schedule(seed, 10 * which, oracles[which], codec, **engine))
+    finally:
+        for oracle in oracles:
+            oracle.close()
+    print(f"storm of {num_schedules} schedules: {dict(seen)}")
+    assert all(seen[what] > 0 for what in MUST_HAPPEN), dict(seen)
+    return seen
