@@ -37,13 +37,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if not ok:
                 raise RequestError(field, f"{field} must be {want}, got {value!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {self.max_new_tokens} new tokens")
+            most = self.max_new_tokens
+            raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {most} new tokens")
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
-        most = self.max_new_tokens
+        least, most = self.min_new_tokens, self.max_new_tokens
         return (
             ("max_new_tokens", most, most is None or 1 <= most < MOST, "at least 1, and a 64-bit integer"),
-            ("min_new_tokens", self.min_new_tokens, 0 <= self.min_new_tokens < MOST, "at least 0, and a 64-bit integer"),
+            ("min_new_tokens", least, 0 <= least < MOST, "at least 0, and a 64-bit integer"),
             (
                 "temperature",
                 self.temperature,

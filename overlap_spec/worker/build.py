@@ -45,7 +45,7 @@ def build_executor(models: LoadedModels, geometry: Geometry, place: torch.device
     shape = EngineShape(slots.num_rows, geometry.num_positions, geometry.page_size, geometry.dtype, place)
     proposer = models.proposer.attach(cache(models.proposer.kv_shape), shape)
     method = SpecMethod(proposer, ChainVerifier(torch.arange(target.vocab_size, device=place)))
-    return Executor(_device(place, geometry), slots, target, method, geometry.page_size)
+    return Executor(_device(place), slots, target, method, geometry.page_size)
 
 
 def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, LoadedModels]:
@@ -56,5 +56,5 @@ def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, L
     return build_executor(models, geometry, place), geometry, models
 
 
-def _device(place: torch.device, geometry: Geometry) -> Device:
-    return CpuDevice() if place.type == "cpu" else CudaDevice(MAX_DEPTH + 1, geometry.max_step_ints)
+def _device(place: torch.device) -> Device:
+    return CpuDevice() if place.type == "cpu" else CudaDevice(ring=MAX_DEPTH + 1)

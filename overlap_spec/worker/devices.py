@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+FIRST_BUFFER_INTS = 1 << 16  # of a pinned upload buffer: half a MiB
+
 
 class Download(Protocol):
     """A device-to-host copy under way."""
@@ -110,9 +112,9 @@ class CudaMoment:
 class CudaDevice:
     """One stream and a ring of pinned buffers; a buffer is reused `ring` uploads later, when its step is settled."""
 
-    def __init__(self, ring: int, capacity: int) -> None:
+    def __init__(self, ring: int) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._buffers = [torch.empty(capacity, dtype=torch.int64, pin_memory=True) for _ in range(ring)]
+        self._buffers = [_pinned(FIRST_BUFFER_INTS) for _ in range(ring)]
         self._copied: list[torch.cuda.Event | None] = [None] * ring
         self._next = 0
 
@@ -121,6 +123,8 @@ class CudaDevice:
         previous = self._copied[slot]
         if previous is not None and not previous.query():
             previous.synchronize()  # only if more steps are in flight than the ring was made for
+        if len(values) > len(self._buffers[slot]):
+            self._buffers[slot] = _pinned(2 * len(values))  # rare: the first long prompts of a run
         staged = self._buffers[slot][: len(values)]
         staged.copy_(torch.frombuffer(values, dtype=torch.int64))
         tensor = staged.to(self.torch_device, non_blocking=True)
@@ -138,3 +142,7 @@ class CudaDevice:
 
     def now(self) -> Moment:
         return CudaMoment()
+
+
+def _pinned(num_ints: int) -> Tensor:
+    return torch.empty(num_ints, dtype=torch.int64, pin_memory=True)

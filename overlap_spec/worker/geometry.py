@@ -8,7 +8,6 @@ from overlap_spec.config import Settings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.spec.methods import LoadedProposer, Method
 from overlap_spec.worker.memory import Budget, cpu_budget, cuda_budget, num_pages, workspace_bytes
-from overlap_spec.worker.slots import RESET_WIDTH
 
 MAX_DEPTH = 2  # steps in flight that tables and rings are made for
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
@@ -45,12 +44,6 @@ class Geometry:
     def num_page_columns(self) -> int:
         """Pages in a slot's row."""
         return -(-self.num_positions // self.page_size)
-
-    @property
-    def max_step_ints(self) -> int:
-        """Integers that the largest plan packs: resets, pages, and five per prompt token or slot."""
-        pages = min(self.num_slots * self.num_page_columns, self.num_slots + self.num_pages)
-        return self.num_slots * (RESET_WIDTH + 8) + 3 * pages + 5 * self.max_chunk + 64
 
 
 def settle_geometry(settings: Settings, models: LoadedModels, device: torch.device) -> Geometry:

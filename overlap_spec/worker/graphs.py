@@ -11,7 +11,7 @@ and whose length is put back to 0 before every step.
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class StepGraphs:
     slots: Tensor  # [B] i64, the input
     verify: torch.cuda.CUDAGraph
     verified: Verified  # fixed addresses
-    draft: torch.cuda.CUDAGraph
+    draft: Callable[[], None]
 
 
 class GraphDecoder:
@@ -70,7 +70,7 @@ class GraphDecoder:
         if self._running is None:
             self._step.draft(verified)
         else:
-            self._running.draft.replay()
+            self._running.draft()
 
     def _size_for(self, num_slots: int, width: int) -> int | None:
         index = bisect.bisect_left(self._sizes, num_slots)
@@ -80,12 +80,19 @@ class GraphDecoder:
         slots = torch.full((size,), self._rows.dummy, dtype=torch.int64, device=self._rows.length.device)
         self._step.draft(self._verify(slots, sampling))  # compiles kernels, which a capture must not
         torch.cuda.synchronize()
-        verify, draft = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        verify = torch.cuda.CUDAGraph()
         with torch.cuda.graph(verify, pool=pool):
             verified = self._verify(slots, sampling)
+        return StepGraphs(slots, verify, verified, self._capture_draft(verified, pool))
+
+    def _capture_draft(self, verified: Verified, pool: Any) -> Callable[[], None]:
+        """Returns the replay. A window of one has no guesses: there is nothing to launch, and nothing to capture."""
+        if self._width == 1:
+            return lambda: None
+        draft = torch.cuda.CUDAGraph()
         with torch.cuda.graph(draft, pool=pool):
             self._step.draft(verified)
-        return StepGraphs(slots, verify, verified, draft)
+        return draft.replay
 
     def _verify(self, slots: Tensor, sampling: SamplingWork) -> Verified:
         self._rows.rest_dummy()

