@@ -11,7 +11,7 @@ from overlap_spec.resolve import resolve
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.geometry import Geometry
-from overlap_spec.worker.warmup import capture_graphs, warm_up
+from overlap_spec.worker.warmup import capture_graphs, cuda_prompt_lengths, warm_up
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Solo:
         self._depth = depth
         self._eos = files.eos_token_ids
         if graphs:
-            warm_up(self.executor, self._geometry)
+            warm_up(self.executor, self._geometry, cuda_prompt_lengths(self._geometry))
             capture_graphs(self.executor, self._geometry, settings.graph_batch_sizes)
 
     def close(self) -> None:

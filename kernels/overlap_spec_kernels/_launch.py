@@ -4,6 +4,7 @@ Triton is imported when a kernel is first launched, not when its module is: the 
 on a CPU, where Triton is not installed.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,11 @@ class TritonKernel:
 
     That launch puts what `triton.jit` makes of every such function of the module in its place, so that kernels
     can call each other, and binds `tl`, which the module itself imports for type checkers only.
+    An argument named in `FREE` is any integer to the compiler: one that changes from step to step must not cost
+    a compilation when it happens to be 1 or a multiple of 16.
     """
+
+    FREE = ("num_splits",)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -29,8 +34,12 @@ class TritonKernel:
         scope["tl"] = triton.language
         for name, value in list(scope.items()):
             if isinstance(value, TritonKernel):
-                scope[name] = triton.jit(value._function)
+                scope[name] = triton.jit(do_not_specialize=value.free_arguments())(value._function)
         return scope[self._function.__name__][grid]
+
+    def free_arguments(self) -> list[str]:
+        """Those of `FREE` that this function has."""
+        return [name for name in inspect.signature(self._function).parameters if name in self.FREE]
 
     def __call__(self, *arguments: Any) -> Any:
         """Only other kernels call it, and they see the compiled function."""

@@ -28,6 +28,7 @@ _MIN_DOT = 16  # the smallest side of a tensor-core product
 _BLOCK_BYTES = 16384  # of K, and of V, in one block: two stages of both fit in the shared memory of any recent GPU
 _PROGRAMS_PER_SM = 2  # what the split count aims at, so that enough loads are in flight
 _MAX_SPLITS = 64
+_FEW_SPLITS = 8  # combining few splits is a kernel of its own; more than two would be compiled too late for somebody
 _LOG2_E = 1.4426950408889634
 
 
@@ -188,7 +189,7 @@ def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
     """Reduce the splits of each row and head. Shapes: [T, nq, splits, d], [T, nq, splits, 2] -> [T, nq, d]."""
     num_rows, num_heads, num_splits, head_dim = partial.shape
     out = partial.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
-    block_s, block_d = next_power_of_2(num_splits), next_power_of_2(head_dim)
+    block_s, block_d = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS, next_power_of_2(head_dim)
     _combine_kernel[(num_rows, num_heads)](
         partial, stats, out, num_splits, HEAD_DIM=head_dim, BLOCK_S=block_s, BLOCK_D=block_d
     )

@@ -15,7 +15,7 @@ from overlap_spec.transport import Inbox, Outlet
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels
-from overlap_spec.worker.warmup import ChunkSize, capture_graphs, measure_chunk, warm_up
+from overlap_spec.worker.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, measure_chunk, warm_up
 
 
 class Worker:
@@ -91,10 +91,11 @@ async def main(context: ActorContext) -> None:
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"))
     try:
         context.progress("warming up", 0, 0)
-        warm_up(executor, geometry)
+        on_cpu = settings.model.device == "cpu"
+        warm_up(executor, geometry, () if on_cpu else cuda_prompt_lengths(geometry))
         context.progress("capturing CUDA graphs", 0, 0)
         capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
-        measured = settings.model.device == "cpu" and settings.scheduler.chunk_tokens is None
+        measured = on_cpu and settings.scheduler.chunk_tokens is None
         chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
         scheduler.send(worker_ready(geometry, models, chunk))
         context.ready(

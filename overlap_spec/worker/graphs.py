@@ -11,7 +11,9 @@ and whose length is put back to 0 before every step.
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +49,7 @@ class GraphDecoder:
     def capture(self) -> None:
         """Capture every batch size and kind of sampling, largest first, in one memory pool."""
         pool: Any = torch.cuda.graph_pool_handle()
-        with torch.inference_mode():
+        with torch.inference_mode(), _no_garbage_collection():
             for size in reversed(self._sizes):
                 for sampling in SAMPLING_WORK:
                     self._graphs[size, sampling] = self._capture(size, sampling, pool)
@@ -97,3 +99,14 @@ class GraphDecoder:
     def _verify(self, slots: Tensor, sampling: SamplingWork) -> Verified:
         self._rows.rest_dummy()
         return self._step.verify(slots, self._width, sampling)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect now, and not while a capture is under way: freeing CUDA memory would invalidate it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -16,10 +16,16 @@ class Packer:
         self._bounds: list[tuple[int, int]] = []
 
     def add(self, values: Iterable[int]) -> int:
-        """Append a run; returns its index."""
+        """Append a run; returns its index.
+
+        Every run starts at a multiple of 16 bytes, so that a kernel never meets a pointer less aligned than before:
+        it would be compiled anew.
+        """
         start = len(self._values)
         self._values.extend(values)
         self._bounds.append((start, len(self._values)))
+        if len(self._values) % 2:
+            self._values.append(0)
         return len(self._bounds) - 1
 
     def upload(self, device: Device) -> list[Tensor]:

@@ -22,12 +22,19 @@ SAMPLED = SamplingParams(temperature=1.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, seed=0)
 
 
-def warm_up(executor: Executor, geometry: Geometry) -> None:
+def warm_up(executor: Executor, geometry: Geometry, prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,)) -> None:
     """Prefill and decode once in each variant: greedy, sampled, filtered and masked."""
+    for num_tokens in prompt_lengths:
+        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
     for sampling in (GREEDY, SAMPLED, FILTERED):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(PROBE_TOKENS, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+
+
+def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
+    """Prompt chunks that between them use every attention tile there is, and the most memory."""
+    return (1, 6, PROBE_TOKENS, geometry.max_chunk)
 
 
 def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> float:

@@ -16,6 +16,7 @@ from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
 
+triton = pytest.importorskip("triton")
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 DATA = Path(__file__).parent.parent / "data"
@@ -120,6 +121,21 @@ def test_the_launch_path_never_synchronizes(
         torch.cuda.set_sync_debug_mode("default")
         engine.close()
     assert len(answer.tokens) > 4
+
+
+def test_nothing_is_compiled_after_warm_up(files: ModelFiles, rows: list[dict]) -> None:
+    """Ready means warm: prompts of any length, and what a prefix hit leaves of them, meet compiled kernels."""
+    engine = solo(files, 3, depth=2)
+    compiled: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(str(what.get("fn")))
+    try:
+        for length in (1, 2, 3, 5, 7, 8, 15, 16, 17, 33, 64, 100, 129, 300, 700, 1500):
+            prompt = (rows[0]["prompt_ids"] * 60)[:length]
+            engine.answer(prompt, SamplingParams(max_new_tokens=6, temperature=0.0, seed=0))
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+        engine.close()
+    assert not compiled, compiled
 
 
 def device_name() -> str:
