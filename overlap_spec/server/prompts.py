@@ -59,7 +59,7 @@ def read_chat(
     prompt = ChatPrompt(flat, tools or None, template_kwargs, add_generation_prompt)
     try:
         msgspec.msgpack.encode(prompt)
-    except (OverflowError, ValueError) as error:  # an integer beyond 64 bits
+    except (OverflowError, ValueError, RecursionError) as error:  # an integer beyond 64 bits, lists in lists in lists
         raise Problem(400, f"messages: {error}", "messages", "invalid_value") from None
     return prompt
 

@@ -98,7 +98,7 @@ class ClientRouter:
             return Malformed("", "", f"expected one frame, got {len(frames)}")
         try:
             return self._decoder.decode(frames[0])
-        except msgspec.MsgspecError as error:
+        except Exception as error:  # bytes of a stranger: also broken UTF-8, or nested too deep
             return _malformed(frames[0], error)
 
     def _push(self, peer: Peer, payload: bytes) -> None:
@@ -171,9 +171,9 @@ class ClientRouter:
         action()
 
 
-def _malformed(payload: bytes, error: msgspec.MsgspecError) -> Malformed:
+def _malformed(payload: bytes, error: Exception) -> Malformed:
     request_id = ""
-    with contextlib.suppress(msgspec.MsgspecError, IndexError, TypeError, KeyError):
+    with contextlib.suppress(Exception):
         raw = msgspec.msgpack.decode(payload)[1]
         request_id = raw if isinstance(raw, str) else ""
     cause = error.__cause__

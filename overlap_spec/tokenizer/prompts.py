@@ -58,7 +58,10 @@ def is_long(prompt: Prompt) -> bool:
         case TextPrompt():
             return len(prompt.text) > LONG
         case ChatPrompt():
-            return sum(map(_weight, prompt.messages)) + len(str(prompt.tools)) > LONG
+            try:
+                return sum(map(_weight, prompt.messages)) + len(str(prompt.tools)) > LONG
+            except RecursionError:  # whoever nests like that may wait
+                return True
         case _:
             assert_never(prompt)
 

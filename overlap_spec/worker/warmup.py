@@ -33,8 +33,8 @@ def warm_up(executor: Executor, geometry: Geometry, prompt_lengths: tuple[int, .
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
-    """Prompt chunks that between them use every attention tile there is, and the most memory."""
-    return (1, 6, PROBE_TOKENS, geometry.max_chunk)
+    """Prompt chunks that between them meet every attention tile and number of splits, and need the most memory."""
+    return (1, 6, 16, PROBE_TOKENS, 256, 512, 1024, geometry.max_chunk)
 
 
 def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> float:

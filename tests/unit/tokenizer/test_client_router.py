@@ -248,6 +248,8 @@ GENERATE = ["Generate", "r", ["TextPrompt", "Hi"], {}]
         (msgspec.msgpack.encode([*GENERATE[:3], {"temperature": float("nan")}]), "r", "temperature"),
         (msgspec.msgpack.encode([*GENERATE[:3], {"stop_token_ids": ["x"]}]), "r", "stop_token_ids"),
         (msgspec.msgpack.encode(["Generate", "r", ["NoPrompt"], {}]), "r", ""),
+        (msgspec.msgpack.encode(GENERATE).replace(b"Hi", b"\xff\xfe"), "", ""),
+        (msgspec.msgpack.encode(["Generate", "r", ["ChatPrompt", []]])[:-1] + b"\x91" * 3000, "", ""),
     ],
 )
 def test_something_malformed_is_told_from_whom_and_what(
