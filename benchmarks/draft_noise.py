@@ -55,12 +55,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = json.loads((ROOT / "tests/data/greedy64.json").read_text())["rows"][:20]
     solo = Solo(resolve_model(EngineConfig()), device="cpu")
-    method = solo.executor.method
+    step = solo.executor.decode_step
+    method = step.method
     figures = []
     for temperature in TEMPERATURES:
         committed: dict[str, list[list[int]]] = {}
         for name, way in WAYS.items():
-            solo.executor.method = dataclasses.replace(method, proposer=OtherDraws(method.proposer, way))
+            step.method = dataclasses.replace(method, proposer=OtherDraws(method.proposer, way))
             answers = [
                 solo.answer(
                     row["prompt_ids"], SamplingParams(max_new_tokens=NUM_TOKENS, temperature=temperature, seed=i)

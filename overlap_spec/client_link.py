@@ -147,7 +147,7 @@ class ClientDealer:
         """Queue a message; never blocks. Raises: RequestError if it is no message or one too large."""
         try:
             payload = self._encoder.encode(message)
-        except (OverflowError, TypeError, ValueError, RecursionError) as error:  # what a conversation may hold is not checked before
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:  # a conversation may hold anything
             raise RequestError("prompt", f"prompt cannot be sent: {error}") from error
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RequestError("prompt", f"the request has {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are taken")

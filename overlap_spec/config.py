@@ -14,6 +14,7 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Algorithm = Literal["NONE", "EAGLE3"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
 
 DEFAULT_MODEL = "smollm2"
 SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
@@ -26,12 +27,12 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One field per flag; `--page-size` is `page_size`. None means automatic. Names and defaults are SGLang's."""
 
     model_path: Annotated[
-        str, Meta(description="alias (smollm2), Hugging Face directory, .gguf file or hub id of the target model")
+        Text, Meta(description="alias (smollm2), Hugging Face directory, .gguf file or hub id of the target model")
     ] = DEFAULT_MODEL
-    tokenizer_path: Annotated[str | None, Meta(description="directory with tokenizer.json; default: the model's")] = (
+    tokenizer_path: Annotated[Text | None, Meta(description="directory with tokenizer.json; default: the model's")] = (
         None
     )
-    served_model_name: Annotated[str | None, Meta(description="model name in the API; default: the model path")] = None
+    served_model_name: Annotated[Text | None, Meta(description="model name in the API; default: the model path")] = None
     dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
     context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
@@ -42,9 +43,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     host: Annotated[str, Meta(description="address of the HTTP server")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 30000
-    api_key: Annotated[str | None, Meta(description="required as bearer token, and on a public ZMQ endpoint")] = None
+    api_key: Annotated[Text | None, Meta(description="required as bearer token, and on a public ZMQ endpoint")] = None
     zmq_endpoint: Annotated[
-        str | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
+        Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
 
@@ -71,7 +72,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ) = None
 
     speculative_algorithm: Annotated[Algorithm | None, Meta(description="drafting method")] = None
-    speculative_draft_model_path: Annotated[str | None, Meta(description="directory or hub id of the draft head")] = (
+    speculative_draft_model_path: Annotated[Text | None, Meta(description="directory or hub id of the draft head")] = (
         None
     )
     speculative_num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS, description="draft depth")] | None = None

@@ -96,7 +96,7 @@ def _describe(plain: inspect.Type) -> tuple[type[str] | type[int] | type[float] 
         case inspect.FloatType():
             return float, f"a number{_limits(plain)}", ()
         case inspect.StrType():
-            return str, "text", ()
+            return str, "text that is not empty" if plain.min_length else "text", ()
         case _:
             raise TypeError(f"a flag cannot be made of {plain}")
 

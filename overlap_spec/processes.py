@@ -77,8 +77,8 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"exited with status {status}"
     with contextlib.suppress(ValueError):
-        return f"killed by {signal.Signals(-status).name}"
-    return f"killed by signal {-status}"
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"
 
 
 def _import_path() -> str:

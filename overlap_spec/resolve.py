@@ -125,8 +125,12 @@ def _resolve_endpoint(config: EngineConfig) -> str | None:
         return endpoint
     if not endpoint.startswith("tcp://"):
         raise ConfigError("zmq_endpoint", f"must start with ipc:// or tcp://, got {endpoint!r}")
-    address = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if address not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not (address and port.isdecimal() and int(port) < 1 << 16):  # ZeroMQ would take 99999 for another port
+        raise ConfigError(
+            "zmq_endpoint", f"must look like tcp://127.0.0.1:5555 (port 0: any free one), got {endpoint!r}"
+        )
+    if address.strip("[]") not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
         raise ConfigError("zmq_endpoint", f"{endpoint} is reachable from other machines: it needs --api-key")
     return endpoint
 

@@ -1,12 +1,18 @@
 """Shared fixtures: where long runs leave their summaries."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+# Before torch loads OpenMP: processes share the cores here, and a thread that waits by spinning takes one from another.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch  # after the lines above
 
 from overlap_spec.bench.report import describe_run
 

@@ -38,8 +38,8 @@ class BackgroundLoop:
         Cancellation: an interrupt of this thread cancels `work`, waits until it has cleaned up, and is raised.
         """
         job = _Job(work)
-        self._loop.call_soon_threadsafe(job.start)
         try:
+            self._loop.call_soon_threadsafe(job.start)
             job.ended.wait()
         except BaseException:
             self._loop.call_soon_threadsafe(job.cancel)
@@ -61,8 +61,11 @@ class _Job(Generic[T]):
         self._task.add_done_callback(lambda task: self.ended.set())
 
     def cancel(self) -> None:
-        assert self._task is not None, "start was queued first"
-        self._task.cancel()
+        if self._task is None:  # interrupted before the start was queued
+            self._work.close()
+            self.ended.set()
+        else:
+            self._task.cancel()
 
     def result(self) -> T:
         assert self._task is not None, "it has ended"

@@ -78,7 +78,9 @@ class Conversation:
         """Without a limit of the user's, an answer may be as long as the context leaves, within reason."""
         if self._sampling.max_new_tokens is not None:
             return self._sampling
-        room = self._engine.settings.model.max_len - len(await self._engine.client.tokenize(prompt))
+        most = self._engine.settings.model.max_len
+        room = most - len(await self._engine.client.tokenize(prompt))
         if room < 1:
-            raise RequestError("messages", "the conversation fills the model's context; /reset starts a new one")
+            way_out = "ask for less, or start a new conversation with /reset"
+            raise RequestError("messages", f"this fills the maximum context length of {most} tokens: {way_out}")
         return msgspec.structs.replace(self._sampling, max_new_tokens=min(DEFAULT_MAX_TOKENS, room))

@@ -1,6 +1,7 @@
 """A conversation typed line by line. Not here: answers (`conversation.py`).
 
-In a terminal: history, Ctrl-C stops an answer, Ctrl-D leaves. From a pipe: every line is a prompt.
+In a terminal: history, Ctrl-C stops an answer, Ctrl-D leaves. From a pipe: the same lines, without history; the first
+that is refused ends the conversation with an error.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from overlap_spec.config import cache_directory
 from overlap_spec.errors import RequestError
 
 HISTORY_LINES = 1000
+QUIT = "/quit"
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
@@ -25,14 +27,20 @@ def converse(loop: BackgroundLoop, conversation: Conversation) -> None:
     print(HELP, file=sys.stderr)
     with _history(Path(cache_directory()) / "chat_history"):
         for line in _typed_lines():
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 _obey(loop, conversation, line)
+            except KeyboardInterrupt:
+                continue
+            except RequestError as error:
+                print(error, file=sys.stderr)
 
 
 def _answer_lines(loop: BackgroundLoop, conversation: Conversation) -> None:
-    for line in sys.stdin:
-        if line.strip():
-            loop.run(conversation.answer(line.strip()))
+    for line in map(str.strip, sys.stdin):
+        if line == QUIT:
+            return
+        if line:
+            _obey(loop, conversation, line)
 
 
 def _typed_lines() -> Iterator[str]:
@@ -45,7 +53,7 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print(file=sys.stderr)
             return
-        if line == "/quit":
+        if line == QUIT:
             return
         if line:
             yield line
@@ -57,10 +65,7 @@ def _obey(loop: BackgroundLoop, conversation: Conversation, line: str) -> None:
     elif line == "/help":
         print(HELP, file=sys.stderr)
     else:
-        try:
-            loop.run(conversation.answer(line))
-        except RequestError as error:
-            print(error, file=sys.stderr)
+        loop.run(conversation.answer(line))
 
 
 @contextlib.contextmanager

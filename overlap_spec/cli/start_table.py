@@ -11,6 +11,7 @@ from overlap_spec.config import Settings
 from overlap_spec.supervisor import Facts
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+CHAINS = "(1 until there are trees)"
 PLAIN_WIDTH = 120  # columns where stdout is no terminal
 
 
@@ -32,7 +33,9 @@ def start_table(settings: Settings, facts: Mapping[str, Facts], url: str, endpoi
 
 def _settled(settings: Settings) -> dict[str, str]:
     spec, model, scheduler = settings.spec, settings.model, settings.scheduler
-    numbers = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens" if spec.num_steps else ""
+    numbers = (
+        f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk {CHAINS}, draft tokens" if spec.num_steps else ""
+    )
     rows = {"model": model.name, "method": spec.method + numbers}
     if spec.draft_path is not None:
         rows["draft model"] = spec.draft_path

@@ -42,19 +42,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
         least, most = self.min_new_tokens, self.max_new_tokens
+        integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
         return (
-            ("max_new_tokens", most, most is None or 1 <= most < MOST, "at least 1, and a 64-bit integer"),
-            ("min_new_tokens", least, 0 <= least < MOST, "at least 0, and a 64-bit integer"),
+            *((name, value, -MOST <= (value or 0) < MOST, "a 64-bit integer") for name, value in integers.items()),
+            ("max_new_tokens", most, most is None or most >= 1, "at least 1"),
+            ("min_new_tokens", least, least >= 0, "at least 0"),
             (
                 "temperature",
                 self.temperature,
                 math.isfinite(self.temperature) and self.temperature >= 0,
                 "a finite number >= 0",
             ),
-            ("top_k", self.top_k, self.top_k == -1 or 1 <= self.top_k < MOST, "-1 or at least 1, and a 64-bit integer"),
+            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", self.seed, self.seed is None or -MOST <= self.seed < MOST, "a 64-bit integer"),
             (
                 "stop",
                 self.stop,

@@ -69,11 +69,6 @@ class LlamaConfig:
         """What a token takes in this model's cache."""
         return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
 
-    @property
-    def qkv_size(self) -> int:
-        """Columns of the fused query, key and value map."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
 
 def _size(config: Mapping[str, Any], key: str, origin: str) -> int:
     value = config.get(key)

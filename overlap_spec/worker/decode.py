@@ -47,7 +47,7 @@ class DecodeStep:
     def __init__(self, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int) -> None:
         self._slots = slots
         self._target = target
-        self._method = method
+        self.method = method
         self._page_size = page_size
 
     def verify(self, slots: Tensor, width: int, sampling: SamplingWork) -> Verified:
@@ -57,12 +57,12 @@ class DecodeStep:
         rows = window_rows(batch, width, self._page_size)
         output = self._target.forward(window.tokens.clamp(min=0).reshape(-1), rows)
         logits = self._target.logits(output.hidden).view(len(slots), width, -1)
-        verdict = self._method.verifier.verify(window, logits, batch)
+        verdict = self.method.verifier.verify(window, logits, batch)
         after = self._slots.commit(batch, verdict)
         published = torch.cat((verdict.tokens, window.num_proposed[:, None]), 1)
         return Verified(batch, after, rows, output, verdict, published)
 
     def draft(self, verified: Verified) -> None:
         """See `Decoder`."""
-        self._method.proposer.extend(verified.before, verified.rows, verified.output, verified.verdict)
-        self._slots.set_guesses(verified.after, self._method.proposer.propose(verified.after))
+        self.method.proposer.extend(verified.before, verified.rows, verified.output, verified.verdict)
+        self._slots.set_guesses(verified.after, self.method.proposer.propose(verified.after))

@@ -8,6 +8,7 @@ the slot rows.
 import asyncio
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,20 +25,43 @@ from overlap_spec.worker.packing import Packer
 from overlap_spec.worker.slots import SlotRows
 
 
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the device's time."""
+
+    begin: Moment
+    end: Moment
+
+    @property
+    def seconds(self) -> float:
+        """Both ends must have passed."""
+        return self.end.since(self.begin)
+
+
+@dataclass(frozen=True)
+class Published:
+    """Tokens on their way out. `worked`: this step up to here, and what the step before it did after its tokens left."""
+
+    download: Download
+    worked: tuple[Span, ...]
+
+
 class StepHandle:
     """A launched step. Its tokens leave as soon as they are copied out, while the draft still works."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self.published: Future[tuple[Download, Moment, Moment]] = Future()
+        self.started: Moment  # set when the launch thread takes it up
+        self.published: Future[Published] = Future()
         self.finished: Future[None] = Future()  # the launch thread is done with the step
 
     def wait(self) -> StepResult:
         """Block until the tokens are on the host. Raises: what the step raised."""
-        download, started, decided = self.published.result()
-        rows: list[list[int]] = download.wait().tolist()
+        published = self.published.result()
+        rows: list[list[int]] = published.download.wait().tolist()
         tokens = [[token for token in row[:-1] if token >= 0] for row in rows]
-        return StepResult(self.plan.step_id, tokens, [row[-1] for row in rows], decided.since(started))
+        seconds = sum(span.seconds for span in published.worked)
+        return StepResult(self.plan.step_id, tokens, [row[-1] for row in rows], seconds)
 
 
 class Executor:
@@ -47,13 +71,14 @@ class Executor:
         self, device: Device, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int
     ) -> None:
         self.slots = slots
-        self.method = method
         self.decode_step = DecodeStep(slots, target, method, page_size)
         self.decoder: Decoder = self.decode_step
         self._device = device
         self._target = target
         self._page_size = page_size
         self._token_ids = torch.arange(target.vocab_size, device=device.torch_device)
+        self._decided = device.now()
+        self._tail: tuple[Span, ...] = ()  # of the step before
         self._launcher = ThreadPoolExecutor(1, "launch")
         self._waiter = ThreadPoolExecutor(1, "results")
 
@@ -76,7 +101,9 @@ class Executor:
         step = self._decode if handle.plan.phase is Phase.DECODE else self._prefill
         try:
             with torch.inference_mode():
+                handle.started = self._device.now()
                 step(handle)
+                self._tail = (Span(self._decided, self._device.now()),)
         except BaseException as error:
             if not handle.published.done():
                 handle.published.set_exception(error)
@@ -86,15 +113,15 @@ class Executor:
 
     def _decode(self, handle: StepHandle) -> None:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
-        plan, started = handle.plan, self._device.now()
+        plan = handle.plan
         (slots,) = self._load(plan, [work.slot for work in plan.work])
         verified = self.decoder.verify(slots, plan.width, self.slots.sampling_work(plan.work))
-        self._publish(handle, started, verified.published[: len(plan.work)])  # tokens leave before the draft works
+        self._publish(handle, verified.published[: len(plan.work)])  # tokens leave before the draft works
         self.decoder.draft(verified)
 
     def _prefill(self, handle: StepHandle) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
-        plan, started, chunks = handle.plan, self._device.now(), Chunks(handle.plan.work)
+        plan, chunks = handle.plan, Chunks(handle.plan.work)
         slots, tokens, next_tokens, positions, owners, row_starts, completed, last_rows, lengths = self._load(
             plan,
             [work.slot for work in plan.work],
@@ -119,12 +146,12 @@ class Executor:
             drawn = draw(logits, lengths[:, None], batch.sampling, self._token_ids).squeeze(1)
             published[completed, 0] = drawn
             next_tokens[last_rows] = drawn
-        self._publish(handle, started, published)
+        self._publish(handle, published)
 
-        self.method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
+        self.decode_step.method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
         if chunks.completed:
             after = self.slots.start(batch, lengths, drawn)
-            self.slots.set_guesses(after, self.method.proposer.propose(after))
+            self.slots.set_guesses(after, self.decode_step.method.proposer.propose(after))
 
     def _load(self, plan: StepPlan, *runs: Iterable[int]) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
@@ -137,7 +164,8 @@ class Executor:
         self.slots.apply(resets, pages)
         return loaded
 
-    def _publish(self, handle: StepHandle, started: Moment, published: Tensor) -> None:
+    def _publish(self, handle: StepHandle, published: Tensor) -> None:
         """Start the copy out. Shapes: [B, n + 1] i64: tokens padded with -1, then the number of guesses."""
-        decided = self._device.now()
-        handle.published.set_result((self._device.download(published), started, decided))
+        self._decided = self._device.now()
+        worked = (Span(handle.started, self._decided), *self._tail)
+        handle.published.set_result(Published(self._device.download(published), worked))

@@ -46,6 +46,14 @@ def test_lines_from_a_pipe_are_turns_of_one_conversation(tmp_path: Path, tiny_fl
     assert done.stdout != alone.stdout * 2, "the second answer stands further on, behind the first turn"
 
 
+def test_a_pipe_may_start_over_and_leave(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    done = run_command(
+        tmp_path, "chat", *tiny_flags, "--max-tokens", "12", stdin="Hello\n/reset\nHello\n/quit\nHello\n"
+    )
+    first, second = done.stdout.splitlines()
+    assert (done.returncode, first) == (0, second), "nothing was left of the first turn"
+
+
 def test_what_no_request_can_be_is_one_sentence(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     done = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "9000")
     assert (done.returncode, done.stdout) == (1, "")

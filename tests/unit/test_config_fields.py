@@ -37,7 +37,8 @@ def test_every_field_has_words_a_default_and_a_kind() -> None:
         ("speculative_algorithm", "MAGIC", "one of EAGLE3, NONE"),
         ("speculative_num_steps", 9, "at most 8"),
         ("random_seed", 2**63, "a whole number"),
-        ("model_path", None, "text"),
+        ("model_path", None, "text that is not empty"),
+        ("api_key", "", "text that is not empty"),
     ],
 )
 def test_a_bad_value_is_named_with_what_would_be_right(field: str, value: Any, words: str) -> None:
