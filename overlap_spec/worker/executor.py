@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Published:
-    """Tokens on their way out. `worked`: this step up to here, and what the step before it did after its tokens left."""
+    """Tokens on their way out. `worked`: this step so far, and what the step before did after its tokens left."""
 
     download: Download
     worked: tuple[Span, ...]

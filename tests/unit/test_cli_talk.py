@@ -134,6 +134,29 @@ def test_an_interrupt_cancels_what_the_main_thread_waits_for_and_waits_for_its_c
         assert cleaned.is_set()
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_an_interrupt_while_work_is_handed_over_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, queued: bool
+) -> None:
+    async def work(seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "done"
+
+    with BackgroundLoop() as loop:
+        hand_over = loop._loop.call_soon_threadsafe
+
+        def interrupted(callback: Callable[[], None]) -> None:
+            monkeypatch.undo()
+            if queued:
+                hand_over(callback)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(loop._loop, "call_soon_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(work(60))
+        assert loop.run(work(0)) == "done"
+
+
 def test_the_first_signal_asks_and_the_second_forces() -> None:
     async def scenario() -> None:
         forced: list[bool] = []
