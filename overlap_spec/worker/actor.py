@@ -93,7 +93,8 @@ async def main(context: ActorContext) -> None:
         context.progress("warming up", 0, 0)
         on_cpu = settings.model.device == "cpu"
         warm_up(executor, geometry, () if on_cpu else cuda_prompt_lengths(geometry))
-        context.progress("capturing CUDA graphs", 0, 0)
+        if settings.graph_batch_sizes:
+            context.progress("capturing CUDA graphs", 0, 0)
         capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
         measured = on_cpu and settings.scheduler.chunk_tokens is None
         chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
