@@ -127,7 +127,12 @@ def paged_attention_for(config: LlamaConfig, like: Tensor, cache: KVCache, num_p
 
 def count_bytes(weights: object) -> int:
     """Memory of all tensors below a tree of dataclasses and tuples, shared ones counted once."""
-    return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in _tensors(weights)}.values())
+    return sum(tensor.nbytes for tensor in {_address(tensor): tensor for tensor in _tensors(weights)}.values())
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory is; one in an opaque layout shares it with nobody."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _tensors(node: object) -> list[Tensor]:
