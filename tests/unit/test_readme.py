@@ -1,0 +1,50 @@
+"""What the READMEs say is so: tables come from their result files, flags exist, links lead somewhere."""
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from overlap_spec.bench.tables import MARKED, fill
+from overlap_spec.cli import COMMANDS
+from overlap_spec.cli.parser import Parser
+
+ROOT = Path(__file__).parent.parent.parent
+READMES = (ROOT / "README.md", ROOT / "kernels/overlap_spec_kernels/README.md")
+NOT_OURS = {"--group"}  # flags of pip, in the commands that install
+
+
+def known_flags() -> set[str]:
+    flags: set[str] = set()
+    for command in COMMANDS.values():
+        parser: argparse.ArgumentParser = Parser()
+        importlib.import_module(command.module).add_arguments(parser)
+        flags |= set(parser._option_string_actions)
+    return flags
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_tables_are_those_of_their_result_files(readme: Path) -> None:
+    text = readme.read_text()
+    assert MARKED.search(text), "a README without a figure from a file"
+    assert fill(text, ROOT) == text, "run: python -m overlap_spec.bench.tables README.md kernels/.../README.md"
+
+
+def test_every_result_says_where_it_comes_from() -> None:
+    for match in MARKED.finditer("".join(readme.read_text() for readme in READMES)):
+        assert "; commit " in match[0] and "; `" in match[0], match[2]
+
+
+def test_flags_exist() -> None:
+    prose = MARKED.sub("", READMES[0].read_text())
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", prose))
+    assert named - NOT_OURS <= known_flags() | {"--help"}, named - NOT_OURS - known_flags()
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_links_lead_somewhere(readme: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
+        if "://" not in target:
+            assert (readme.parent / target).exists(), target
