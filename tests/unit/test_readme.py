@@ -39,6 +39,7 @@ def test_every_result_says_where_it_comes_from() -> None:
 
 def test_flags_exist() -> None:
     prose = MARKED.sub("", READMES[0].read_text())
+    prose = prose.replace("--speculative-*", "")  # all of them
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", prose))
     assert named - NOT_OURS <= known_flags() | {"--help"}, named - NOT_OURS - known_flags()
 
