@@ -72,7 +72,7 @@ def _throughput(report: Report) -> list[str]:
 
 def _batch_row(label: str, batch: Report) -> list[Any]:
     figures = ("batch", "tokens_per_second", "streamed_tokens_per_second", "accept_length", "step_ms")
-    return [label, *(batch[figure] for figure in figures)]
+    return [label, *(batch[figure] or "" for figure in figures)]  # plain decoding has no accept length
 
 
 def _scheduler(report: Report) -> list[str]:
