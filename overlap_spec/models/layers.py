@@ -55,11 +55,12 @@ LinearMap = Linear | PackedLinear
 def linear_map(weight: Tensor, bias: Tensor | None = None) -> LinearMap:
     """The form that is fastest where the weight is. Shapes: weight [O, I], bias [O].
 
-    Two cores of an AMD EPYC, float32, the four maps of SmolLM2's 30 layers (425 MB, 15 ms to read), ms a pass:
+    Two cores of an AMD EPYC, float32, the four maps of SmolLM2's 30 layers (425 MB), ms a pass; a busy host, so only
+    the ratios count (benchmarks/cpu_linear.py, results/linear_cpu.json):
 
         rows               1     2     4     6    16    64
-        weight @ x.T    23.9  23.9  29.5  42.8  50.8   102
-        packed          22.6  23.2  19.8  20.0  28.4    74
+        weight @ x.T    33.1  39.5  33.7  64.2  58.7   135
+        packed          31.6  30.5  26.9  29.7  30.6    80
     """
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight, FEW_ROWS), bias)

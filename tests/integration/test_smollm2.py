@@ -93,8 +93,7 @@ def test_eagle3_drafts_and_accepts_as_the_written_out_loop(eagle3: Solo, rows: l
 def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, rows: list[dict]) -> None:
     solo = chain_of(files, 3, depth=2, page_size=1)
     try:
-        answer = lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens  # noqa: E731  (one expression, used once)
-        assert_equal_up_to_near_ties(rows[:3], answer, FEW_TOKENS)
+        assert_equal_up_to_near_ties(rows[:3], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
     finally:
         solo.close()
 
