@@ -47,6 +47,18 @@ class RopeInputs(NamedTuple):
     v_cache: Tensor
 
 
+class DecodeInputs(NamedTuple):
+    """Arguments of `decode_attention` but for its scratch, in its order."""
+
+    qkv: Tensor
+    cos_sin: Tensor
+    positions: Tensor
+    page_table: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    scale: float
+
+
 def attention_inputs(
     heads: HeadShape, requests: list[tuple[int, int]], page_size: int, dtype: torch.dtype, spare_pages: int = 2
 ) -> AttentionInputs:
@@ -81,10 +93,34 @@ def rope_inputs(heads: HeadShape, num_rows: int, page_size: int, dtype: torch.dt
     sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
     fused = torch.randn(num_rows, sum(sizes)).to(dtype)
     q, k, v = (part.unflatten(1, (-1, heads.head_dim)) for part in fused.split(sizes, dim=1))
-    angles = torch.rand(int(positions[-1]) + 1, heads.head_dim // 2) * 6.28
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype if dtype == torch.float64 else torch.float32)
+    cos_sin = _random_angles(int(positions[-1]) + 1, heads.head_dim, dtype)
     rows = _cache_rows(page_table[0], positions, page_size)
     return RopeInputs(q, k, v, cos_sin, positions, rows, torch.zeros(pool, dtype=dtype), torch.zeros(pool, dtype=dtype))
+
+
+def decode_inputs(
+    heads: HeadShape, width: int, lengths: list[int], page_size: int, dtype: torch.dtype, spare_pages: int = 2
+) -> DecodeInputs:
+    """Draw one decode step's arguments on the CPU: requests with `lengths` keys in the cache, `width` new rows each.
+
+    The cache rows of the new rows hold NaN too: they may be read only by the program that wrote them.
+    """
+    attention = attention_inputs(heads, [(length, width) for length in lengths], page_size, dtype, spare_pages)
+    starts = attention.row_starts.tolist()
+    for request, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        new = _cache_rows(attention.page_table[request], attention.positions[begin:end], page_size)
+        for cache in (attention.k_cache, attention.v_cache):
+            cache.flatten(0, 1)[new] = torch.nan
+    num_columns = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    return DecodeInputs(
+        qkv=torch.randn(len(attention.positions), num_columns).to(dtype),
+        cos_sin=_random_angles(max(lengths) + width, heads.head_dim, dtype),
+        positions=attention.positions,
+        page_table=attention.page_table,
+        k_cache=attention.k_cache,
+        v_cache=attention.v_cache,
+        scale=attention.scale,
+    )
 
 
 def to_device(value: object, device: str) -> object:
@@ -107,6 +143,12 @@ def _shuffled_page_table(lengths: list[int], page_size: int, spare_pages: int) -
 
 def _cache_rows(pages: Tensor, positions: Tensor, page_size: int) -> Tensor:
     return pages[positions // page_size].long() * page_size + positions % page_size
+
+
+def _random_angles(num_positions: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Cosines, then sines. Shapes: -> [num_positions, d], float32 unless dtype is float64."""
+    angles = torch.rand(num_positions, head_dim // 2) * 6.28
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype if dtype == torch.float64 else torch.float32)
 
 
 def _random_cache(pool: tuple[int, int, int, int], owned: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@ Triton is imported when a kernel is first launched, not when its module is: the 
 on a CPU, where Triton is not installed.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -21,21 +22,26 @@ class TritonKernel:
     a compilation when it happens to be 1 or a multiple of 16.
     """
 
-    FREE = ("num_splits",)
+    FREE = ("num_splits", "num_rows", "num_squares", "batch_stride")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        jit, names = self._compiler()
+        scope = self._function.__globals__
+        scope.update(names)
+        for name, value in list(scope.items()):
+            if isinstance(value, TritonKernel):
+                scope[name] = jit(do_not_specialize=value.free_arguments())(value._function)
+        return scope[self._function.__name__][grid]
+
+    def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What compiles the module's functions, and what they call by a name that the module lacks."""
         import triton
         import triton.language
 
-        scope = self._function.__globals__
-        scope["tl"] = triton.language
-        for name, value in list(scope.items()):
-            if isinstance(value, TritonKernel):
-                scope[name] = triton.jit(do_not_specialize=value.free_arguments())(value._function)
-        return scope[self._function.__name__][grid]
+        return triton.jit, {"tl": triton.language}
 
     def free_arguments(self) -> list[str]:
         """Those of `FREE` that this function has."""
@@ -44,6 +50,30 @@ class TritonKernel:
     def __call__(self, *arguments: Any) -> Any:
         """Only other kernels call it, and they see the compiled function."""
         raise TypeError(f"{self._function.__name__} runs on a device: launch it as kernel[grid](...)")
+
+
+class GluonKernel(TritonKernel):
+    """A function in Gluon, Triton's lower level, where layouts and copies are the program's own. For CUDA alone."""
+
+    def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import ampere
+        from triton.language.extra import cuda
+
+        return gluon.jit, {"gl": language, "ampere": ampere, "cuda": cuda}
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that begins while the kernel before it on the stream still runs (Hopper and later).
+
+    Such a kernel takes `PDL: tl.constexpr`. It may read what no kernel writes (weights) at once; before anything else
+    it must `tl.extra.cuda.gdc_wait()`, which returns when all kernels before it have ended and their writes are
+    visible. Every program of it must wait, or the kernel after it could overtake the kernel before it.
+    """
+    enabled = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
 
 
 def require(holds: bool, argument: str, expected: str) -> None:

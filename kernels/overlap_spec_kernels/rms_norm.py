@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels._launch import TritonKernel, next_power_of_2, require, runs_triton, warps_for
+from overlap_spec_kernels._launch import (
+    TritonKernel,
+    dependent_launch,
+    next_power_of_2,
+    require,
+    runs_triton,
+    warps_for,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -34,7 +41,8 @@ def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, size = x.shape
     y = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = next_power_of_2(size)
-    _rms_norm_kernel[(num_rows,)](x, weight, y, x.stride(0), size, eps, BLOCK=block, num_warps=warps_for(block))
+    options = {"num_warps": warps_for(block), **dependent_launch(x.device)}
+    _rms_norm_kernel[(num_rows,)](x, weight, y, x.stride(0), size, eps, BLOCK=block, **options)
     return y
 
 
@@ -47,12 +55,16 @@ def _rms_norm_kernel(
     size: int,
     eps: float,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program per row; the row is read once and stays in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
     tl.store(y_ptr + row * size + column, x * scale * weight, mask=inside)

@@ -13,30 +13,46 @@ FILES = sorted([*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py")])
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 75  # its arguments alone may be ten
 
 COMMON = {"errors", "config", "messages", "version"}  # imported by everybody but the kernels
-LINKS = {"transport", "actor", "client", "client_calls", "client_link"}
-TOP = {"engine", "supervisor", "processes", "run_directory", "threads", "config_fields", "resolve", "hub", "machine"}
+LINKS = {"tracing", "transport", "step_link", "actor", "client", "client_calls", "client_link"}
+TOP = {
+    "engine",
+    "supervisor",
+    "processes",
+    "run_directory",
+    "threads",
+    "config_fields",
+    "resolve",
+    "width_rules",
+    "hub",
+    "machine",
+}
 
 # Part of the package -> parts it may import, beside itself and COMMON. A part is a module or a subpackage.
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("errors", "version"), set()),
-    **dict.fromkeys(("config", "messages", "config_fields", "resolve", "threads", "machine", "hub"), COMMON),
-    **dict.fromkeys(("transport", "actor", "client", "client_calls", "client_link"), LINKS),
+    **dict.fromkeys(
+        ("config", "messages", "config_fields", "width_rules", "threads", "machine", "hub", "tracing"), COMMON
+    ),
+    "resolve": COMMON | {"width_rules"},
+    **dict.fromkeys(("transport", "step_link", "actor", "client", "client_calls", "client_link"), LINKS),
     **dict.fromkeys(("engine", "supervisor", "processes", "run_directory"), LINKS | TOP),
     "cli": LINKS | TOP | {"server", "bench", "metrics"},
     "server": {"client", "client_calls", "client_link", "metrics"},
     "tokenizer": LINKS,
-    "scheduler": {"transport", "actor", "metrics"},
+    "scheduler": {"tracing", "transport", "step_link", "actor", "metrics"},
     "metrics": set(),
     "bench": LINKS | TOP | {"server"},
     "models": {"spec.types"},
-    "spec": {"models.interfaces"},
-    "worker": {"transport", "actor", "models", "spec", "hub", "metrics"},
+    "spec": {"models.interfaces", "models.work"},
+    "worker": {"tracing", "transport", "step_link", "actor", "models", "spec", "hub", "metrics"},
     "": LINKS | TOP,  # overlap_spec/__init__.py
     "__main__": {"cli"},
 }
 ALSO = {  # one file's own exceptions
+    "bench/workload.py": {"tokenizer.codec"},  # makes token ids for an engine that has no tokenizer
     "bench/scheduler.py": {"scheduler"},  # measures the scheduler by itself, against a fake worker
     "spec/methods.py": {"models.kv_cache", "models.loader"},  # the table of methods says how each is loaded
 }
@@ -62,9 +78,15 @@ OFF_STEP_PATH = {  # run once, at load or at start
     "models/registry.py",
     "spec/methods.py",
 }
-STEP_PATH_OF_WORKER = {"worker/step.py", "worker/executor.py", "worker/slots.py", "worker/packing.py"}
+STEP_PATH_OF_WORKER = {
+    f"worker/{name}.py"
+    for name in ("chunks", "decode", "devices", "executor", "handle", "loop", "packing", "prefill", "slots")
+}
 SYNCHRONIZING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
-HOST_SIDE = {("worker/executor.py", "wait")}  # functions of those files that run in another thread than the launches
+HOST_SIDE = {  # functions of those files that are called for a result that is out, or that guard a ring too small
+    ("worker/devices.py", "rows"),
+    ("worker/devices.py", "upload"),
+}
 
 
 def name_of(path: Path) -> str:
@@ -172,6 +194,11 @@ def test_the_step_path_never_waits_for_the_device(path: Path) -> None:
             assert called not in SYNCHRONIZING, f"{path.relative_to(ROOT)}:{call.lineno} calls .{called}()"
 
 
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    names = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
+    return bool(names & {"TritonKernel", "GluonKernel"})
+
+
 @every_file
 def test_files_and_functions_are_small(path: Path) -> None:
     lines = len(path.read_text().splitlines())
@@ -179,7 +206,8 @@ def test_files_and_functions_are_small(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MAX_FUNCTION_LINES, f"{path.name}:{node.lineno} {node.name} has {length} lines"
+            most = MAX_KERNEL_LINES if is_kernel(node) else MAX_FUNCTION_LINES
+            assert length <= most, f"{path.name}:{node.lineno} {node.name} has {length} lines"
 
 
 def is_public(name: str) -> bool:

@@ -1,0 +1,46 @@
+"""The residual stream on its way into a norm. Not here: the maps that read and write it (`fused_linear`).
+
+An RMSNorm needs a sum over a whole row, which no program of a map that writes the row has. So its work is divided: who
+writes the stream also writes it times the norm's weight, and sums of its squares; who reads it multiplies its own
+result, which is linear in the row, by the scale
+
+    norm(v) = scale(v) * (v * weight)        scale(v) = 1 / sqrt(mean(v^2) + eps)
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    """An RMSNorm. Shapes: weight [H]."""
+
+    weight: Tensor
+    eps: float
+
+
+class Normed(NamedTuple):
+    """A stream and its norm, which is `weighted` where there are no `squares`."""
+
+    values: Tensor  # [T, H], the stream
+    weighted: Tensor  # [T, H], times the norm's weight
+    squares: Tensor | None = None  # [parts, T] f32: sums of squares of parts of each row of `values`
+    eps: float = 0.0
+
+    def normalised(self) -> Tensor:
+        """The norm itself, in the stream's dtype. Shapes: -> [T, H]."""
+        if self.squares is None:
+            return self.weighted
+        scale = torch.rsqrt(self.squares.sum(0) / self.values.shape[1] + self.eps)
+        return (self.weighted * scale[:, None]).to(self.values.dtype)
+
+
+def rows_of(x: Tensor | Normed) -> Tensor:
+    """What a map reads of `x`. Shapes: -> [T, H]."""
+    return x.weighted if isinstance(x, Normed) else x
+
+
+def normalised(x: Tensor | Normed) -> Tensor:
+    """Rows to be used as they are. Shapes: -> [T, H]."""
+    return x.normalised() if isinstance(x, Normed) else x

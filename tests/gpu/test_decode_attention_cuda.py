@@ -1,0 +1,187 @@
+"""Decode attention on a GPU against its twin on the CPU: one launch that writes the cache, attends and combines splits.
+
+The twin rotates and rounds q and k in the dtype; attention to them is then computed in float32. What is left to a
+16-bit kernel is the rounding of its weights before they meet V, and of its output. Cache rows that no request owns, and
+those to be written, hold NaN.
+"""
+
+import pytest
+import torch
+from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs, to_device
+from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference
+from overlap_spec_kernels.paged_attention import paged_attention_reference
+from overlap_spec_kernels.rope_kv_write import rope_kv_write_reference
+from torch import Tensor
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 4e-3},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
+}
+HEADS = [
+    HeadShape(2, 2, 8),
+    HeadShape(6, 3, 16),
+    HeadShape(9, 3, 64),
+    HeadShape(8, 8, 64),
+    HeadShape(5, 1, 80),
+    HeadShape(8, 1, 96),
+    HeadShape(32, 8, 128),
+    HeadShape(16, 2, 128),
+]
+SMOL, LLAMA = HeadShape(9, 3, 64), HeadShape(32, 8, 128)
+LENGTHS = [300, 0, 15, 1, 17, 16, 700]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def on_gpu(inputs: DecodeInputs) -> DecodeInputs:
+    return DecodeInputs(*(to_device(value, "cuda") for value in inputs))
+
+
+def expected_of(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The output in float32, and the caches after the write."""
+    (num_requests, _), (_, page_size, num_kv_heads, head_dim) = inputs.page_table.shape, inputs.k_cache.shape
+    k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+    heads = inputs.qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    places = inputs.positions.view(num_requests, -1)
+    cache_rows = (inputs.page_table.gather(1, places // page_size) * page_size + places % page_size).flatten()
+    q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, cache_rows.long(), k_cache, v_cache)
+    row_starts = torch.arange(num_requests + 1, dtype=torch.int32) * places.shape[1]
+    wide = (tensor.float() for tensor in (q, k_cache, v_cache))
+    out = paged_attention_reference(*wide, inputs.page_table, row_starts, inputs.positions, inputs.scale)
+    return out.flatten(1), k_cache, v_cache
+
+
+def run(inputs: DecodeInputs, scratch: DecodeScratch) -> Tensor:
+    *tensors, scale = inputs
+    return decode_attention(*tensors, scratch, scale)
+
+
+def check(inputs: DecodeInputs, num_programs: int | None = None) -> None:
+    """By default as many splits as the op chooses for this GPU."""
+    dtype = inputs.qkv.dtype
+    out, k_cache, v_cache = expected_of(inputs)
+    device_inputs = on_gpu(inputs)
+    scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cuda"), num_programs)
+    scratch.outputs.fill_(torch.nan)
+    actual = run(device_inputs, scratch)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.cpu().float(), out, **CLOSE[dtype])
+    torch.testing.assert_close(device_inputs.k_cache.cpu(), k_cache, equal_nan=True, **CLOSE[dtype])
+    torch.testing.assert_close(device_inputs.v_cache.cpu(), v_cache, equal_nan=True, rtol=0, atol=0)
+    assert not scratch.counters.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("width", [1, 4])
+def test_head_shapes_and_pages(width: int, heads: HeadShape, page_size: int, dtype: torch.dtype) -> None:
+    inputs = decode_inputs(heads, width, LENGTHS, page_size, dtype)
+    check(inputs)
+    check(inputs, num_programs=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [SMOL, LLAMA, HeadShape(8, 1, 96), HeadShape(8, 1, 128)])
+@pytest.mark.parametrize("width", [2, 3, 5, 8, 11, 16])
+def test_widths(width: int, heads: HeadShape, dtype: torch.dtype) -> None:
+    inputs = decode_inputs(heads, width, LENGTHS, 16, dtype)
+    check(inputs)
+    check(inputs, num_programs=1024)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [SMOL, LLAMA])
+def test_one_request_and_many(heads: HeadShape, dtype: torch.dtype) -> None:
+    check(decode_inputs(heads, 4, [600], 16, dtype))
+    check(decode_inputs(heads, 4, [torch.randint(2000, ()).item() for _ in range(64)], 16, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("lengths", [[131068], [32765, 3], [130]])
+def test_long_contexts(lengths: list[int], page_size: int, dtype: torch.dtype) -> None:
+    """The last: a short request in a page table for 128k."""
+    spare_pages = (131072 - max(lengths)) // page_size
+    inputs = decode_inputs(HeadShape(4, 1, 64), 4, lengths, page_size, dtype, spare_pages)
+    check(inputs)
+    check(inputs, num_programs=1)
+
+
+def test_float64_is_the_twin() -> None:
+    inputs = decode_inputs(SMOL, 3, [40, 7], 16, torch.float64)
+    actual = run(on_gpu(inputs), DecodeScratch.allocate(64, torch.device("cuda")))
+    torch.testing.assert_close(actual.cpu(), decode_attention_reference(*inputs), rtol=1e-12, atol=1e-13)
+
+
+def test_float32_products_are_ieee() -> None:
+    """With TF32, the error of the scores alone would be about 1e-3."""
+    inputs = decode_inputs(HeadShape(2, 2, 128), 4, [300], 16, torch.float32)
+    wide = {name: getattr(inputs, name).double() for name in ("qkv", "cos_sin", "k_cache", "v_cache")}
+    exact = decode_attention_reference(*inputs._replace(**wide))
+    actual = run(on_gpu(inputs), DecodeScratch.allocate(128, torch.device("cuda")))
+    assert (actual.cpu() - exact).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "lengths"), [(SMOL, [2500]), (SMOL, [600]), (LLAMA, [3000, 700]), (LLAMA, [2200])])
+def test_200_launches_agree_bit_by_bit(heads: HeadShape, lengths: list[int], dtype: torch.dtype) -> None:
+    """Whichever split arrives last, and while other launches use the same scratch back to back."""
+    inputs = on_gpu(decode_inputs(heads, 4, lengths, 16, dtype))
+    other = on_gpu(decode_inputs(heads, 4, [900, 30, 1500], 16, dtype))
+    scratch = DecodeScratch.allocate(heads.head_dim, torch.device("cuda"))
+    first, first_other = run(inputs, scratch), run(other, scratch)
+    outs, other_outs = zip(*[(run(inputs, scratch), run(other, scratch)) for _ in range(200)], strict=True)
+    assert all(torch.equal(out, first) for out in outs)
+    assert all(torch.equal(out, first_other) for out in other_outs)
+    assert first.isfinite().all() and not scratch.counters.any()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_it_does_not_synchronize() -> None:
+    inputs = on_gpu(decode_inputs(SMOL, 4, [70, 600], 16, torch.bfloat16))
+    scratch = DecodeScratch.allocate(64, torch.device("cuda"))
+    run(inputs, scratch)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(inputs, scratch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_graph_follows_its_inputs(dtype: torch.dtype) -> None:
+    """Lengths and pages are data: one capture serves other steps too. Its two launches share the scratch."""
+    long = decode_inputs(SMOL, 4, [5, 900], 16, dtype, spare_pages=8)
+    short = decode_inputs(SMOL, 4, [70, 3], 16, dtype, spare_pages=60)
+    static, scratch = on_gpu(long), DecodeScratch.allocate(64, torch.device("cuda"))
+    qkv = torch.empty_like(static.qkv)
+
+    def two_layers() -> tuple[Tensor, Tensor]:
+        torch.add(static.qkv, 0, out=qkv)
+        first = run(static._replace(qkv=qkv), scratch)
+        torch.mul(static.qkv, 0.5, out=qkv)
+        return first, run(static._replace(qkv=qkv), scratch)
+
+    two_layers()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = two_layers()
+    for inputs in (long, short, long):
+        for target, value in zip(static, inputs, strict=True):
+            if isinstance(value, Tensor):
+                target[tuple(slice(0, n) for n in value.shape)].copy_(value[tuple(slice(0, n) for n in target.shape)])
+        for _ in range(3):
+            graph.replay()
+        for out, factor in zip(outs, (1, 0.5), strict=True):
+            expected = expected_of(inputs._replace(qkv=inputs.qkv * factor))[0]
+            torch.testing.assert_close(out.cpu().float(), expected, **CLOSE[dtype])
+    assert not scratch.counters.any()

@@ -1,0 +1,121 @@
+"""Maps of few rows on a GPU against float32 products of the same values; maxima against the logits they stand for."""
+
+import pytest
+import torch
+from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
+from overlap_spec_kernels.fused_linear import fused_linear_reference
+from torch import Tensor
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+ROWS = [1, 3, 4, 16, 17, 32, 33]
+SHAPES = [(960, 576), (576, 1536), (3072, 576), (4096, 4096), (72, 64), (130, 192), (1040, 14336), (100, 100)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of a norm over a norm
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def assert_near(actual: Tensor, expected: Tensor, error: float) -> None:
+    assert actual.shape == expected.shape and bool(torch.isfinite(actual).all())
+    assert float((actual.double() - expected.double()).norm() / expected.double().norm()) < error
+
+
+def wide(x: Tensor, norm: Norm | None = None) -> Tensor:
+    x = x.double()
+    if norm is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(1, keepdim=True) + norm.eps) * norm.weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size_n", "size_k"), SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> None:
+    """Addition, then a map, a gated map and a head that read the sum through its norm."""
+    x, weight = drawn(rows, size_k, dtype=dtype), drawn(size_n, size_k, dtype=dtype, scale=size_k**-0.5)
+    residual, norm = drawn(rows, size_n, dtype=dtype), Norm(drawn(size_n, dtype=dtype, scale=0.1) + 1, 1e-5)
+    stream = linear_add(x, weight, residual, norm)
+    assert_near(stream.values, wide(residual) + wide(x) @ wide(weight).t(), ERROR[dtype])
+    assert_near(stream.normalised(), wide(stream.values, norm), ERROR[dtype])
+    after = drawn(200, size_n, dtype=dtype, scale=size_n**-0.5)
+    expected = wide(stream.values, norm) @ wide(after).t()
+    assert_near(fused_linear(stream, after), expected, 2 * ERROR[dtype])
+    assert_near(linear_logits(stream, after), expected, 2 * ERROR[dtype])
+    gate, up = expected.chunk(2, dim=1)
+    assert_near(fused_linear(stream, after, gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "size"), [(49152, 576), (32000, 4096), (1000, 64), (77, 128), (128256, 512)])
+@pytest.mark.parametrize("rows", [1, 4, 17, 32, 40])
+def test_argmax_is_that_of_the_logits(rows: int, vocab: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = drawn(rows, size, dtype=dtype), drawn(vocab, size, dtype=dtype)
+    logits = wide(x) @ wide(weight).t()
+    columns = linear_argmax(x, weight)
+    best = logits.max(1).values
+    chosen = logits.gather(1, columns[:, None]).squeeze(1)
+    assert torch.all(best - chosen <= 1e-4 * best.abs())  # a near-tie may go either way
+    ids = torch.randperm(vocab, device="cuda")
+    assert torch.equal(linear_argmax(x, weight, ids), ids[columns])
+
+
+def test_of_equal_logits_the_first_is_taken() -> None:
+    weight = torch.zeros(5000, 64, device="cuda", dtype=torch.bfloat16)
+    weight[[7, 8, 4000, 4999], 0] = 1.0
+    x = torch.zeros(3, 64, device="cuda", dtype=torch.bfloat16)
+    x[1:, 0] = torch.tensor([1.0, -1.0])
+    assert linear_argmax(x, weight).tolist() == [0, 7, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    x, weight = drawn(8, 576, dtype=dtype), drawn(960, 576, dtype=dtype)
+    together = fused_linear(x, weight)
+    for row in range(8):
+        mixed = drawn(8, 576, dtype=dtype)
+        mixed[row] = x[row]
+        assert torch.equal(fused_linear(mixed, weight)[row], together[row])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_dependent_launches_in_a_graph_follow_their_inputs(rows: int) -> None:
+    """Forty maps back to back: each may begin before the one before it has ended, and must not read too early."""
+    size, inner, dtype = 576, 1536, torch.bfloat16
+    x, norm = drawn(rows, size, dtype=dtype), Norm(torch.ones(size, device="cuda", dtype=dtype), 1e-5)
+    gates = [drawn(2 * inner, size, dtype=dtype, scale=0.05) for _ in range(20)]
+    downs = [drawn(size, inner, dtype=dtype, scale=0.05) for _ in range(20)]
+
+    def forward() -> Tensor:
+        stream = Normed(x, torch.nn.functional.rms_norm(x, (size,), norm.weight, norm.eps))
+        for gate, down in zip(gates, downs, strict=True):
+            stream = linear_add(fused_linear(stream, gate, gated=True), down, stream.values, norm)
+        return stream.values
+
+    def expected() -> Tensor:
+        values = x.double()
+        for gate, down in zip(gates, downs, strict=True):
+            hidden = wide(values.to(dtype), norm)
+            inside = fused_linear_reference(hidden.float(), gate.float(), True).double()
+            values = (values + inside @ down.double().t()).to(dtype).double()
+        return values
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = forward()
+    for _ in range(20):
+        x.copy_(drawn(rows, size, dtype=dtype))
+        graph.replay()
+        first = result.clone()
+        graph.replay()
+        assert torch.equal(result, first)
+        assert_near(result, expected(), 3e-2)

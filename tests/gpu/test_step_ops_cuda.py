@@ -1,0 +1,189 @@
+"""The ops around a decode step's forwards on a GPU, against their twins on the CPU: alone, and chained in a graph."""
+
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels._inputs import to_device
+from overlap_spec_kernels.draft_input import draft_input
+from overlap_spec_kernels.gather_window import gather_window
+from overlap_spec_kernels.judge_chain import judge_chain
+from overlap_spec_kernels.place_guesses import place_guesses
+from overlap_spec_kernels.rms_norm import rms_norm
+from overlap_spec_kernels.select_rows import select_rows
+from step_inputs import (
+    DRAWS,
+    PAGE_SIZES,
+    SHAPES,
+    VOCABULARY,
+    SlotState,
+    covered_pages,
+    draws,
+    slot_state,
+    step_slots,
+)
+from torch import Tensor
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 4e-3},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
+}
+PAGE_SIZE = 16
+every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def on_gpu(*values: Any) -> tuple[Any, ...]:
+    return tuple(to_device(value, "cuda") for value in values)
+
+
+def same(actual: Tensor, expected: Tensor, name: str) -> None:
+    assert actual.dtype == expected.dtype and torch.equal(actual.cpu(), expected), name
+
+
+@every_shape
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("longest", [200, 9000])
+def test_gather_window(longest: int, page_size: int, num_rows: int, width: int, columns: int) -> None:
+    state = slot_state(num_rows, columns, page_size, longest)
+    state.window[::2, columns // 2 + 1 :] = -1
+    slots = step_slots(state, num_rows)
+    actual = gather_window(*on_gpu(slots, *state), width, page_size)
+    expected = gather_window(slots, *state, width, page_size)
+    covered = covered_pages(expected.lengths, columns, page_size, state.page_table.shape[1])
+    same(actual.page_table.cpu()[covered], expected.page_table[covered], "page_table")
+    for name in set(actual._fields) - {"page_table"}:
+        same(getattr(actual, name), getattr(expected, name), name)
+
+
+@every_shape
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("given", [False, True])
+def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns: int) -> None:
+    state = slot_state(num_rows, columns, PAGE_SIZE)
+    slots = step_slots(state, num_rows)
+    window, drawn = draws(kind, state.window[slots, :width])
+    accept_len = torch.randint(0, columns, (num_rows,)) if given else None
+    arguments = (drawn, window, slots, state.length[slots], state.length, state.window, state.dummy, accept_len)
+    moved = on_gpu(*arguments)
+    actual, expected = judge_chain(*moved), judge_chain(*arguments)
+    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
+        same(value, wanted, name)
+    same(moved[4], state.length, "length")
+    same(moved[5], state.window, "window")
+
+
+@every_shape
+def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
+    if width == 1:
+        pytest.skip("a window of one has no guesses")
+    state = slot_state(num_rows, columns, PAGE_SIZE)
+    guesses = torch.randint(-1, VOCABULARY, (width - 1, num_rows + 1))[:, :num_rows]
+    arguments = state.window, step_slots(state, num_rows), guesses, state.dummy
+    moved = on_gpu(*arguments)
+    place_guesses(*moved)
+    place_guesses(*arguments)
+    same(moved[0], state.window, "window")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 64, 512])
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_draft_input(size: int, num_rows: int, dtype: torch.dtype) -> None:
+    tokens = torch.randint(0, 1000, (num_rows,))
+    shapes = (1000, size), (size,), (num_rows, size), (size,)
+    values = [torch.randn(shape).to(dtype) for shape in shapes]
+    moved_tokens, embedding, embed_norm, features, feature_norm = on_gpu(tokens, *values)
+    actual = draft_input(moved_tokens, embedding, embed_norm, features, feature_norm, 1e-5)
+    assert actual.dtype == dtype
+    expected = draft_input(tokens, *(value.float() for value in values), 1e-5)
+    torch.testing.assert_close(actual.cpu().float(), expected, **CLOSE[dtype])
+    assert torch.equal(actual[:, :size], rms_norm(embedding[moved_tokens], embed_norm, 1e-5))
+    assert torch.equal(actual[:, size:], rms_norm(features, feature_norm, 1e-5))
+
+
+@every_shape
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_select_rows(size: int, dtype: torch.dtype, num_rows: int, width: int, columns: int) -> None:
+    arguments = torch.randn(num_rows, width, size).to(dtype), torch.randint(0, width, (num_rows,))
+    same(select_rows(*on_gpu(*arguments)), select_rows(*arguments), "selected")
+
+
+class Steps(tuple[Tensor, ...]):
+    """What several steps in a row take: slots [B], drawn [n, B, W], guesses [n, K, B], rows [n, B, W, H]."""
+
+    def run(self, state: SlotState) -> list[Tensor]:
+        """Run them with nothing in between, which lets each kernel begin before the one before it has ended."""
+        slots, drawn, guesses, rows = self
+        published = []
+        for step in range(drawn.shape[0]):
+            gathered = gather_window(slots, *state, drawn.shape[2], PAGE_SIZE)
+            judged = judge_chain(
+                drawn[step],
+                gathered.window_tokens,
+                slots,
+                gathered.lengths,
+                state.length,
+                state.window,
+                state.dummy,
+            )
+            selected = select_rows(rows[step], judged.accept_len)
+            place_guesses(state.window, slots, guesses[step], state.dummy)
+            published += [judged.published, judged.next_positions, gathered.positions, gathered.tokens, selected]
+        return published
+
+
+def draw_steps(slots: Tensor, width: int, count: int = 4, size: int = 576) -> Steps:
+    """Tokens are 0 or 1: half of the guesses are right."""
+    drawn = torch.randint(0, 2, (count, len(slots), width))
+    guesses = torch.randint(0, 2, (count, width - 1, len(slots)))
+    return Steps((slots, drawn, guesses, torch.randn(count, len(slots), width, size)))
+
+
+@pytest.mark.parametrize("num_rows, width", [(1, 4), (3, 4), (64, 2), (64, 8)])
+def test_steps_in_a_captured_graph_follow_their_inputs(num_rows: int, width: int) -> None:
+    state = slot_state(num_rows, width, PAGE_SIZE)
+    roomy = torch.randint(0, 1 << 20, (state.dummy + 1, 100), dtype=torch.int32)
+    state = state._replace(page_table=roomy)
+    moved_state = SlotState(*on_gpu(*state))
+    static = Steps(on_gpu(*draw_steps(step_slots(state, num_rows), width)))
+    static.run(SlotState(*(tensor.clone() for tensor in moved_state)))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        published = static.run(moved_state)
+    for _ in range(5):
+        steps = draw_steps(step_slots(state, num_rows), width)
+        for target, value in zip(static, steps, strict=True):
+            target.copy_(value)
+        graph.replay()
+        for index, (actual, expected) in enumerate(zip(published, steps.run(state), strict=True)):
+            same(actual, expected, f"output {index}")
+    same(moved_state.length, state.length, "length")
+    same(moved_state.window, state.window, "window")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_op_synchronizes() -> None:
+    state = slot_state(3, 4, PAGE_SIZE)
+    steps, moved_state = Steps(on_gpu(*draw_steps(step_slots(state, 3), 4))), SlotState(*on_gpu(*state))
+    embedding, norm = on_gpu(torch.randn(9, 576), torch.randn(576))
+
+    def every_op() -> None:
+        steps.run(moved_state)
+        draft_input(steps[0], embedding, norm, steps[3][0, :, 0], norm, 1e-5)
+
+    every_op()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        every_op()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

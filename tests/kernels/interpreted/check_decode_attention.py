@@ -1,0 +1,65 @@
+"""Decode attention under the interpreter, float32. Cache rows that no request owns, and those to be written, hold NaN.
+
+The interpreter runs programs one after another: who arrives last is the last split, and races are the GPU tests' care.
+"""
+
+import pytest
+import torch
+from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs
+from overlap_spec_kernels.decode_attention import DecodeScratch, _decode_attention_triton, decode_attention_reference
+
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]
+SPLIT = 160  # programs that a launch aims at: several splits of the longer requests
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def run(inputs: DecodeInputs, num_programs: int) -> torch.Tensor:
+    scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cpu"), num_programs)
+    scratch.outputs.fill_(torch.nan)
+    *tensors, scale = inputs
+    out = _decode_attention_triton(*tensors, scratch, scale)
+    assert not scratch.counters.any()
+    return out
+
+
+def check(inputs: DecodeInputs, num_programs: int) -> None:
+    expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+    torch.testing.assert_close(run(inputs, num_programs), decode_attention_reference(*expected), **CLOSE)
+    torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, **CLOSE)
+    torch.testing.assert_close(inputs.v_cache, expected.v_cache, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("width", [1, 3, 4, 16])
+def test_decode(width: int, heads: HeadShape, page_size: int, num_programs: int) -> None:
+    """Lengths around the edge of a page, so that windows cross it; 300 keys are two or three splits of 128."""
+    check(decode_inputs(heads, width, [300, 0, 15, 1, 17, 16], page_size, torch.float32), num_programs)
+
+
+@pytest.mark.parametrize("heads", [HeadShape(3, 1, 80), HeadShape(4, 2, 128), HeadShape(7, 1, 16)])
+def test_other_heads(heads: HeadShape) -> None:
+    check(decode_inputs(heads, 2, [270, 64, 63], 64, torch.float32), SPLIT)
+
+
+def test_more_splits_than_are_combined_at_once() -> None:
+    check(decode_inputs(HeadShape(2, 1, 128), 2, [1300, 129], 16, torch.float32), num_programs=20)
+
+
+def test_16_bit_heads() -> None:
+    """q and k are rounded as the twin rounds them; what is left is the rounding of the weights before they meet V."""
+    inputs = decode_inputs(HeadShape(6, 2, 64), 3, [150, 5], 16, torch.float16)
+    expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+    out = run(inputs, SPLIT)
+    torch.testing.assert_close(out, decode_attention_reference(*expected), rtol=2**-10, atol=1e-3)
+    torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, rtol=2**-10, atol=0)
+
+
+def test_rows_of_a_wider_tensor() -> None:
+    inputs = decode_inputs(HeadShape(3, 1, 8), 2, [20], 16, torch.float32)
+    check(inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)

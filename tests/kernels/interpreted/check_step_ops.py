@@ -1,0 +1,103 @@
+"""The ops around a decode step's forwards under the interpreter: exact for integers, a few roundings for norms."""
+
+import pytest
+import torch
+from overlap_spec_kernels.draft_input import _draft_input_triton, draft_input_reference
+from overlap_spec_kernels.gather_window import _gather_window_triton, gather_window_reference
+from overlap_spec_kernels.judge_chain import _judge_chain_triton, judge_chain_reference
+from overlap_spec_kernels.place_guesses import _place_guesses_triton, place_guesses_reference
+from overlap_spec_kernels.rms_norm import _rms_norm_triton
+from overlap_spec_kernels.select_rows import _select_rows_triton, select_rows_reference
+from step_inputs import DRAWS, PAGE_SIZES, SHAPES, VOCABULARY, covered_pages, draws, slot_state, step_slots
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@every_shape
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_gather_window(page_size: int, num_rows: int, width: int, columns: int) -> None:
+    check_gather(num_rows, width, columns, page_size, longest=200)
+
+
+def test_gather_window_of_a_page_table_that_takes_several_programs() -> None:
+    check_gather(7, 4, 4, page_size=1, longest=2500)
+
+
+def check_gather(num_rows: int, width: int, columns: int, page_size: int, longest: int) -> None:
+    state = slot_state(num_rows, columns, page_size, longest)
+    state.window[::2, columns // 2 + 1 :] = -1
+    slots = step_slots(state, num_rows)
+    actual = _gather_window_triton(slots, *state, width, page_size)
+    expected = gather_window_reference(slots, *state, width, page_size)
+    covered = covered_pages(expected.lengths, columns, page_size, state.page_table.shape[1])
+    assert covered.any(1).all()
+    assert torch.equal(actual.page_table[covered], expected.page_table[covered])
+    for name in set(actual._fields) - {"page_table"}:
+        value, wanted = getattr(actual, name), getattr(expected, name)
+        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+
+
+@every_shape
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("given", [False, True])
+def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns: int) -> None:
+    state = slot_state(num_rows, columns, page_size=16)
+    expected_state = state.clone()
+    slots = step_slots(state, num_rows)
+    window, drawn = draws(kind, state.window[slots, :width])
+    arguments = drawn, window, slots, state.length[slots]
+    accept_len = torch.randint(0, columns, (num_rows,)) if given else None
+    actual = _judge_chain_triton(*arguments, state.length, state.window, state.dummy, accept_len)
+    expected = judge_chain_reference(*arguments, expected_state.length, expected_state.window, state.dummy, accept_len)
+    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
+        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+    assert torch.equal(state.length, expected_state.length)
+    assert torch.equal(state.window, expected_state.window)
+
+
+@every_shape
+def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
+    if width == 1:
+        pytest.skip("a window of one has no guesses")
+    state = slot_state(num_rows, columns, page_size=16)
+    expected = state.window.clone()
+    slots = step_slots(state, num_rows)
+    guesses = torch.randint(-1, VOCABULARY, (width - 1, num_rows + 1))[:, :num_rows]  # rows with a stride
+    _place_guesses_triton(state.window, slots, guesses, state.dummy)
+    place_guesses_reference(expected, slots, guesses, state.dummy)
+    assert torch.equal(state.window, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 65])
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_draft_input(size: int, num_rows: int) -> None:
+    tokens, embedding, features = torch.randint(0, 11, (num_rows,)), torch.randn(11, size), torch.randn(num_rows, size)
+    embed_norm, feature_norm = torch.randn(size), torch.randn(size)
+    arguments = tokens, embedding, embed_norm, features, feature_norm, 1e-5
+    actual = _draft_input_triton(*arguments)
+    torch.testing.assert_close(actual, draft_input_reference(*arguments), **CLOSE)
+    assert torch.equal(actual[:, :size], _rms_norm_triton(embedding[tokens], embed_norm, 1e-5))
+    assert torch.equal(actual[:, size:], _rms_norm_triton(features, feature_norm, 1e-5))
+
+
+def test_draft_input_of_16_bits_is_rounded_once() -> None:
+    tokens, embedding, features = torch.randint(0, 11, (3,)), torch.randn(11, 576).half(), torch.randn(3, 576).half()
+    norms = torch.randn(576).half(), torch.randn(576).half()
+    actual = _draft_input_triton(tokens, embedding, norms[0], features, norms[1], 1e-5)
+    expected = draft_input_reference(
+        tokens, embedding.float(), norms[0].float(), features.float(), norms[1].float(), 1e-5
+    )
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-11, atol=1e-7)
+
+
+@every_shape
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_select_rows(size: int, num_rows: int, width: int, columns: int) -> None:
+    rows, index = torch.randn(num_rows, width, size), torch.randint(0, width, (num_rows,))
+    assert torch.equal(_select_rows_triton(rows, index), select_rows_reference(rows, index))
