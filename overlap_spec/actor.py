@@ -24,6 +24,8 @@ import zmq
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.step_link import Patience, StepInbox, StepOutlet
+from overlap_spec.tracing import recorder
 from overlap_spec.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
@@ -43,6 +45,7 @@ class ActorContext:
     def __init__(self, role: str, settings: Settings, endpoints: Endpoints) -> None:
         self.role = role
         self.settings = settings
+        self.trace = recorder(role, settings.trace_dir)
         self.endpoints = endpoints
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[Inbox[Any] | Outlet[Any]] = []
@@ -57,6 +60,20 @@ class ActorContext:
     def outlet(self, actor: str) -> Outlet[Any]:
         """Connect to another actor's inbox."""
         link: Outlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
+        self._links.append(link)
+        return link
+
+    def step_inbox(self, union: Any) -> StepInbox[Any]:
+        """Bind this actor's inbox for messages of `union`, some of which come over a step link."""
+        others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
+        patience = Patience(self.settings.spin_s)
+        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, patience)
+        self._links += [link, others]
+        return link
+
+    def step_outlet(self, actor: str) -> Outlet[Any]:
+        """Plans or results for another actor, who must have bound its inbox when the first is sent."""
+        link: Outlet[Any] = StepOutlet(self.endpoints.steps(actor))
         self._links.append(link)
         return link
 
@@ -96,6 +113,7 @@ def run_actor(role: str, module: str, run_dir: Path) -> int:
     try:
         main = cast(Main, importlib.import_module(module).main)
         uvloop.run(_as_coroutine(main, context))
+        context.trace.write()
     except Exception as error:
         context.send_supervisor(_last_words(role, error))
         return 1

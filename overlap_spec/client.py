@@ -44,6 +44,7 @@ from overlap_spec.messages import (
     Tokenized,
     ToTokenizerFromClient,
 )
+from overlap_spec.tracing import NO_TRACE, Recorder
 
 __all__ = ["Client", "Completion", "Delta"]
 
@@ -66,11 +67,13 @@ class Client:
         *,
         heartbeat_s: float = HEARTBEAT_S,
         silence_s: float = SILENCE_S,
+        trace: Recorder = NO_TRACE,
     ) -> None:
         self.endpoint = endpoint
         self._api_key = api_key
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
+        self._trace = trace
         self._calls = Calls()
         self._link: ClientDealer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,7 +132,9 @@ class Client:
         message = Generate(request_id, prompt_of(prompt), sampling or SamplingParams())
         await self._calls.until_free(request_id)
         with self._call(request_id) as answers:
+            begun = self._trace.now()
             self._send(message)
+            self._trace.span("send request", begun)
             ended = False
             try:
                 while not ended:
@@ -252,7 +257,9 @@ class Client:
     def _dispatch(self, message: ToClient) -> None:
         match message:
             case TextDeltas():
+                begun = self._trace.now()
                 self._calls.deliver(message)
+                self._trace.span("deliver", begun, requests=len(message.request_ids))
             case Rejected():
                 self._calls.reject(message)
             case Pong():

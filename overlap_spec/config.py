@@ -13,12 +13,15 @@ from msgspec import Meta, Struct
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Algorithm = Literal["NONE", "EAGLE3"]
+LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+DraftLoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
 
 DEFAULT_MODEL = "smollm2"
 SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
 PLAIN: Algorithm = "NONE"
+DUMMY: Literal["dummy"] = "dummy"  # the load format of random weights
 MAX_STEPS = 8
 MIB = 1 << 20
 
@@ -32,6 +35,10 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokenizer_path: Annotated[Text | None, Meta(description="directory with tokenizer.json; default: the model's")] = (
         None
     )
+    load_format: Annotated[
+        LoadFormat,
+        Meta(description="format of the weights; auto: what is there; dummy: random, from config.json alone"),
+    ] = "auto"
     served_model_name: Annotated[Text | None, Meta(description="model name in the API; default: the model path")] = None
     dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
@@ -70,16 +77,39 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Annotated[int, Meta(ge=1, description="largest batch that runs as a CUDA graph; default: all that can run")]
         | None
     ) = None
+    cuda_graph_bs: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=4096)], ...] | None,
+        Meta(description="batch sizes that are captured as CUDA graphs; default: chosen up to the largest"),
+    ] = None
+
+    enable_torch_compile: Annotated[
+        bool, Meta(description="compile what is no kernel of ours, sampler and verdict, before the capture")
+    ] = False
+    torch_compile_max_bs: (
+        Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None
+    ) = None
 
     speculative_algorithm: Annotated[Algorithm | None, Meta(description="drafting method")] = None
     speculative_draft_model_path: Annotated[Text | None, Meta(description="directory or hub id of the draft head")] = (
         None
     )
+    speculative_draft_load_format: Annotated[
+        DraftLoadFormat | None, Meta(description="format of the draft's weights; default: as --load-format")
+    ] = None
+    speculative_simulate_acc_len: (
+        Annotated[float, Meta(ge=1, description="bench only: synthetic acceptance of X committed tokens a step")] | None
+    ) = None
     speculative_num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS, description="draft depth")] | None = None
     speculative_eagle_topk: Annotated[int, Meta(ge=1, description="branching; 1 is a chain")] | None = None
     speculative_num_draft_tokens: (
         Annotated[int, Meta(ge=2, description="window width, root included; steps + 1 for a chain")] | None
     ) = None
+    speculative_adaptive: Annotated[
+        bool, Meta(description="narrow steps where drafting would lose; on where the three numbers are not given")
+    ] = False
+    speculative_adaptive_config: Annotated[
+        Text | None, Meta(description="JSON file with rules for that, by batch size; default: from measured costs")
+    ] = None
 
 
 class Machine(Struct, frozen=True):
@@ -105,6 +135,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     vocab_size: int
     preset_draft: str | None = None  # directory of the head that ships for this alias
     preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
+    load_format: str = "auto"
 
 
 class ModelSettings(Struct, frozen=True):
@@ -125,6 +156,26 @@ class SpecSettings(Struct, frozen=True):
     num_steps: int
     topk: int
     width: int
+    draft_load_format: str = "auto"
+    narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending; none: it is fixed
+    simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
+
+
+class WidthRule(Struct, frozen=True):
+    """From a `batch_size` on: which numbers of draft steps there may be, and when one is left for another.
+
+    Fields and defaults are SGLang's, except `initial_steps`, which is settled from the flags.
+    """
+
+    batch_size: int
+    candidate_steps: tuple[Annotated[int, Meta(ge=0)], ...]
+    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    update_interval: Annotated[int, Meta(ge=1)] = 5
+    warmup_batches: Annotated[int, Meta(ge=0)] = 10
+    up_hysteresis: float = 0.0
+    down_hysteresis: float = -0.25
+    ceiling_coeff: float = 0.0
+    initial_steps: int = 0
 
 
 class CacheSettings(Struct, frozen=True):
@@ -143,6 +194,9 @@ class SchedulerSettings(Struct, frozen=True):
     depth: int
     chunk_tokens: int | None
     seed: int | None
+    width_rules: tuple[WidthRule, ...] = ()  # none: step widths follow measured costs, where they may change at all
+    width_padding: tuple[int, ...] = ()  # batch sizes that a rule's batch is rounded up to
+    synthetic_acceptance: bool = False  # said in every log line that shows an accept length
 
 
 class ServerSettings(Struct, frozen=True):
@@ -176,6 +230,14 @@ class Settings(Struct, frozen=True):
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
+    compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
+    spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
+    trace_dir: str | None = None  # where every process leaves what it did when (`tracing.py`); None: nobody asks
+
+
+def synthetic_acceptance(mean: float) -> str:
+    """What every output says of a run whose accept decision is made up."""
+    return f"synthetic acceptance: {mean:g} committed tokens a step on average, whatever the guesses"
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ Limited = inspect.IntType | inspect.FloatType
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field. `wanted` says in words which values it takes."""
+    """One field. `wanted` says in words which values it takes; `many`: it takes one or more of them."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -27,11 +27,12 @@ class ConfigField:
     choices: tuple[str, ...]
     default: object
     description: str
+    many: bool = False
 
-    def parse(self, text: str) -> object:
-        """Turn a command-line word into this field's type. Raises: ConfigError."""
+    def parse(self, text: str | list[str]) -> object:
+        """Turn a command-line word, or several, into this field's type. Raises: ConfigError."""
         try:
-            return self.kind(text)
+            return self.kind(text) if isinstance(text, str) else tuple(self.kind(word) for word in text)
         except ValueError:
             raise ConfigError(self.name, f"must be {self.wanted}, got {text!r}") from None
 
@@ -67,8 +68,11 @@ def _raise_for_field(values: Mapping[str, Any]) -> None:
 
 def _field(field: inspect.Field) -> ConfigField:
     plain, description = _unwrap(field.type)
-    kind, wanted, choices = _describe(plain)
-    return ConfigField(field.name, kind, wanted, choices, field.default, description)
+    if not isinstance(plain, inspect.VarTupleType):
+        kind, wanted, choices = _describe(plain)
+        return ConfigField(field.name, kind, wanted, choices, field.default, description)
+    kind, wanted, choices = _describe(_unwrap(plain.item_type)[0])
+    return ConfigField(field.name, kind, f"a list, each {wanted}", choices, field.default, description, many=True)
 
 
 def _unwrap(declared: inspect.Type) -> tuple[inspect.Type, str]:

@@ -24,6 +24,7 @@ from overlap_spec.resolve import resolve
 from overlap_spec.run_directory import RunDirectory
 from overlap_spec.supervisor import Facts, Progress, Supervisor
 from overlap_spec.threads import in_daemon_thread
+from overlap_spec.tracing import CLIENT, recorder
 
 T = TypeVar("T")
 
@@ -36,16 +37,22 @@ class Engine:
     """Three actor processes and a client connected to them.
 
     `progress(what, done, total)` is told what is fetched and loaded; it may be called from another thread.
+    `trace_dir`: every process leaves there what it did when (`tracing.py`), once the engine has stopped.
     Raises: ConfigError before anything is read, CheckpointError or ActorDied if it cannot start.
     """
 
     def __init__(
-        self, config: EngineConfig | None = None, progress: Progress = no_progress, roles: Mapping[str, str] = ROLES
+        self,
+        config: EngineConfig | None = None,
+        progress: Progress = no_progress,
+        roles: Mapping[str, str] = ROLES,
+        trace_dir: Path | None = None,
     ) -> None:
         self.config = check_config(config or EngineConfig())
         self.notes: list[str] = []  # what `resolve` has adjusted, for the log
         self.progress = progress
         self._roles = roles
+        self._trace_dir = None if trace_dir is None else str(trace_dir)
         self._settings: Settings | None = None
         self._run_dir: RunDirectory | None = None
         self._supervisor: Supervisor | None = None
@@ -115,7 +122,10 @@ class Engine:
         supervisor = self._supervisor = Supervisor(run_dir, self._roles, self.progress)
         self._resources.push_async_callback(supervisor.stop)
         await supervisor.start(settings)
-        client = await self._resources.enter_async_context(Client(self.endpoint, settings.link.api_key))
+        trace = recorder(CLIENT, self._trace_dir)
+        self._resources.callback(trace.write)
+        connection = Client(self.endpoint, settings.link.api_key, trace=trace)
+        client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
         await supervisor.unless_failed(client.wait_ready())
@@ -150,8 +160,9 @@ class Engine:
 
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect())
+        settings = replace(settings, trace_dir=self._trace_dir)
         if settings.spec.draft_path is not None:
-            draft_path = hub.resolve_draft(settings.spec.draft_path, self.progress)
+            draft_path = hub.resolve_draft(settings.spec.draft_path, self.progress, settings.spec.draft_load_format)
             settings = replace(settings, spec=replace(settings.spec, draft_path=draft_path))
         return settings, notes
 

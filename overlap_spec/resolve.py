@@ -20,11 +20,17 @@ from overlap_spec.config import (
     ServerSettings,
     Settings,
     SpecSettings,
+    WidthRule,
+    synthetic_acceptance,
 )
 from overlap_spec.errors import ConfigError
+from overlap_spec.width_rules import read_width_rules
 
 DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
+DEFAULT_COMPILED_BATCH = 32  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
+SPIN_S = 0.02  # longer than a decode step of a large model
+SPIN_CORES = 6  # two that poll, and enough for tokenizer, server and the client's side
 
 
 def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[Settings, list[str]]:
@@ -33,12 +39,15 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
     Raises: ConfigError naming the flag.
     """
     notes: list[str] = []
-    spec = _resolve_spec(config, files, notes)
+    spec = _with_bench_flags(_resolve_spec(config, files, notes), config, notes)
+    rules = _resolve_rules(config, spec)
+    spec = _with_widths(spec, config, rules)
     device = _resolve_device(config, machine)
     depth = 1 if config.disable_overlap_schedule else 2
     running = config.max_running_requests
     if running is None:
         running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
+    graph_batch_sizes = _resolve_graphs(config, device, running, notes)
     settings = Settings(
         model=ModelSettings(
             name=config.served_model_name or config.model_path,
@@ -50,29 +59,62 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         spec=spec,
         cache=_resolve_cache(config),
         scheduler=SchedulerSettings(
-            max_running_requests=running, depth=depth, chunk_tokens=_resolve_chunk(config), seed=config.random_seed
+            max_running_requests=running,
+            depth=depth,
+            chunk_tokens=_resolve_chunk(config),
+            seed=config.random_seed,
+            width_rules=rules,
+            width_padding=graph_batch_sizes if rules else (),
+            synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
         server=ServerSettings(host=config.host, port=config.port, api_key=config.api_key),
         link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_cores,
-        graph_batch_sizes=_resolve_graphs(config, device, running, notes),
+        graph_batch_sizes=graph_batch_sizes,
+        compile_max_batch=_resolve_compile(config, device),
+        spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
 
 
 def _resolve_graphs(config: EngineConfig, device: str, running: int, notes: list[str]) -> tuple[int, ...]:
-    """1, 2, 4, 8, then steps of 8, 16 and 32, up to the largest batch. A batch is padded to the next size."""
-    if config.disable_cuda_graph and config.cuda_graph_max_bs is not None:
-        raise ConfigError("cuda_graph_max_bs", "has no effect with --disable-cuda-graph; leave one of them out")
-    if device == "cpu" and config.cuda_graph_max_bs is not None:
-        notes.append(f"cuda_graph_max_bs {config.cuda_graph_max_bs} is not used: there are no CUDA graphs on a CPU")
+    """1, 2, 4, 8, then steps of 8, 16 and 32, up to the largest batch. A batch is padded to the next size.
+
+    `--cuda-graph-bs` names the sizes instead; those that cannot run are left out, as in SGLang.
+    """
+    for field in ("cuda_graph_max_bs", "cuda_graph_bs"):
+        asked = getattr(config, field)
+        if asked is not None and config.disable_cuda_graph:
+            raise ConfigError(field, "has no effect with --disable-cuda-graph; leave one of them out")
+        if asked is not None and device == "cpu":
+            notes.append(f"{field} {asked} is not used: there are no CUDA graphs on a CPU")
     if device == "cpu" or config.disable_cuda_graph:
         return ()
+    if config.cuda_graph_bs is not None:
+        if config.cuda_graph_max_bs not in (None, max(config.cuda_graph_bs, default=None)):
+            raise ConfigError("cuda_graph_max_bs", "is not the largest of --cuda-graph-bs; leave one of them out")
+        sizes = tuple(sorted({size for size in config.cuda_graph_bs if size <= running}))
+        if not sizes:
+            raise ConfigError("cuda_graph_bs", f"names no batch of at most {running} requests, which is what can run")
+        return sizes
     largest = min(config.cuda_graph_max_bs or running, running)
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4097, 32))
     return (*(size for size in sizes if size < largest), largest)
+
+
+def _resolve_compile(config: EngineConfig, device: str) -> int:
+    """As in SGLang, compiling is a part of capturing."""
+    if not config.enable_torch_compile:
+        if config.torch_compile_max_bs is not None:
+            raise ConfigError("torch_compile_max_bs", "has no effect without --enable-torch-compile; leave it out")
+        return 0
+    if device == "cpu":
+        raise ConfigError("enable_torch_compile", "compiles what CUDA graphs capture, and there are none on a CPU")
+    if config.disable_cuda_graph:
+        raise ConfigError("enable_torch_compile", "compiles what is captured: it cannot go with --disable-cuda-graph")
+    return config.torch_compile_max_bs or DEFAULT_COMPILED_BATCH
 
 
 def _resolve_device(config: EngineConfig, machine: Machine) -> str:
@@ -161,9 +203,54 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
     return SpecSettings(method, draft, num_steps, 1, width)
 
 
+def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
+    """Where the draft's weights come from, and whether acceptance is made up. Explicit numbers are not needed here."""
+    mean = config.speculative_simulate_acc_len
+    if spec.width == 1:
+        for field in ("speculative_draft_load_format", "speculative_simulate_acc_len"):
+            if getattr(config, field) is not None:
+                raise ConfigError(field, "has no effect without speculation; leave it out")
+        return spec
+    if mean is not None:
+        if mean > spec.width:
+            raise ConfigError(
+                "speculative_simulate_acc_len", f"a step commits at most {spec.width} tokens (the window), got {mean}"
+            )
+        notes.append(synthetic_acceptance(mean))
+    inherited = "auto" if config.load_format == "gguf" else config.load_format  # a draft is never a .gguf file
+    return msgspec.structs.replace(
+        spec, draft_load_format=config.speculative_draft_load_format or inherited, simulated_accept_len=mean
+    )
+
+
+def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule, ...]:
+    """The one file that is read here: it is part of what is asked, as the flag that names it."""
+    if spec.width == 1 and config.speculative_adaptive:
+        raise ConfigError("speculative_adaptive", "has no effect without speculation; leave it out")
+    path = config.speculative_adaptive_config
+    if path is None:
+        return ()
+    if not config.speculative_adaptive:
+        raise ConfigError("speculative_adaptive_config", "has no effect without --speculative-adaptive")
+    return read_width_rules(path, config.speculative_num_steps)
+
+
+def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRule, ...]) -> SpecSettings:
+    """Explicit numbers are kept, unless the flag says that they are where to begin."""
+    if rules:
+        *fewer, num_steps = sorted({steps for rule in rules for steps in rule.candidate_steps})
+        narrower = tuple(steps + 1 for steps in fewer)
+        return msgspec.structs.replace(spec, num_steps=num_steps, width=num_steps + 1, narrower=narrower)
+    fixed = config.speculative_num_steps is not None and not config.speculative_adaptive
+    if fixed or spec.width == 1:
+        return spec
+    return msgspec.structs.replace(spec, narrower=tuple(w for w in range(1, spec.width) if w <= 3 or w % 2 == 0))
+
+
 def _refuse_with_none(config: EngineConfig) -> None:
     for field in config.__struct_fields__:
-        if field.startswith("speculative_") and field != "speculative_algorithm" and getattr(config, field) is not None:
+        is_given = getattr(config, field) not in (None, False)
+        if field.startswith("speculative_") and field != "speculative_algorithm" and is_given:
             raise ConfigError(field, "has no effect with --speculative-algorithm NONE; leave it out")
 
 
@@ -220,13 +307,16 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "max_running_requests": settings.scheduler.max_running_requests,
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,
+        "speculative_draft_load_format": spec.draft_load_format if speculating else None,
         "speculative_num_steps": spec.num_steps if speculating else None,
         "speculative_eagle_topk": spec.topk if speculating else None,
         "speculative_num_draft_tokens": spec.width if speculating else None,
+        "speculative_adaptive": bool(spec.narrower),
     }
 
 
 def without_speculation(config: EngineConfig) -> EngineConfig:
     """The same engine, decoding plainly: what speculation is compared with."""
-    fields = {name: None for name in config.__struct_fields__ if name.startswith("speculative_")}
+    defaults = EngineConfig()
+    fields = {name: getattr(defaults, name) for name in config.__struct_fields__ if name.startswith("speculative_")}
     return msgspec.structs.replace(config, **fields | {"speculative_algorithm": PLAIN})

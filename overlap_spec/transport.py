@@ -1,8 +1,8 @@
 """Typed one-way links between actors: ZeroMQ between processes, a queue inside one (for tests).
 
-Not here: what the messages mean, and the public client link (`client_link.py`). A send never blocks, so
-the ring of actors cannot deadlock; what bounds it is the tokenizer's count of open requests. An inbox is
-bound by its reader and lives as long as the actor; outlets connect. Never pickle.
+Not here: what the messages mean, the public client link (`client_link.py`), and the way of plans and results
+(`step_link.py`). A send never blocks, so the ring of actors cannot deadlock; what bounds it is the tokenizer's count
+of open requests. An inbox is bound by its reader and lives as long as the actor; outlets connect. Never pickle.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ class ZmqInbox(Generic[T]):
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
-        self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
+        self.socket = context.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
         self._ready: deque[T] = deque()
 
     def drain(self) -> list[T]:
@@ -65,16 +65,16 @@ class ZmqInbox(Generic[T]):
         while not self._ready:
             self._read()
             if not self._ready:
-                await wait_readable(self._socket)
+                await wait_readable(self.socket)
         return self._ready.popleft()
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
     def _read(self) -> None:
         while True:
             try:
-                payload = self._socket.recv(zmq.NOBLOCK)
+                payload = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._ready.append(self._decoder.decode(payload))
@@ -107,17 +107,18 @@ async def wait_readable(socket: zmq.Socket[bytes]) -> None:
     """
     loop = asyncio.get_running_loop()
     descriptor = socket.fileno()
-    while not _readable(socket):
+    while not has_message(socket):
         woken: asyncio.Future[None] = loop.create_future()
         loop.add_reader(descriptor, _settle, woken)
         try:
-            if not _readable(socket):
+            if not has_message(socket):
                 await woken
         finally:
             loop.remove_reader(descriptor)
 
 
-def _readable(socket: zmq.Socket[bytes]) -> bool:
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a ZeroMQ socket has something to read."""
     return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
@@ -163,6 +164,10 @@ class Endpoints:
     def inbox(self, actor: str) -> str:
         """Where an actor (or the supervisor) reads."""
         return f"ipc://{self.run_dir / actor}.sock"
+
+    def steps(self, actor: str) -> Path:
+        """Where an actor reads plans or results (`step_link.py`)."""
+        return self.run_dir / f"{actor}.steps"
 
     def client(self) -> str:
         """The client link, where no public address is set."""

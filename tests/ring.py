@@ -1,15 +1,19 @@
-"""The whole engine in one event loop: tokenizer service, scheduler and worker over memory links, tiny models.
+"""The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
 
 Not here: processes and sockets (tests/e2e). A test speaks as clients do and reads each request's rows. After
 every event that the scheduler handles, its invariants are checked from scratch.
 """
 
 import asyncio
+import threading
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
+from random_widths import RandomWidths
 from tiny_models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
 
 from overlap_spec.client_link import Arrival
@@ -34,14 +38,16 @@ from overlap_spec.messages import (
 from overlap_spec.scheduler.invariants import check_invariants
 from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
 from overlap_spec.spec.methods import ChainDraft, NoDraft, method_named
+from overlap_spec.step_link import Patience
 from overlap_spec.tokenizer.admission import Admission
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.transport import MemoryLink
-from overlap_spec.worker.actor import Worker, worker_ready
+from overlap_spec.worker.actor import worker_ready
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import Geometry, LoadedModels
+from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.warmup import ChunkSize, capture_graphs
 
 CLIENT = 1
@@ -76,11 +82,19 @@ class RingConfig:
     dtype: torch.dtype = torch.float64
     place: torch.device = CPU
     graph_batch_sizes: tuple[int, ...] = ()
+    widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
 
     def geometry(self) -> Geometry:
         width = self.num_steps + 1
         return Geometry(
-            self.num_slots, width, self.page_size, self.max_len, self.num_pages, self.chunk_tokens, self.dtype
+            self.num_slots,
+            width,
+            self.page_size,
+            self.max_len,
+            self.num_pages,
+            self.chunk_tokens,
+            self.dtype,
+            () if self.widths_seed is None else tuple(range(1, width)),
         )
 
 
@@ -163,14 +177,54 @@ class WatchedInbox:
             check_invariants(self.scheduler, {})
 
 
+class PlanQueue:
+    """Plans for a worker that runs in a thread of its own. They pass the codec, so types are checked."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._ready: deque[ToWorker] = deque()
+        self._arrived = threading.Event()
+
+    def send(self, message: ToWorker) -> None:
+        self._ready.append(self._decoder.decode(self._encoder.encode(message)))
+        self._arrived.set()
+
+    def poll(self) -> list[ToWorker]:
+        return [self._ready.popleft() for _ in range(len(self._ready))]
+
+    def wait(self, timeout_s: float | None) -> None:
+        self._arrived.wait(timeout_s)
+        self._arrived.clear()
+
+    def close(self) -> None:
+        self._ready.clear()
+
+
+class FromThread:
+    """The worker's way back into the event loop."""
+
+    def __init__(self, link: MemoryLink[ToScheduler]) -> None:
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, message: ToScheduler) -> None:
+        self._loop.call_soon_threadsafe(self._link.send, message)
+
+    def close(self) -> None:
+        self._link.close()
+
+
 class WatchedPlans:
     """The link to the worker; counts what a storm must have seen."""
 
-    def __init__(self, link: MemoryLink[ToWorker], inbox: WatchedInbox) -> None:
+    def __init__(self, link: "PlanQueue", inbox: WatchedInbox) -> None:
         self._link = link
         self._inbox = inbox
         self.sent: list[int] = []
         self.chunk_splits = 0
+        self.widths: Counter[int] = Counter()  # of decode steps
+        self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
     def send(self, message: ToWorker) -> None:
         if not isinstance(message, Shutdown):
@@ -178,6 +232,9 @@ class WatchedPlans:
             self._inbox.slots_of_step[message.step_id] = [work.slot for work in message.work]
             if message.phase is Phase.PREFILL:
                 self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
+            else:
+                self.widths[message.width] += 1
+                self.catch_ups[message.width > 1] += message.catch_up
         self._link.send(message)
 
     def close(self) -> None:
@@ -192,17 +249,19 @@ class Ring:
         self.executor: Executor = build_executor(models, geometry, config.place)
         capture_graphs(self.executor, geometry, config.graph_batch_sizes)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
-        self.to_worker: MemoryLink[ToWorker] = MemoryLink(ToWorker)
+        self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.inbox = WatchedInbox(self.to_scheduler)
         self.plans = WatchedPlans(self.to_worker, self.inbox)
-        self.worker = Worker(self.executor, self.to_worker, self.to_scheduler)
+        self.worker = Worker(self.executor, self.to_worker, FromThread(self.to_scheduler), Patience(0.0))
         settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
         self.scheduler = build_scheduler(
             worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs)), settings, cache, links
         )
+        if config.widths_seed is not None:
+            self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         admission = Admission(codec.eos_token_ids, 1000, 0)
@@ -235,9 +294,18 @@ class Ring:
     async def serve(self) -> None:
         """Run all three actors until cancelled; an actor's exception ends them all."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.worker.run())
+            group.create_task(self._work())
             group.create_task(self.scheduler.run())
             group.create_task(self.tokenizer.serve(self.to_tokenizer))
+
+    async def _work(self) -> None:
+        """The worker, in a thread, which is told to stop when this is cancelled."""
+        working = asyncio.create_task(asyncio.to_thread(self.worker.run))
+        try:
+            await asyncio.shield(working)
+        finally:
+            self.to_worker.send(Shutdown(False))
+            await working
 
 
 @asynccontextmanager

@@ -71,10 +71,7 @@ class Solo:
         return SoloAnswer(tokens[: min(end, sampling.max_new_tokens)], runs, guesses)
 
     def _launch(self, phase: Phase, work: SlotWork) -> StepHandle:
-        handle = self.executor.launch(StepPlan(0, phase, [work], self._geometry.width))
-        if self._depth == 1:
-            handle.finished.result()
-        return handle
+        return self.executor.launch(StepPlan(0, phase, [work], self._geometry.width))
 
     def _window(self) -> list[int]:
         """The guesses that the next step will verify."""

@@ -1,7 +1,8 @@
 """Seeded random schedules over the whole ring: whatever happens around a request, it gets its plain, solo tokens.
 
 Arrivals, lengths, aborts, preemption from a tiny pool, chunks, prefix hits, stop strings, seeds, temperatures; depth
-1 and 2, one to five draft steps, page sizes 1 to 16. Invariants are checked after every event (tests/ring.py).
+1 and 2, one to five draft steps, page sizes 1 to 16, steps of changing width. Invariants are checked after every
+event (tests/ring.py).
 """
 
 import asyncio
@@ -26,6 +27,9 @@ MUST_HAPPEN = (
     "accepted",
     "rejected",
     "stop_strings",
+    "narrow_steps",
+    "catch_ups_before_wide_steps",
+    "catch_ups_of_full_rings",
 )
 
 
@@ -43,6 +47,7 @@ def random_config(rng: random.Random, crowded: bool) -> RingConfig:
         chunk_pairs=rng.choice([0, 300]),
         max_len=120,
         prefix_cache=rng.random() < 0.8,
+        widths_seed=rng.randrange(1 << 30) if num_steps and rng.random() < 0.6 else None,
     )
 
 
@@ -129,6 +134,9 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     stats = ring.scheduler.reporter.snapshot()
     seen["preemptions"] += counters.preempted
     seen["chunk_splits"] += ring.plans.chunk_splits
+    seen["narrow_steps"] += sum(ring.plans.widths.values()) - ring.plans.widths[ring.scheduler.limits.width]
+    seen["catch_ups_before_wide_steps"] += ring.plans.catch_ups[True]
+    seen["catch_ups_of_full_rings"] += ring.plans.catch_ups[False]
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
     seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
     seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)

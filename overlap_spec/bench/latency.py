@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from overlap_spec.client import Client
+from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.messages import SamplingParams, Stats
 
 
@@ -25,8 +25,8 @@ class RequestTimes:
     verify_steps: int
 
 
-async def measure_latency(client: Client, prompts: Sequence[str], sampling: SamplingParams) -> dict[str, Any]:
-    """Send chat prompts one after another, the first one twice to warm up. Returns figures and one row per prompt."""
+async def measure_latency(client: Client, prompts: Sequence[AnyPrompt], sampling: SamplingParams) -> dict[str, Any]:
+    """Send prompts one after another, the first one twice to warm up. Returns figures and one row per prompt."""
     await _one(client, prompts[0], sampling)
     before = await settled_stats(client)
     rows = [await _one(client, prompt, sampling) for prompt in prompts]
@@ -62,10 +62,10 @@ def accept_length(before: Stats, after: Stats) -> float:
     return (after.committed_tokens_total - before.committed_tokens_total) / steps if steps else 0.0
 
 
-async def _one(client: Client, prompt: str, sampling: SamplingParams) -> RequestTimes:
+async def _one(client: Client, prompt: AnyPrompt, sampling: SamplingParams) -> RequestTimes:
     started = time.perf_counter()
     first, usage = 0.0, None
-    async for delta in client.generate([{"role": "user", "content": prompt}], sampling):
+    async for delta in client.generate(prompt, sampling):
         if not first:
             first = time.perf_counter() - started
         usage = delta.usage

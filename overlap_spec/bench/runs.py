@@ -1,59 +1,43 @@
 """Whole benchmark runs: start engines, measure, compare within the run. Not here: single measurements, printing.
 
-Speculation is always compared with the same engine without it, and on request with transformers, one after the
-other on the same machine in the same run: figures of different runs are not divided by each other.
+Speculation is always compared with the same engine without it, and on request with one step in flight or with
+transformers, one after the other on the same machine in the same run: figures of different runs are not divided by
+each other. Throughput is measured as its peer was: token ids in and out, no tokenizer, no prefix cache.
 """
 
 import asyncio
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served, variants
 from overlap_spec.bench.latency import measure_latency
-from overlap_spec.bench.report import describe_run
-from overlap_spec.bench.throughput import measure_batch
+from overlap_spec.bench.throughput import measure_batch, measure_first_token
+from overlap_spec.bench.workload import Workload, batch_prompts, chat_prompts, random_prompts, read_prompts
 from overlap_spec.config import EngineConfig, child_environment
 from overlap_spec.engine import Engine
 from overlap_spec.messages import SamplingParams
-from overlap_spec.resolve import without_speculation
-from overlap_spec.server.app import create_app
-from overlap_spec.server.interfaces import ServerInfo
-from overlap_spec.server.serve import HttpServer
-from overlap_spec.version import __version__
 
-PROMPTS = Path(__file__).parent.parent / "data" / "prompts"
-PROMPT_LENGTH = 128  # of random prompts
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is sent. `prompts`: chat20, peer64, `random`, or a JSON file with a list of strings."""
-
-    prompts: str = "chat20"
-    num_tokens: int = 256
-    temperature: float = 0.0
-    batch_sizes: tuple[int, ...] = (1, 8, 64)
-    commit: str | None = None  # of the source tree, where git cannot say
-
-    def texts(self) -> list[str]:
-        """The chat prompts."""
-        known = PROMPTS / f"{self.prompts}.json"
-        texts: list[str] = json.loads((known if known.is_file() else Path(self.prompts)).read_text())
-        return texts
+NUM_FIRST_TOKENS = 20
+MOST_CHAT_TOKENS = 512  # of an answer to its end of turn
+UNUSED_ROWS = 1000  # random prompts from here on are in no batch
 
 
 async def run_latency(config: EngineConfig, workload: Workload, plain: bool, baseline: bool) -> dict[str, Any]:
     """One chat after another with speculation, without it, and through transformers."""
     sampling = SamplingParams(max_new_tokens=workload.num_tokens, temperature=workload.temperature, seed=0)
-    report: dict[str, Any] = {"benchmark": "latency", "workload": _describe(workload)}
-    for name, asked in _variants(config, plain):
+    report: dict[str, Any] = {"benchmark": "latency", "workload": workload.describe()}
+    for name, asked in variants(config, ["plain"] if plain else []).items():
         async with Engine(asked) as engine:
-            report.setdefault("run", _describe_engine(engine, workload))
-            report[name] = await measure_latency(engine.client, workload.texts(), sampling)
-            report[name]["settings"] = _spec_of(engine)
+            _introduce(report, engine, workload)
+            prompts = [[{"role": "user", "content": text}] for text in workload.texts()]
+            report[name] = await measure_latency(engine.client, prompts, sampling)
+            report[name]["settings"] = describe_settings(engine)
             settings = engine.settings
     if baseline:
         report["transformers"] = await asyncio.to_thread(_transformers, settings, workload)
@@ -61,39 +45,55 @@ async def run_latency(config: EngineConfig, workload: Workload, plain: bool, bas
     return report
 
 
-async def run_throughput(config: EngineConfig, workload: Workload, plain: bool) -> dict[str, Any]:
-    """Batches through the HTTP server, with speculation and without it."""
-    report: dict[str, Any] = {"benchmark": "throughput", "workload": _describe(workload)}
-    for name, asked in _variants(config, plain):
+async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:
+    """Batches, first tokens and chats, with speculation and `compared` to (`variants`) in the same run."""
+    config = _as_the_peer(config, max(workload.batch_sizes))
+    report: dict[str, Any] = {"benchmark": "throughput", "workload": workload.describe()}
+    for name, asked in variants(config, compared).items():
+        begun = time.perf_counter()
         async with Engine(asked) as engine:
-            report.setdefault("run", _describe_engine(engine, workload))
-            prompts = await _token_prompts(engine, workload)
-            server = HttpServer(create_app(engine.client, _server_info(engine), lambda: (True, "")), "127.0.0.1", 0)
-            await server.start()
-            try:
-                rows = [
-                    await measure_batch("127.0.0.1", server.port, prompts[:size], workload.num_tokens)
-                    for size in workload.batch_sizes
-                ]
-            finally:
-                await server.stop(1.0)
-            report[name] = {"settings": _spec_of(engine), "batches": rows}
+            start_s = round(time.perf_counter() - begun, 2)
+            _introduce(report, engine, workload)
+            report[name] = {
+                "settings": describe_settings(engine),
+                "start_s": start_s,
+                "facts": {role: dict(facts) for role, facts in engine.facts.items()},
+                **await _measure_throughput(engine, workload),
+            }
+    report["ratios"] = _batch_ratios(report, compared)
     return report
 
 
-def _variants(config: EngineConfig, plain: bool) -> list[tuple[str, EngineConfig]]:
-    return [("engine", config), *([("plain", without_speculation(config))] if plain else [])]
+def _as_the_peer(config: EngineConfig, most: int) -> EngineConfig:
+    """Token ids only, no prefix cache, and as many slots as the largest batch unless a number was given."""
+    running = config.max_running_requests or most
+    return replace(config, skip_tokenizer_init=True, disable_radix_cache=True, max_running_requests=running)
 
 
-async def _token_prompts(engine: Engine, workload: Workload) -> list[list[int]]:
-    """Token ids for the largest batch; random ones are a fixed sequence, different for each row."""
-    most = max(workload.batch_sizes)
-    if workload.prompts == "random":
-        vocab = engine.settings.model.files.vocab_size
-        return [[(row * 7919 + i * 104729) % (vocab - 10) + 5 for i in range(PROMPT_LENGTH)] for row in range(most)]
-    texts = workload.texts()
-    prompts = [[{"role": "user", "content": texts[i % len(texts)]}] for i in range(most)]
-    return [await engine.client.tokenize(prompt) for prompt in prompts]
+def _introduce(report: dict[str, Any], engine: Engine, workload: Workload) -> None:
+    """Say once where the figures come from, and first of all if acceptance is made up."""
+    if "run" not in report:
+        report["run"] = describe_engine(engine, workload.commit)
+        report["acceptance"] = acceptance_of(engine)
+
+
+async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, Any]:
+    config, vocab_size = engine.config, engine.settings.model.files.vocab_size
+    prompts = batch_prompts(config, workload, vocab_size)
+    async with served(engine) as (host, port):
+        figures: dict[str, Any] = {
+            "batches": [
+                await measure_batch(host, port, prompts[:size], workload.num_tokens) for size in workload.batch_sizes
+            ],
+            "first_token": await measure_first_token(
+                host, port, random_prompts(NUM_FIRST_TOKENS, vocab_size, first=UNUSED_ROWS)
+            ),
+        }
+    if workload.chats is not None:
+        chats = chat_prompts(config, read_prompts(workload.chats))
+        sampling = SamplingParams(max_new_tokens=MOST_CHAT_TOKENS, temperature=0.0, seed=0)
+        figures["chats"] = {"prompts": workload.chats, **await measure_latency(engine.client, chats, sampling)}
+    return figures
 
 
 def _transformers(settings: Any, workload: Workload) -> dict[str, Any]:
@@ -119,36 +119,15 @@ def _ratios(report: dict[str, Any], figure: str) -> dict[str, float]:
     return {f"{a} / {b}": round(report[a][figure] / report[b][figure], 3) for a, b in pairs}
 
 
-def _describe(workload: Workload) -> dict[str, Any]:
-    return {name: getattr(workload, name) for name in ("prompts", "num_tokens", "temperature")}
+def _batch_ratios(report: dict[str, Any], compared: Sequence[str]) -> list[dict[str, Any]]:
+    """tok/s of the engine as asked over the others', one row per batch size, and one for chats."""
+    speeds = {name: _speeds(report[name]) for name in ("engine", *compared)}
+    return [
+        {"batch": batch, **{f"engine / {name}": round(speed / speeds[name][batch], 3) for name in compared}}
+        for batch, speed in speeds["engine"].items()
+    ]
 
 
-def _describe_engine(engine: Engine, workload: Workload) -> dict[str, Any]:
-    device = engine.facts.get("worker", {}).get("device", engine.settings.model.device)
-    return describe_run(str(device), engine.settings.num_threads, workload.commit)
-
-
-def _spec_of(engine: Engine) -> dict[str, Any]:
-    settings = engine.settings
-    spec = settings.spec
-    return {
-        "model": settings.model.name,
-        "dtype": settings.model.dtype,
-        "method": spec.method,
-        "num_steps": spec.num_steps,
-        "topk": spec.topk,
-        "num_draft_tokens": spec.width,
-        "depth": settings.scheduler.depth,
-    }
-
-
-def _server_info(engine: Engine) -> ServerInfo:
-    model = engine.settings.model
-    return ServerInfo(
-        model_name=model.name,
-        model_path=model.files.weights,
-        tokenizer_path=model.files.tokenizer_dir,
-        max_model_len=model.max_len,
-        max_running_requests=engine.settings.scheduler.max_running_requests,
-        version=__version__,
-    )
+def _speeds(part: dict[str, Any]) -> dict[int | str, float]:
+    speeds: dict[int | str, float] = {row["batch"]: row["tokens_per_second"] for row in part["batches"]}
+    return speeds | ({"chats": part["chats"]["tokens_per_second"]} if "chats" in part else {})

@@ -3,7 +3,8 @@
     python -m overlap_spec.bench.tables README.md kernels/overlap_spec_kernels/README.md [--check]
 
 A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the current
-directory; what is between is replaced. With --check nothing is written, and the status is 1 if something would be.
+directory; what is between is replaced. `<!-- table: PATH as targets -->` sets a throughput report beside its targets.
+ With --check nothing is written, and the status is 1 if something would be.
 """
 
 import json
@@ -13,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-Report = dict[str, Any]
-NAMES = {"engine": "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})", "plain": "overlap-spec, plain"}
+from overlap_spec.bench.targets import Report, targets_of
+
+MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
+NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
 
 
 def fill(text: str, root: Path) -> str:
@@ -23,14 +26,14 @@ def fill(text: str, root: Path) -> str:
 
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
-        return f"{match[1]}{render(report)}\n{match[3]}"
+        return f"{match[1]}{render(report, match[3])}\n{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
-def render(report: Report) -> str:
-    """One report as a Markdown table with its origin below."""
-    return "\n".join((*RENDERERS[report.get("benchmark", "kernels")](report), "", _origin(report)))
+def render(report: Report, view: str | None = None) -> str:
+    """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark."""
+    return "\n".join((*RENDERERS[view or report.get("benchmark", "kernels")](report), "", _origin(report)))
 
 
 def _origin(report: Report) -> str:
@@ -42,7 +45,8 @@ def _origin(report: Report) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in run["versions"].items() if name in ("torch", "triton")
     )
-    return f"{device}; commit {run['commit']}; {versions}; `{run['command']}`"
+    synthetic = "" if report.get("acceptance", "real") in ("real", "") else f"{report['acceptance']}; "
+    return f"{synthetic}{device}; commit {run['commit']}; {versions}; `{run['command']}`"
 
 
 def _latency(report: Report) -> list[str]:
@@ -63,7 +67,7 @@ def _latency(report: Report) -> list[str]:
 
 def _throughput(report: Report) -> list[str]:
     rows = []
-    for name in ("engine", "plain"):
+    for name in ("engine", "depth1", "plain"):
         if name in report:
             label = NAMES[name].format(**report[name]["settings"])
             rows += [_batch_row(label, batch) for batch in report[name]["batches"]]
@@ -73,6 +77,28 @@ def _throughput(report: Report) -> list[str]:
 def _batch_row(label: str, batch: Report) -> list[Any]:
     figures = ("batch", "tokens_per_second", "streamed_tokens_per_second", "accept_length", "step_ms")
     return [label, *(batch[figure] or "" for figure in figures)]  # plain decoding has no accept length
+
+
+def _targets(report: Report) -> list[str]:
+    rows = []
+    for target in targets_of(report):
+        ours = target.read(report)
+        ratio = None if ours is None else target.ratio(ours)
+        met = "" if ours is None else "yes" if target.is_met(ours) else "no"
+        cells = (target.peer, target.must, target.aim, ours, ratio)
+        rows.append([target.work, *("" if cell is None else float(cell) for cell in cells), met])
+    return _table(["", "SGLang 0.5.14", "must", "aim", "ours", "times better than SGLang", "met"], rows)
+
+
+def _step(report: Report) -> list[str]:
+    """The device's parts and the gap add up to the step; host time runs beside them."""
+    step = report["step"]
+    device = {**step["parts_ms"], "gap": step["gap_ms"], "step": step["step_ms"]}
+    host = {f"host: {name}": ms for name, ms in step["host_ms"].items()} | {"host, hidden": step["host_hidden_ms"]}
+    rows: list[list[Any]] = [[name, ms, f"{ms / step['step_ms']:.1%}"] for name, ms in (device | host).items()]
+    if step["efficiency"] is not None:
+        rows.append(["step efficiency: floor", step["floor_ms"], f"{step['efficiency']:.1%}"])
+    return _table([f"batch {report['workload']['batch']}", "ms", "share of step"], rows)
 
 
 def _scheduler(report: Report) -> list[str]:
@@ -105,7 +131,9 @@ def _cell(value: Any) -> str:
 RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
+    "targets": _targets,
     "scheduler": _scheduler,
+    "step": _step,
     "draft_noise": _draft_noise,
     "kernels": _kernels,
 }

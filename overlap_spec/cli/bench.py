@@ -1,47 +1,59 @@
-"""`overlap-spec bench latency|throughput|scheduler`: measure, print a table, write JSON.
+"""`overlap-spec bench latency|throughput|scheduler|step`: measure, print a table, write JSON.
 
 Not here: how anything is measured (`bench/`). The flags of the engine are those of `serve`.
 """
 
 import argparse
-import asyncio
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from overlap_spec.bench.report import describe_run, write_report
-from overlap_spec.bench.runs import Workload, run_latency, run_throughput
+from overlap_spec.bench.runs import run_latency, run_throughput
 from overlap_spec.bench.scheduler import measure_scheduler
+from overlap_spec.bench.step import run_step
+from overlap_spec.bench.workload import Workload
+from overlap_spec.cli.bench_step import add_step_arguments, check_step_arguments, print_step
 from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.cli.parser import UsageError
 
+PLAIN_WIDTH = 140  # columns where stdout is no terminal
 SCHEDULER_BATCHES = (1, 8, 64, 256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, and the engine's flags."""
-    parser.add_argument("what", choices=("latency", "throughput", "scheduler"), help="what to measure")
+    parser.add_argument("what", choices=("latency", "throughput", "scheduler", "step"), help="what to measure")
     parser.add_argument("--output", metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("--prompts", default="chat20", metavar="NAME", help="chat20, peer64, random or a JSON file")
     parser.add_argument("--num-tokens", type=int, default=256, metavar="N", help="tokens per answer at most")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency runs")
     parser.add_argument("--batch-sizes", default="1,8,64", metavar="N,N,..", help="of throughput runs")
     parser.add_argument("--with-plain", action="store_true", help="measure the engine without speculation too")
+    parser.add_argument("--with-depth1", action="store_true", help="measure one step in flight too (throughput)")
+    parser.add_argument(
+        "--with-chats", metavar="NAME", help="answer these prompts one by one too, to the end of turn (throughput)"
+    )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
     parser.add_argument("--commit", metavar="SHA", help="of the source, where there is no git metadata")
+    add_step_arguments(parser)
     add_engine_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
+    check_step_arguments(arguments)
     if arguments.what == "scheduler":
         run_facts = describe_run("cpu", 1, arguments.commit)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
         report: dict[str, Any] = {"benchmark": "scheduler", "run": run_facts, "batches": batches}
     else:
-        report = asyncio.run(_measure(arguments))
-    Console().print(_table(report))
+        import uvloop  # what `serve` runs on
+
+        report = uvloop.run(_measure(arguments))
+    _print(report)
     if arguments.output:
         write_report(arguments.output, report)
     return 0
@@ -49,14 +61,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     config = engine_config(arguments, log_level="warning")
+    if arguments.what == "step":
+        return await run_step(config, _step_workload(arguments), arguments.trace)
     workload = Workload(
-        arguments.prompts, arguments.num_tokens, arguments.temperature, _sizes(arguments.batch_sizes), arguments.commit
+        arguments.prompts,
+        arguments.num_tokens,
+        arguments.temperature,
+        _sizes(arguments.batch_sizes),
+        arguments.commit,
+        arguments.with_chats,
     )
     if arguments.what == "latency":
+        if arguments.with_depth1 or arguments.with_chats:
+            raise UsageError("--with-depth1 and --with-chats go with throughput only")
         return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers)
     if arguments.with_transformers:
         raise UsageError("--with-transformers goes with latency only")
-    return await run_throughput(config, workload, arguments.with_plain)
+    flags = {"plain": arguments.with_plain, "depth1": arguments.with_depth1}
+    return await run_throughput(config, workload, [name for name, given in flags.items() if given])
+
+
+def _step_workload(arguments: argparse.Namespace) -> Workload:
+    sizes = (arguments.batch_size or 1,)
+    return Workload(arguments.prompts, arguments.num_tokens, arguments.temperature, sizes, arguments.commit)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -69,24 +96,31 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _table(report: dict[str, Any]) -> Table:
-    """One row per measurement; nested parts stay in the JSON."""
-    table = Table(title=f"{report['benchmark']}, {report['run']['device']}, commit {report['run']['commit']}")
-    rows = [{"": name} | row for name, part in report.items() for row in _rows(name, part)]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in columns))
-    return table
+def _print(report: dict[str, Any]) -> None:
+    """Tables of the figures; nested parts stay in the JSON."""
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console.print(f"{report['benchmark']}, {report['run']['device']}, commit {report['run']['commit']}")
+    if report.get("acceptance", "real") not in ("real", ""):
+        console.print(report["acceptance"])
+    if "step" in report:
+        return print_step(console, report)
+    tables: dict[tuple[str, ...], Table] = {}  # one for all rows with the same columns
+    for name, part in report.items():
+        for row in _rows(name, part):
+            columns = tuple(row)
+            table = tables.setdefault(columns, Table("", *columns))
+            table.add_row(name, *map(str, row.values()))
+    for table in tables.values():
+        console.print(table)
 
 
 def _rows(name: str, part: Any) -> list[dict[str, Any]]:
-    if name in ("run", "workload", "benchmark"):
+    if name in ("run", "workload", "benchmark", "acceptance"):
         return []
     if isinstance(part, list):
         return [_flat(row) for row in part]
-    return [_flat(row) for row in part.get("batches", [part])]
+    also = [part[key] for key in ("first_token", "chats") if key in part]
+    return [_flat(row) for row in (*part.get("batches", [part]), *also)]
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from overlap_spec.cli.flags import add_engine_flags, engine_config, flag_name
+from overlap_spec.cli.flags import add_engine_flags, engine_config, flag_name, refuse_bench_flags
 from overlap_spec.cli.parser import UsageError
 from overlap_spec.config import EngineConfig, asks_for_spec_v2
 from overlap_spec.errors import ConfigError, RequestError
@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, log_level=QUIET)
     if config.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init", "a chat needs the tokenizer; leave it out")
+    refuse_bench_flags(config)
     _say_what_has_no_effect(arguments)
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s: %(message)s")
     signal.signal(signal.SIGTERM, _leave)

@@ -7,6 +7,7 @@ import argparse
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config_fields import ConfigField, config_fields, config_from
+from overlap_spec.errors import ConfigError
 
 ALIASES = {"model_path": "--model", "speculative_draft_model_path": "--speculative-draft-model"}
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
@@ -25,7 +26,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             )
         else:
             group.add_argument(
-                *names, dest=field.name, default=argparse.SUPPRESS, metavar=_metavar(field), help=_help(field)
+                *names,
+                dest=field.name,
+                default=argparse.SUPPRESS,
+                metavar=_metavar(field),
+                nargs="+" if field.many else None,
+                help=_help(field),
             )
 
 
@@ -35,8 +41,16 @@ def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineCo
     for field in config_fields():
         if field.name in arguments:
             given = getattr(arguments, field.name)
-            values[field.name] = field.parse(given) if isinstance(given, str) else given
+            values[field.name] = field.parse(given) if isinstance(given, str | list) else given
     return config_from(values)
+
+
+def refuse_bench_flags(config: EngineConfig) -> None:
+    """Answers for people are never made up. Raises: ConfigError."""
+    if config.speculative_simulate_acc_len is not None:
+        raise ConfigError(
+            "speculative_simulate_acc_len", "makes acceptance synthetic, and text meaningless: it goes with bench only"
+        )
 
 
 def flag_name(field: str) -> str:

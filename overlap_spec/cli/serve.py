@@ -4,7 +4,7 @@ import argparse
 import ipaddress
 import logging
 
-from overlap_spec.cli.flags import add_engine_flags, engine_config
+from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_bench_flags
 from overlap_spec.config import asks_for_spec_v2
 
 log = logging.getLogger(__name__)
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit status."""
     config = engine_config(arguments)
+    refuse_bench_flags(config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")
     if asks_for_spec_v2():
         log.info("SGLANG_ENABLE_SPEC_V2 is set: overlap is always on here")

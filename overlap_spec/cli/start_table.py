@@ -54,6 +54,8 @@ def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
         "prefix cache": str(scheduler.get("prefix_cache")),
         "prefill chunk": f"{worker.get('chunk_tokens')} tokens",
         "CUDA graphs": str(worker.get("graphs")),
+        "step widths": str(worker.get("step_widths")),
+        "start-up": str(worker.get("start_up")),
         "weights": f"{worker.get('weights_mib')} MiB",
     }
 

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.config import SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
+from overlap_spec.config import DUMMY, SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.progress import Progress, ignore_progress
-from overlap_spec.hub.snapshots import fetch_repository, fetch_tokenizer, looks_like_hub_id
+from overlap_spec.hub.snapshots import fetch_config, fetch_repository, fetch_tokenizer, looks_like_hub_id
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:
@@ -24,11 +24,11 @@ def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) ->
     if path.is_file():
         return _gguf_model(path, config, progress)
     if not path.is_dir():
-        path = _repository("model_path", name, progress)
+        path = _repository("model_path", name, config.load_format, progress)
     return _directory_model(path, config, progress)
 
 
-def resolve_draft(path: str, progress: Progress = ignore_progress) -> str:
+def resolve_draft(path: str, progress: Progress = ignore_progress, load_format: str = "auto") -> str:
     """The local directory of a draft head given as directory or hub id.
 
     Raises: ConfigError naming the flag.
@@ -36,11 +36,15 @@ def resolve_draft(path: str, progress: Progress = ignore_progress) -> str:
     local = Path(path).expanduser()
     if local.is_file():
         raise ConfigError("speculative_draft_model_path", f"{path} is a file; give the directory that holds it")
-    return str(local if local.is_dir() else _repository("speculative_draft_model_path", path, progress))
+    return str(local if local.is_dir() else _repository("speculative_draft_model_path", path, load_format, progress))
 
 
 def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
-    weights = smollm2.fetch_weights(Path(cache_directory()), progress)
+    if config.load_format == DUMMY:
+        weights = smollm2.DATA  # its config is all that is needed
+    else:
+        _check_gguf_format(config, smollm2.ALIAS)
+        weights = smollm2.fetch_weights(Path(cache_directory()), progress)
     model = _read_json(smollm2.DATA / "config.json")
     return ModelFiles(
         weights=str(weights),
@@ -51,16 +55,25 @@ def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
         vocab_size=model["vocab_size"],
         preset_draft=str(smollm2.DRAFT),
         preset_spec=SMOLLM2_SPEC,
+        load_format=config.load_format,
     )
 
 
 def _gguf_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFiles:
     if path.suffix != ".gguf":
         raise ConfigError("model_path", f"{path} is a file but no .gguf; for other formats give the directory")
+    _check_gguf_format(config, str(path))
     return _model_files(path, path.parent, read_gguf_config(path), config, progress)
 
 
+def _check_gguf_format(config: EngineConfig, name: str) -> None:
+    if config.load_format in ("safetensors", "pt"):
+        raise ConfigError("load_format", f"{name} is a .gguf file: use gguf, auto or dummy, not {config.load_format}")
+
+
 def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFiles:
+    if config.load_format == "gguf":
+        raise ConfigError("load_format", f"gguf needs a .gguf file, and {path} is a directory; name the file in it")
     if not (path / "config.json").is_file():
         raise ConfigError("model_path", f"{path} has no config.json; give a Hugging Face directory or a .gguf file")
     return _model_files(path, path, _read_json(path / "config.json"), config, progress)
@@ -82,12 +95,15 @@ def _model_files(
         eos_token_ids=_eos_token_ids(beside, model),
         context_length=model["max_position_embeddings"],
         vocab_size=model["vocab_size"],
+        load_format=config.load_format,
     )
 
 
-def _repository(field: str, name: str, progress: Progress) -> Path:
+def _repository(field: str, name: str, load_format: str, progress: Progress) -> Path:
     if not looks_like_hub_id(name):
         raise ConfigError(field, f"{name} does not exist")
+    if load_format == DUMMY:
+        return fetch_config(field, name, progress)
     return fetch_repository(field, name, progress)
 
 

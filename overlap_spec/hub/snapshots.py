@@ -38,8 +38,17 @@ def fetch_repository(field: str, repo_id: str, progress: Progress) -> Path:
 
 def fetch_tokenizer(field: str, repo_id: str, progress: Progress) -> Path:
     """A directory with tokenizer.json. Raises: ConfigError naming `field`."""
+    return _fetch_metadata(field, repo_id, "tokenizer.json", progress)
+
+
+def fetch_config(field: str, repo_id: str, progress: Progress) -> Path:
+    """A directory with config.json, weights or not. Raises: ConfigError naming `field`."""
+    return _fetch_metadata(field, repo_id, "config.json", progress)
+
+
+def _fetch_metadata(field: str, repo_id: str, wanted: str, progress: Progress) -> Path:
     cached = _cached(repo_id)
-    if cached is not None and (cached / "tokenizer.json").is_file():
+    if cached is not None and (cached / wanted).is_file():
         return cached
     return _download(field, repo_id, _METADATA, progress)
 

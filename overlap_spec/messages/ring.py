@@ -2,6 +2,7 @@
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import SamplingParams
+from overlap_spec.messages.roofline import Roofline
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
 
@@ -52,7 +53,8 @@ class SlotWork(Message, frozen=True):
     `new_pages` are appended to the slot's page table before the step. In prefill `prompt_chunk` (int32,
     little-endian) holds the tokens at positions start, start+1, ..; `next_token` is the prompt token that
     follows the chunk, or -1 when the chunk completes the prompt and the target draws the next token. In
-    decode both are empty, and `start` is unused (the device knows its length).
+    decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
+    how many rows before the slot's root the draft has not absorbed.
     """
 
     slot: int
@@ -61,18 +63,36 @@ class SlotWork(Message, frozen=True):
     prompt_chunk: bytes = b""
     next_token: int = -1
     reset: ResetSlot | None = None
+    deferred: int = 0
 
 
 class StepPlan(Message, frozen=True):
-    """One step: which slots, and how wide the window (1..W) is. Steps run in the order they are sent."""
+    """One step: which slots, and how wide the window (1..W) is. Steps run in the order they are sent.
+
+    A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
+    token. At width 1, where W is more, the draft is left out; what it missed it absorbs at the start of a step with
+    `catch_up`. A prefill step proposes for a whole window.
+    """
 
     step_id: int
     phase: Phase
     work: list[SlotWork]
     width: int
+    catch_up: bool = False
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------
+
+
+class StepCosts(Message, frozen=True):
+    """What decode steps take, measured: seconds[i][j] for batch_sizes[i] and widths[j], both ascending.
+
+    `widths` are all that a step may have. Empty: every step is as wide as the window.
+    """
+
+    batch_sizes: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    seconds: tuple[tuple[float, ...], ...] = ()
 
 
 class WorkerReady(Message, frozen=True):
@@ -83,6 +103,7 @@ class WorkerReady(Message, frozen=True):
     `chunk_pairs`: (token, key) pairs of attention that take as long as so many tokens do otherwise, so that a chunk
     deep in a context gets shorter; 0: attention is not counted.
     Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
+    `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none.
     """
 
     num_slots: int
@@ -95,18 +116,25 @@ class WorkerReady(Message, frozen=True):
     vocab_size: int
     chunk_tokens: int
     chunk_pairs: int = 0
+    roofline: Roofline = Roofline()
+    step_costs: StepCosts = StepCosts()
+    max_deferred: int = 0
 
 
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
-    `num_proposed`: guesses that were verified. `gpu_time`: seconds the device worked on the step.
+    `num_proposed`: guesses that were verified. `gpu_time`: seconds the device worked on the step. `gpu_gap`: seconds
+    the device had nothing to do between the step before and this one, whatever the reason. `launch_time`: seconds the
+    host took to launch it; 0 where the host is the device.
     """
 
     step_id: int
     tokens: list[list[int]]
     num_proposed: list[int]
     gpu_time: float
+    gpu_gap: float = 0.0
+    launch_time: float = 0.0
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
@@ -125,12 +153,14 @@ class TokenDeltas(Message, frozen=True):
     """What one step committed, in columns. The scheduler's finishes are provisional: stop strings come later.
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
+    `step_id` is 0 for an abort, which is no step's.
     """
 
     uids: list[int]
     tokens: list[list[int]]
     finishes: list[Finish | None]
     usages: list[Usage]
+    step_id: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -170,3 +200,9 @@ class Stats(Message, frozen=True):
     preempted_total: int = 0
     steps_total: int = 0
     accepted_per_position_total: tuple[int, ...] = ()  # guesses accepted at positions 1..K
+    step_efficiency: float | None = None  # of decode steps: floor / time; None without them or without known ceilings
+    gpu_gap: float = 0.0  # seconds, mean: device idle before a step that follows another without a pause
+    host_time: float = 0.0  # seconds, mean: scheduling and launching a step
+    host_time_hidden: float = 0.0  # seconds, mean: what of it the device did not wait for
+    decode_steps_total: int = 0
+    decode_floor_total: float = 0.0  # seconds that those steps take at least, at the device's ceilings; 0: not known

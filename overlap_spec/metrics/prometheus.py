@@ -24,7 +24,8 @@ ITL_BOUNDS_S = (
 )
 E2E_BOUNDS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 100.0, 200.0, 600.0, 1200.0, 2400.0)
 
-GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+# A gauge without a value (None) is left out.
+GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
     ("num_running_reqs", "Requests that hold a slot.", lambda s: s.num_running),
     ("num_queue_reqs", "Requests that wait for a slot.", lambda s: s.num_queued),
     ("token_usage", "Share of the KV pool held by running requests, 0..1.", lambda s: s.token_usage),
@@ -37,7 +38,19 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         "Committed tokens per verify step, bonus included, last interval.",
         lambda s: s.accept_length,
     ),
-    ("step_time_seconds", "Mean time of a step, last interval.", lambda s: s.step_time),
+    ("step_time_seconds", "Mean time that the device worked on a step, last interval.", lambda s: s.step_time),
+    (
+        "step_efficiency",
+        "Time that decode steps must take at the device's ceilings over the time they took, last interval.",
+        lambda s: s.step_efficiency,
+    ),
+    ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
+    ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),
+    (
+        "host_time_hidden_seconds",
+        "What of it the device did not wait for, mean, last interval.",
+        lambda s: s.host_time_hidden,
+    ),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of admitted requests.", lambda s: s.prompt_tokens_total),
@@ -48,6 +61,12 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("num_retracted_requests", "Preemptions.", lambda s: s.preempted_total),
     ("spec_verify_calls", "Verify steps, one per request and decode step.", lambda s: s.verify_steps_total),
     ("steps", "Steps of the engine.", lambda s: s.steps_total),
+    ("decode_steps", "Decode steps of the engine.", lambda s: s.decode_steps_total),
+    (
+        "decode_floor_seconds",
+        "Time that decode steps must take at the device's ceilings; 0 where they are not known.",
+        lambda s: s.decode_floor_total,
+    ),
 )
 
 
@@ -100,7 +119,8 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         for name, text, gauge in GAUGES:
-            yield GaugeMetricFamily(PREFIX + name, text, gauge(self._stats))
+            if (value := gauge(self._stats)) is not None:
+                yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
         yield from self._latencies()

@@ -5,7 +5,7 @@ Every layer writes the K/V of its rows first; then the row at position p sees po
 
 from dataclasses import dataclass
 
-from overlap_spec_kernels import paged_attention, rope_kv_write
+from overlap_spec_kernels import DecodeScratch, decode_attention, paged_attention, rope_kv_write
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -21,13 +21,18 @@ class PagedAttention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scratch: DecodeScratch
 
-    def __call__(self, layer: int, qkv: Tensor, rows: RowBatch) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, rows: RowBatch, settled: bool = False) -> Tensor:
         """Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]. Writes the rows' K/V into the cache of `layer`."""
+        k_cache, v_cache, scale = self.cache.k[layer], self.cache.v[layer], self.head_dim**-0.5
+        if rows.cache_rows is None or rows.row_starts is None:
+            return decode_attention(
+                qkv, self.cos_sin, rows.positions, rows.page_table, k_cache, v_cache, self.scratch, scale, settled
+            )
         num_rows = qkv.shape[0]
         heads = qkv.view(num_rows, -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
         q = rope_kv_write(q, k, v, self.cos_sin, rows.positions, rows.cache_rows, k_cache, v_cache)
         attended = paged_attention(
             q,
@@ -37,7 +42,7 @@ class PagedAttention:
             rows.row_starts,
             rows.positions,
             rows.max_rows,
-            self.head_dim**-0.5,
+            scale,
             rows.uniform,
         )
         return attended.view(num_rows, -1)

@@ -34,6 +34,45 @@ class TensorSource(Protocol):
         ...
 
 
+class Weights(Protocol):
+    """Tensors by canonical name: a checkpoint's, or made up (`dummy.py`)."""
+
+    @property
+    def origin(self) -> str:
+        """Directory or file, for messages."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> frozenset[str]:
+        """All canonical names."""
+        ...
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape. Raises: CheckpointError if it is missing."""
+        ...
+
+    def file_of(self, name: str) -> str:
+        """The file that holds a tensor."""
+        ...
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """A weight, in the model's dtype on its device. Raises: CheckpointError."""
+        ...
+
+    def take_raw(self, name: str, shape: Shape) -> Tensor:
+        """A tensor as it is in the file, on the CPU. Raises: CheckpointError."""
+        ...
+
+    def skip(self, *names: str) -> None:
+        """Count tensors as used without reading them."""
+        ...
+
+    def finish(self) -> None:
+        """Raises: CheckpointError naming the tensors that the model has no place for."""
+        ...
+
+
 class Checkpoint:
     """Hands out each tensor once; what nobody took at the end is an error, because it would change the result."""
 

@@ -11,15 +11,16 @@ or from the head's own output of the draft step before, which is as wide and ski
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
 from overlap_spec.models.eagle3_config import Eagle3Config
-from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers import Linear, LinearMap, RMSNorm
-from overlap_spec.models.llama import LlamaLayer, paged_attention_for, widen
+from overlap_spec.models.layers import HeadScores, Linear, LinearMap, RMSNorm
+from overlap_spec.models.llama import LlamaLayer, count_bytes, paged_attention_for
+from overlap_spec.models.work import ForwardWork, llama_work
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,16 @@ class Eagle3Weights:
         return self.config.llama.kv_shape
 
     @property
+    def work(self) -> ForwardWork:
+        """What a draft step reads and computes; the embedding is only gathered from."""
+        return self._work(count_bytes((self.hidden_norm, self.layers, self.norm, self.head)))
+
+    @property
+    def extend_work(self) -> ForwardWork:
+        """What absorbing committed tokens reads and computes: a draft step, and the fusion."""
+        return self._work(count_bytes((self.fusion, self.hidden_norm, self.layers, self.norm, self.head)))
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Layers whose outputs the target must tap."""
         return self.config.aux_layers
@@ -75,6 +86,10 @@ class Eagle3Weights:
     def attach(self, cache: KVCache, num_positions: int) -> "Eagle3Head":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
         return Eagle3Head(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions))
+
+    def _work(self, read: int) -> ForwardWork:
+        config, attention = self.config.llama, self.config.llama.num_heads * self.config.llama.head_dim
+        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, config.num_layers)
 
 
 class Eagle3Head:
@@ -90,23 +105,30 @@ class Eagle3Head:
         """Shapes: -> [T, Hd]."""
         return self._weights.fusion(output)
 
-    def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
+    def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd], before the final norm. Sync: never on CUDA."""
-        weights, stream = self._weights, features
-        embedded = weights.layers[0].input_norm(F.embedding(tokens, weights.embedding))
-        x = torch.cat((embedded, weights.hidden_norm(features)), dim=1)
-        for index, layer in enumerate(weights.layers):
-            if index:
-                x, stream = layer.input_norm.add(x, stream)
-            x = layer.output(self._attention(index, layer.qkv(x), rows))
-            x, stream = layer.post_norm.add(x, stream)
-            x = layer.mlp(x)
-        return x + stream
+        weights, layers = self._weights, self._weights.layers
+        embed_norm, feature_norm = layers[0].input_norm, weights.hidden_norm
+        x: Tensor | Normed = draft_input(
+            tokens, weights.embedding, embed_norm.weight, features, feature_norm.weight, feature_norm.eps
+        )
+        stream = features
+        next_norms = [layer.input_norm for layer in layers[1:]] + [weights.norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            attended = self._attention(index, layer.qkv(x), rows)
+            x = layer.mlp.add(layer.output.add(attended, stream, layer.post_norm), next_norm)
+            stream = x.values
+        assert isinstance(x, Normed), "a head has layers"
+        return x
 
-    def next_features(self, output: Tensor) -> Tensor:
+    def enter(self, output: Tensor) -> Normed:
+        """Shapes: [R, Hd]."""
+        return self._weights.norm.enter(output)
+
+    def next_features(self, output: Normed) -> Tensor:
         """Shapes: [R, Hd] -> [R, Hd]."""
-        return self._weights.norm(output) if self._weights.config.norm_output else output
+        return output.normalised() if self._weights.config.norm_output else output.values
 
-    def logits(self, output: Tensor) -> Tensor:
-        """Shapes: [R, Hd] -> [R, Vd], float32 or wider."""
-        return widen(self._weights.head(self._weights.norm(output)))
+    def scores(self, output: Normed) -> Scores:
+        """Shapes: [R, Hd] -> logits [R, Vd]."""
+        return HeadScores(self._weights.head, output)

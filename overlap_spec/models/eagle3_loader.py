@@ -9,7 +9,7 @@ from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models import llama_loader
-from overlap_spec.models.checkpoint import Checkpoint
+from overlap_spec.models.checkpoint import Weights
 from overlap_spec.models.eagle3 import Eagle3Fusion, Eagle3Weights
 from overlap_spec.models.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
@@ -28,7 +28,7 @@ def canonical_name(name: str) -> str:
     return f"fc_norm.{_TAP_NORMS.index(stem)}.{rest}" if stem in _TAP_NORMS else name
 
 
-def load_eagle3(config: Eagle3Config, checkpoint: Checkpoint, target: LoadedTarget) -> Eagle3Weights:
+def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Eagle3Weights:
     """Take every weight of the head; borrow the target's embedding and head where the checkpoint has none to use.
 
     Raises: CheckpointError naming file, tensor, found and expected.
@@ -49,7 +49,7 @@ def load_eagle3(config: Eagle3Config, checkpoint: Checkpoint, target: LoadedTarg
     return Eagle3Weights(config, embedding, fusion, hidden_norm, layers, norm, head, target_ids, own - shared)
 
 
-def _check_against_target(config: Eagle3Config, checkpoint: Checkpoint, target: LoadedTarget) -> None:
+def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> None:
     origin = config.llama.origin
     if config.target_hidden_size != target.hidden_size:
         raise CheckpointError(
@@ -66,7 +66,7 @@ def _check_against_target(config: Eagle3Config, checkpoint: Checkpoint, target: 
             )
 
 
-def _load_fusion(config: Eagle3Config, checkpoint: Checkpoint) -> Eagle3Fusion:
+def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
     width, hidden = config.target_hidden_size, config.llama.hidden_size
     norms: tuple[RMSNorm, ...] = ()
     if "fc_norm.0.weight" in checkpoint:
@@ -80,7 +80,7 @@ def _load_fusion(config: Eagle3Config, checkpoint: Checkpoint) -> Eagle3Fusion:
     return Eagle3Fusion(norms, linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 
 
-def _load_layer(config: Eagle3Config, checkpoint: Checkpoint, index: int) -> LlamaLayer:
+def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int) -> LlamaLayer:
     """The first layer reads embedding and features side by side; the others are ordinary.
 
     Their first norm is called `hidden_norm` or `input_layernorm`; with both, `hidden_norm` is the one in use.
@@ -93,7 +93,7 @@ def _load_layer(config: Eagle3Config, checkpoint: Checkpoint, index: int) -> Lla
     return llama_loader.load_layer(config.llama, checkpoint, index, hidden, norm)
 
 
-def _load_embedding(config: Eagle3Config, checkpoint: Checkpoint, target: LoadedTarget) -> Tensor:
+def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Tensor:
     """The target's, unless the head is narrower or wider, or uses its own as output."""
     name, hidden = "embed_tokens.weight", config.llama.hidden_size
     if hidden == target.hidden_size and not config.llama.tie_word_embeddings:
@@ -102,7 +102,7 @@ def _load_embedding(config: Eagle3Config, checkpoint: Checkpoint, target: Loaded
     return checkpoint.take(name, (target.vocab_size, hidden))
 
 
-def _load_head(config: Eagle3Config, checkpoint: Checkpoint, target: LoadedTarget, embedding: Tensor) -> Linear:
+def _load_head(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, embedding: Tensor) -> Linear:
     name, hidden = "lm_head.weight", config.llama.hidden_size
     if config.llama.tie_word_embeddings:
         checkpoint.skip(name)
@@ -118,7 +118,7 @@ def _load_head(config: Eagle3Config, checkpoint: Checkpoint, target: LoadedTarge
     return target.head
 
 
-def _load_target_ids(checkpoint: Checkpoint, head: Linear, target: LoadedTarget) -> Tensor:
+def _load_target_ids(checkpoint: Weights, head: Linear, target: LoadedTarget) -> Tensor:
     """Draft id -> target id. The checkpoint stores offsets: target id = draft id + d2t[draft id]."""
     rows, device = head.weight.shape[0], head.weight.device
     ids = torch.arange(rows)

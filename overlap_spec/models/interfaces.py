@@ -9,22 +9,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers import Linear
+from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
 
 
+MOST_WINDOW_ROWS = 16  # of a request whose rows may be a window
+
+
 @dataclass(frozen=True)
 class RowBatch:
-    """Where the rows of one forward stand. `max_rows` bounds the rows of one request, `uniform` says all have it."""
+    """Where the rows of one forward stand. `max_rows` bounds the rows of one request, `uniform` says all have it.
+
+    Windows, which are uniform, short and at consecutive positions, may leave out what follows from the rest.
+    """
 
     positions: Tensor  # [T] i64, absolute, also the RoPE position
-    cache_rows: Tensor  # [T] i64, page * page_size + offset: where the row's K/V is written
+    cache_rows: Tensor | None  # [T] i64, page * page_size + offset: where the row's K/V is written
     page_table: Tensor  # [B, P] i32, pages of each request of this forward
-    row_starts: Tensor  # [B + 1] i32, first row of each request
+    row_starts: Tensor | None  # [B + 1] i32, first row of each request
     max_rows: int
     uniform: bool  # every request has exactly max_rows rows
 
@@ -33,8 +41,25 @@ class RowBatch:
 class TargetOutput:
     """What a target's layers give. `aux` holds the residual stream after each tapped layer, concatenated."""
 
-    hidden: Tensor  # [T, H], after the final norm
+    stream: Tensor | Normed  # [T, H], the final norm's result
     aux: Tensor  # [T, n * H]; n = 0 if nothing is tapped
+
+    @property
+    def hidden(self) -> Tensor:
+        """Shapes: [T, H], after the final norm."""
+        return normalised(self.stream)
+
+
+class Scores(Protocol):
+    """Logits of some rows, computed when asked for."""
+
+    def logits(self) -> Tensor:
+        """Shapes: -> [R, V], float32 or wider."""
+        ...
+
+    def argmax(self, ids: Tensor | None = None) -> Tensor:
+        """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
+        ...
 
 
 class TargetModel(Protocol):
@@ -47,8 +72,8 @@ class TargetModel(Protocol):
         """Run all layers. Shapes: tokens [T] i64, in 0..V-1. Sync: never on CUDA."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Shapes: hidden [R, H] -> [R, V], in the model's dtype (float32 or wider where it is narrower)."""
+    def scores(self, hidden: Tensor | Normed) -> Scores:
+        """Shapes: hidden [R, H] -> logits [R, V]."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -85,6 +110,11 @@ class LoadedTarget(Protocol):
         ...
 
     @property
+    def work(self) -> ForwardWork:
+        """What a forward reads and computes."""
+        ...
+
+    @property
     def embedding(self) -> Tensor:
         """[V, H]; draft heads may share it."""
         ...
@@ -109,19 +139,23 @@ class DraftHead(Protocol):
         """The features a target row hands to the head. Shapes: -> [T, Hd]."""
         ...
 
-    def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
+    def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Row at position p holds (features of p, token of p + 1). Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd].
 
-        Returns the residual sum before the final norm.
+        Returns the residual sum, on its way into the final norm.
         """
         ...
 
-    def next_features(self, output: Tensor) -> Tensor:
+    def enter(self, output: Tensor) -> Normed:
+        """Residual sums that were kept. Shapes: [R, Hd]."""
+        ...
+
+    def next_features(self, output: Normed) -> Tensor:
         """What the next draft step takes as features. Shapes: [R, Hd] -> [R, Hd]."""
         ...
 
-    def logits(self, output: Tensor) -> Tensor:
-        """Shapes: [R, Hd] -> [R, Vd]."""
+    def scores(self, output: Normed) -> Scores:
+        """Shapes: [R, Hd] -> logits [R, Vd]."""
         ...
 
 
@@ -146,6 +180,16 @@ class LoadedDraft(Protocol):
     @property
     def num_bytes(self) -> int:
         """Memory of the weights that are not the target's."""
+        ...
+
+    @property
+    def work(self) -> ForwardWork:
+        """What a draft step reads and computes, what it borrows of the target included."""
+        ...
+
+    @property
+    def extend_work(self) -> ForwardWork:
+        """The same of absorbing committed tokens."""
         ...
 
     @property

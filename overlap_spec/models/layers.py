@@ -1,5 +1,8 @@
 """The layers that every family shares: linear maps and norms over flattened rows. Not here: attention, loading.
 
+A map knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
+`add` adds to the residual stream and hands it to the next norm.
+
 They hold loaded tensors and are called with [T, ...] rows; there is no module tree and no autograd.
 """
 
@@ -7,23 +10,82 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import add_rms_norm, rms_norm, silu_mul
+from overlap_spec_kernels import (
+    Norm,
+    Normed,
+    add_rms_norm,
+    fused_linear,
+    linear_add,
+    linear_argmax,
+    linear_logits,
+    normalised,
+    rms_norm,
+    silu_mul,
+)
 from torch import Tensor
 
 FEW_ROWS = 4  # fewer are padded to so many: they cost more than these
 
 
+class RMSNorm(Norm):
+    """Root-mean-square norm."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: [T, H] -> [T, H]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def enter(self, stream: Tensor) -> Normed:
+        """A stream that no map has handed over. Shapes: [T, H]."""
+        return Normed(stream, self(stream))
+
+
+class _Map:
+    """What every map can do, one operation after another."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, I] -> [T, O]."""
+        raise NotImplementedError
+
+    def gated(self, x: Normed) -> Tensor:
+        """silu(first half) * second half. Shapes: [T, I] -> [T, O / 2]."""
+        return silu_mul(self(x))
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        """The sum with the residual stream, on its way into `norm`. Shapes: x [T, I], residual [T, O]."""
+        rows, stream = add_rms_norm(self(x), residual, norm.weight, norm.eps)
+        return Normed(stream, rows)
+
+
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(_Map):
     """`x @ weight.T + bias`. Rows are independent: what else is in the batch changes a row by rounding only."""
 
     weight: Tensor  # [O, I]
     bias: Tensor | None = None  # [O]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [T, I] -> [T, O].
+    @property
+    def fused(self) -> bool:
+        """True if a kernel takes what surrounds the map into it."""
+        return self.weight.is_cuda and self.bias is None
 
-        On a CPU BLAS computes `weight @ x.T` at memory speed for few rows, and `x @ weight.T` at less than half; one
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, I] -> [T, O]."""
+        return fused_linear(x, self.weight) if self.fused else self._alone(normalised(x))
+
+    def gated(self, x: Normed) -> Tensor:
+        """See `_Map`."""
+        return fused_linear(x, self.weight, gated=True) if self.fused else _Map.gated(self, x)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        """See `_Map`."""
+        return linear_add(x, self.weight, residual, norm) if self.fused else _Map.add(self, x, residual, norm)
+
+    def _alone(self, x: Tensor) -> Tensor:
+        """On a CPU BLAS computes `weight @ x.T` at memory speed for few rows, and `x @ weight.T` at less than half; one
         row is a matrix-vector product, slow in either form, so it is computed twice.
         """
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
@@ -34,18 +96,19 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear:
+class PackedLinear(_Map):
     """A linear map in float32 for a CPU, its weight in the layout that oneDNN likes best. The plain one is not kept."""
 
     packed: Tensor  # [O, I], opaque
     bias: Tensor | None = None  # [O]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, I] -> [T, O]."""
-        num_rows = x.shape[0]
+        rows = normalised(x)
+        num_rows = rows.shape[0]
         if num_rows < FEW_ROWS:
-            x = F.pad(x, (0, 0, 0, FEW_ROWS - num_rows))
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.packed, self.bias, "none", [], "")
+            rows = F.pad(rows, (0, 0, 0, FEW_ROWS - num_rows))
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), self.packed, self.bias, "none", [], "")
         return y[:num_rows]
 
 
@@ -68,28 +131,34 @@ def linear_map(weight: Tensor, bias: Tensor | None = None) -> LinearMap:
 
 
 @dataclass(frozen=True, slots=True)
-class RMSNorm:
-    """Root-mean-square norm; `add` folds the residual addition before it into the same pass."""
-
-    weight: Tensor  # [H]
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [T, H] -> [T, H]."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of x + residual, and x + residual."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
 class GatedMLP:
     """`down(silu(gate(x)) * up(x))`, gate and up as one map."""
 
     gate_up: LinearMap  # [2I, H], gate first
     down: LinearMap  # [H, I]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [T, H] -> [T, H]."""
-        return self.down(silu_mul(self.gate_up(x)))
+    def add(self, x: Normed, norm: Norm) -> Normed:
+        """Adds its result to the stream that it reads, on its way into `norm`. Shapes: [T, H]."""
+        return self.down.add(self.gate_up.gated(x), x.values, norm)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScores:
+    """`Scores` of a head: who wants the largest logit alone needs none of the others."""
+
+    head: Linear  # [V, H]
+    rows: Tensor | Normed  # [R, H]
+
+    def logits(self) -> Tensor:
+        """Shapes: -> [R, V], float32 or wider."""
+        if self.head.fused:
+            return linear_logits(self.rows, self.head.weight)
+        logits = self.head(self.rows)
+        return logits.float() if logits.element_size() == 2 else logits
+
+    def argmax(self, ids: Tensor | None = None) -> Tensor:
+        """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
+        if self.head.fused:
+            return linear_argmax(self.rows, self.head.weight, ids)
+        columns = self.logits().argmax(-1)
+        return columns if ids is None else ids[columns]

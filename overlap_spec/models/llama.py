@@ -2,21 +2,23 @@
 
     stream --> norm --> attention --> + --> norm --> mlp --> + --> stream of the next layer
 
-The additions are folded into the norms after them, so the stream after layer i appears as a by-product of
-layer i + 1's first norm; that is where taps read it, at no cost.
+A map that adds to the stream hands it to the norm after it (`Normed`), so the stream after a layer is there for taps to
+read, at no cost.
 """
 
 from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels import DecodeScratch, Normed
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
-from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers import GatedMLP, Linear, LinearMap, RMSNorm
+from overlap_spec.models.layers import GatedMLP, HeadScores, Linear, LinearMap, RMSNorm
 from overlap_spec.models.llama_config import LlamaConfig
+from overlap_spec.models.work import ForwardWork, llama_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,15 @@ class LlamaWeights:
         """Memory of the weights; shared tensors count once."""
         return count_bytes(self)
 
+    @property
+    def work(self) -> ForwardWork:
+        """What a forward reads and computes; the embedding is only gathered from."""
+        config, head = self.config, self.head.weight
+        read = count_bytes((self.layers, self.norm, self.head))
+        return llama_work(
+            read, head.nbytes, self.embedding.itemsize, config.num_heads * config.head_dim, config.num_layers
+        )
+
     def attach(self, cache: KVCache, num_positions: int, aux_layers: tuple[int, ...] = ()) -> "LlamaTarget":
         """Join weights, cache and a rotary table of `num_positions` rows."""
         return LlamaTarget(self, paged_attention_for(self.config, self.embedding, cache, num_positions), aux_layers)
@@ -84,45 +95,33 @@ class LlamaTarget:
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Run all layers. Shapes: tokens [T] i64. Sync: never on CUDA."""
-        stream = self.embed(tokens)
+        layers = self._weights.layers
+        next_norms = [layer.input_norm for layer in layers[1:]] + [self._weights.norm]
+        stream = layers[0].input_norm.enter(self.embed(tokens))
         taps: list[Tensor] = []
-        x: Tensor | None = None  # what the layer before adds to the stream
-        for index, layer in enumerate(self._weights.layers):
-            if x is None:
-                x = layer.input_norm(stream)
-            else:
-                x, stream = layer.input_norm.add(x, stream)
-                self._tap(index - 1, stream, taps)
-            x = layer.output(self._attention(index, layer.qkv(x), rows))
-            x, stream = layer.post_norm.add(x, stream)
-            x = layer.mlp(x)
-        assert x is not None, "a model has layers"
-        hidden, stream = self._weights.norm.add(x, stream)
-        self._tap(len(self._weights.layers) - 1, stream, taps)
-        return TargetOutput(hidden, torch.cat(taps, dim=1) if taps else hidden.new_empty(hidden.shape[0], 0))
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            # The embedding is looked up by no dependent launch: what was written before it is settled.
+            attended = self._attention(index, layer.qkv(stream), rows, settled=True)
+            stream = layer.mlp.add(layer.output.add(attended, stream.values, layer.post_norm), next_norm)
+            if index in self._aux_layers:
+                taps.append(stream.values)
+        return TargetOutput(stream, torch.cat(taps, dim=1) if taps else stream.values.new_empty(len(tokens), 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Shapes: hidden [R, H] -> [R, V], float32 or wider."""
-        return widen(self._weights.head(hidden))
+    def scores(self, hidden: Tensor | Normed) -> Scores:
+        """Shapes: hidden [R, H] -> logits [R, V]."""
+        return HeadScores(self._weights.head, hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Shapes: tokens [R] i64 -> [R, H]."""
         return F.embedding(tokens, self._weights.embedding)
 
-    def _tap(self, layer: int, stream: Tensor, taps: list[Tensor]) -> None:
-        if layer in self._aux_layers:
-            taps.append(stream)
-
-
-def widen(logits: Tensor) -> Tensor:
-    """Logits are compared and sampled in float32 or wider."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-
 
 def paged_attention_for(config: LlamaConfig, like: Tensor, cache: KVCache, num_positions: int) -> PagedAttention:
     """The attention of a model with this config; `like` gives dtype and device."""
     cos_sin = config.rope.table(num_positions, like.dtype, like.device)
-    return PagedAttention(cache, cos_sin, config.num_heads, config.num_kv_heads, config.head_dim)
+    num_programs = None if like.is_cuda else 1
+    scratch = DecodeScratch.allocate(config.head_dim, like.device, num_programs)
+    return PagedAttention(cache, cos_sin, config.num_heads, config.num_kv_heads, config.head_dim, scratch)
 
 
 def count_bytes(weights: object) -> int:

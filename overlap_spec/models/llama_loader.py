@@ -6,7 +6,7 @@ Query, key and value become one map, gate and up another: fewer, larger products
 import torch
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.checkpoint import Checkpoint
+from overlap_spec.models.checkpoint import Weights
 from overlap_spec.models.layers import GatedMLP, Linear, LinearMap, RMSNorm, linear_map
 from overlap_spec.models.llama import LlamaLayer, LlamaWeights
 from overlap_spec.models.llama_config import LlamaConfig
@@ -19,7 +19,7 @@ def canonical_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def load_llama(config: LlamaConfig, checkpoint: Checkpoint) -> LlamaWeights:
+def load_llama(config: LlamaConfig, checkpoint: Weights) -> LlamaWeights:
     """Take every weight of the target.
 
     Raises: CheckpointError naming file, tensor, found and expected.
@@ -41,7 +41,7 @@ def load_llama(config: LlamaConfig, checkpoint: Checkpoint) -> LlamaWeights:
     return LlamaWeights(config, embedding, layers, norm, head)
 
 
-def load_layer(config: LlamaConfig, checkpoint: Checkpoint, index: int, input_size: int, input_norm: str) -> LlamaLayer:
+def load_layer(config: LlamaConfig, checkpoint: Weights, index: int, input_size: int, input_norm: str) -> LlamaLayer:
     """Take one layer. `input_size` is the width that attention reads, `input_norm` the name of the norm before it."""
     prefix = f"layers.{index}"
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -64,24 +64,24 @@ def load_layer(config: LlamaConfig, checkpoint: Checkpoint, index: int, input_si
     )
 
 
-def load_norm(config: LlamaConfig, checkpoint: Checkpoint, name: str) -> RMSNorm:
+def load_norm(config: LlamaConfig, checkpoint: Weights, name: str) -> RMSNorm:
     """Take a norm as wide as the residual stream."""
     return RMSNorm(checkpoint.take(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
 
 
-def skip_derived(checkpoint: Checkpoint) -> None:
+def skip_derived(checkpoint: Weights) -> None:
     """Old checkpoints also hold what follows from the config."""
     checkpoint.skip(*(name for name in checkpoint.names() if name.endswith(DERIVED)))
 
 
-def _fused(checkpoint: Checkpoint, sizes: dict[str, int], input_size: int, bias: bool) -> LinearMap:
+def _fused(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool) -> LinearMap:
     """Maps of the same input, stacked. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
     biases = [checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()] if bias else []
     return linear_map(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
-def _refuse_draft_heads(checkpoint: Checkpoint) -> None:
+def _refuse_draft_heads(checkpoint: Weights) -> None:
     if any(name.startswith("midlayer.") or name in ("fc.weight", "d2t") for name in checkpoint.names()):
         raise CheckpointError(
             f"{checkpoint.origin}: this is a draft head (it has fc or midlayer tensors), not a target;"

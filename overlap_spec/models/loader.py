@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from overlap_spec.config import ModelFiles
+from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models import eagle3_loader, llama_loader
 from overlap_spec.models.checkpoint import Checkpoint, TensorSource
 from overlap_spec.models.draft_kind import DraftKind, draft_kind
+from overlap_spec.models.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.eagle3_config import Eagle3Config
 from overlap_spec.models.gguf_source import GgufSource
 from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
@@ -49,7 +50,9 @@ def load_target(
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
-    source: TensorSource = open_directory(path) if path.is_dir() else GgufSource(path, config)
+    if files.load_format == DUMMY:
+        return llama_loader.load_llama(config, DummyWeights(files.weights, dtype, device, progress))
+    source: TensorSource = open_directory(path, files.load_format) if path.is_dir() else GgufSource(path, config)
     return llama_loader.load_llama(config, Checkpoint(source, llama_loader.canonical_name, dtype, device, progress))
 
 
@@ -59,18 +62,26 @@ def load_eagle3(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = ignore_progress,
+    load_format: str = "auto",
 ) -> LoadedDraft:
     """Load the EAGLE-3 head of a target.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
     """
     path = Path(directory)
-    checkpoint = Checkpoint(open_directory(path), eagle3_loader.canonical_name, dtype, device, progress)
+    if load_format == DUMMY:
+        config = _eagle3_config(path, target)
+        target_ids = spread_target_ids(config.draft_vocab_size, target.vocab_size)
+        return eagle3_loader.load_eagle3(config, DummyWeights(directory, dtype, device, progress, target_ids), target)
+    checkpoint = Checkpoint(open_directory(path, load_format), eagle3_loader.canonical_name, dtype, device, progress)
     kind = draft_kind({name: checkpoint.shape(name) for name in checkpoint.names()})
     if kind is not DraftKind.EAGLE_3:
         raise CheckpointError(f"{directory}: expected {DraftKind.EAGLE_3.value}, but this looks like {kind.value}")
-    config = Eagle3Config.from_hf(_read_json(path / "config.json"), target.num_layers, str(path / "config.json"))
-    return eagle3_loader.load_eagle3(config, checkpoint, target)
+    return eagle3_loader.load_eagle3(_eagle3_config(path, target), checkpoint, target)
+
+
+def _eagle3_config(path: Path, target: LoadedTarget) -> Eagle3Config:
+    return Eagle3Config.from_hf(_read_json(path / "config.json"), target.num_layers, str(path / "config.json"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -16,18 +16,21 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.checkpoint import Shape, TensorSource
 
-FORMATS = (("model.safetensors", ".safetensors"), ("pytorch_model.bin", ".bin"))
+SAFETENSORS, BIN = ("model.safetensors", ".safetensors"), ("pytorch_model.bin", ".bin")
+FORMATS = {"auto": (SAFETENSORS, BIN), "safetensors": (SAFETENSORS,), "pt": (BIN,)}  # by --load-format, in order
 
 
-def open_directory(directory: Path) -> TensorSource:
-    """The weights of a directory; safetensors where both formats are there.
+def open_directory(directory: Path, load_format: str = "auto") -> TensorSource:
+    """The weights of a directory in that format; safetensors where both are there and either will do.
 
     Raises: CheckpointError if there are none, or an index names a shard that is not there.
     """
-    for name, suffix in FORMATS:
+    for name, suffix in FORMATS[load_format]:
         if files := _weight_files(directory, name, suffix):
             return SafetensorsSource(directory, files) if suffix == ".safetensors" else BinSource(directory, files)
-    raise CheckpointError(f"{directory}: no weights found; expected model.safetensors, shards with an index, or .bin")
+    expected = "shards with an index, or .bin" if load_format == "auto" else "or shards with an index"
+    first = FORMATS[load_format][0][0]
+    raise CheckpointError(f"{directory}: no weights found; expected {first}, {expected}")
 
 
 def _weight_files(directory: Path, name: str, suffix: str) -> list[Path]:

@@ -11,7 +11,9 @@ from overlap_spec.transport import Inbox
 
 async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
-    links = Links(context.inbox(ToScheduler), context.outlet("worker"), context.outlet("tokenizer"))
+    links = Links(
+        context.step_inbox(ToScheduler), context.step_outlet("worker"), context.outlet("tokenizer"), context.trace
+    )
     ready, early = await _worker_ready(links.inbox)
     if ready is None:
         return

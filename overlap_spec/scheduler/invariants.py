@@ -63,7 +63,7 @@ def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
             commits = decode or step.chunk_ends[i] == request.target
             steps[request.uid] += 1
             least[request.uid] += commits
-            most[request.uid] += commits * (scheduler.limits.width if decode else 1)
+            most[request.uid] += commits * (step.plan.width if decode else 1)
     for request in placed:
         known = (request.in_flight, request.pending_min, request.pending_max)
         assert known == (steps[request.uid], least[request.uid], most[request.uid]), f"steps in flight: {known}"
@@ -80,7 +80,8 @@ def check_request(scheduler: Scheduler, request: Request) -> None:
         assert len(request.tokens) < request.committed_limit, "ran past its length"
         sure = len(request.tokens) + request.pending_min
         assert sure <= request.committed_limit, "a step is planned for a request that its steps in flight finish"
-        written = request.reserved_len + limits.width if request.pending_max else request.planned_len
+        widths = [step.plan.width for step in scheduler.inflight if request in step.requests]
+        written = request.reserved_len + widths[-1] if request.pending_max else request.planned_len
         assert limits.pages_for(written) <= len(request.pages), f"{written} positions in {len(request.pages)} pages"
 
 

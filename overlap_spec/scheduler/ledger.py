@@ -2,7 +2,7 @@
 
 Not here: planning. After every settled or aborted event, for each request with a slot:
 
-    committed_len <= device length <= reserved_len = committed_len + W * (decode steps in flight)
+    committed_len <= device length <= reserved_len = committed_len + widths of the decode steps in flight
                                                                    + 1 if its prompt's last chunk is in flight
     late results of a finished request are dropped; a slot and its pages are free only when their request
     is finished or preempted, and in no step in flight; allocated + cached + free pages = total.
@@ -11,32 +11,37 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 """
 
 from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
+from overlap_spec.metrics.roofline import step_floor
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters
+from overlap_spec.scheduler.width import WidthPolicy
 
 
 class Ledger:
     """Applies results and aborts to the roster."""
 
-    def __init__(self, roster: Roster, limits: Limits, counters: Counters) -> None:
+    def __init__(self, roster: Roster, limits: Limits, counters: Counters, widths: WidthPolicy) -> None:
         self._roster = roster
         self._counters = counters
-        self._width = limits.width
+        self._limits = limits
+        self._widths = widths
         self._speculative = limits.width > 1
+        self._roofline = limits.roofline
+        self._had_work = False  # when the last step settled: an idle engine's device waits for nobody
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
         """Take the oldest step in flight off the books. Returns what its requests gained, if anything."""
         assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
         assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
-        self._counters.steps += 1
-        self._counters.gpu_time += result.gpu_time
-        deltas = TokenDeltas([], [], [], [])
+        self._counters.timed(result, self._had_work, self._floor(step))
+        deltas = TokenDeltas([], [], [], [], result.step_id)
         if step.plan.phase is Phase.DECODE:
             self._settle_decode(step, result, deltas)
         else:
             self._settle_prefill(step, result, deltas)
+        self._had_work = not self._roster.idle
         return deltas if deltas.uids else None
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
@@ -51,8 +56,16 @@ class Ledger:
         self._counters.aborted += 1
         return TokenDeltas([uid], [[]], [request.finish], [request.usage(self._speculative)])
 
+    def _floor(self, step: Step) -> float | None:
+        """Seconds that a decode step takes at least."""
+        if step.plan.phase is Phase.PREFILL:
+            return None
+        context = sum(len(request.tokens) for request in step.requests)
+        return step_floor(self._roofline, len(step.requests), step.plan.width, context)
+
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        counters, width = self._counters, self._width
+        counters, width, catch_up = self._counters, step.plan.width, step.plan.catch_up
+        self._widths.observe(result.tokens, result.num_proposed)
         for request, run, num_proposed in zip(step.requests, result.tokens, result.num_proposed, strict=True):
             request.pending_min -= 1
             request.pending_max -= width
@@ -60,6 +73,7 @@ class Ledger:
                 request.verify_steps += 1
                 counters.runs[len(run)] += 1
                 counters.proposed_tokens += num_proposed
+                request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, catch_up)
                 self._commit(request, run, deltas)
             request.in_flight -= 1  # last: until here the step holds slot and pages
             if not request.running:
@@ -82,7 +96,7 @@ class Ledger:
 
     def _commit(self, request: Request, run: list[int], deltas: TokenDeltas) -> None:
         """Append a run to an unfinished request, up to the token that finishes it."""
-        assert 0 < len(run) <= self._width, f"a run of {len(run)} tokens"
+        assert 0 < len(run) <= self._limits.width, f"a run of {len(run)} tokens"
         kept, finish = _cut(request, run)
         request.tokens.extend(kept)
         self._counters.generation_tokens += len(kept)

@@ -15,6 +15,7 @@ class Limits:
 
     def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
         self.width = ready.width
+        self.max_deferred = ready.max_deferred
         self.page_size = ready.page_size
         self.num_pages = ready.num_pages
         self.key_lookahead = ready.key_lookahead
@@ -23,6 +24,8 @@ class Limits:
         self.num_slots = min(ready.num_slots, settings.max_running_requests)
         self.depth = min(settings.depth, ready.max_depth)
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
+        self.synthetic_acceptance = settings.synthetic_acceptance
+        self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)
         self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
         self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
@@ -35,6 +38,12 @@ class Limits:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold positions 0..num_tokens-1."""
         return -(-num_tokens // self.page_size)
+
+    def deferred_after(self, deferred: int, width: int, catch_up: bool) -> int:
+        """Draft rows that a decode step leaves unabsorbed, of a slot that had `deferred` before it."""
+        if width > 1 or self.max_deferred == 0:
+            return 0
+        return 1 if catch_up else deferred + 1
 
     def chunk_cost(self, start: int, num_tokens: int) -> float:
         """What a chunk takes of a prefill step, which is 1: its tokens, and the keys that they attend to."""

@@ -35,6 +35,9 @@ from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters, Reporter
+from overlap_spec.scheduler.width import FixedWidth, MeasuredWidth, WidthPolicy
+from overlap_spec.scheduler.width_rules import RuledWidth
+from overlap_spec.tracing import NO_TRACE, Recorder
 from overlap_spec.transport import Inbox, Outlet
 
 
@@ -45,6 +48,7 @@ class Links:
     inbox: Inbox[ToScheduler]
     worker: Outlet[ToWorker]
     tokenizer: Outlet[ToTokenizer]
+    trace: Recorder = NO_TRACE
 
 
 class Scheduler:
@@ -72,26 +76,38 @@ class Scheduler:
             self.plan_ahead()
             self.speak()  # deltas leave after the plan has left
             assert self.inflight or self.roster.idle, "asleep with work that nothing will wake"
-            self.dispatch(await self.links.inbox.recv())
+            self.reporter.asleep()
+            message = await self.links.inbox.recv()
+            self.reporter.awake()
+            self.dispatch(message)
 
     def plan_ahead(self) -> None:
         """Fill the pipeline: N+1 is queued before N is read."""
+        trace = self.links.trace
+        begun = trace.now()
         while len(self.inflight) < self.limits.depth and (step := self.planner.next_step()):
             self.links.worker.send(step.plan)
             self.inflight.append(step)
+            trace.span("plan", begun, step.plan.step_id, batch=len(step.requests), in_flight=len(self.inflight))
+            begun = trace.now()
 
     def speak(self) -> None:
         """Send what the last events had to say."""
         self._say(self.reporter.poll())
-        for message in self.outbox:
-            self.links.tokenizer.send(message)
-        self.outbox.clear()
+        if self.outbox:
+            begun = self.links.trace.now()
+            for message in self.outbox:
+                self.links.tokenizer.send(message)
+            self.outbox.clear()
+            self.links.trace.span("send deltas", begun)
 
     def dispatch(self, message: ToScheduler) -> None:
         """Apply one message."""
         match message:
             case StepResult():
+                begun = self.links.trace.now()
                 self._say(self.ledger.settle(self.inflight.popleft(), message))
+                self.links.trace.span("settle", begun, message.step_id)
             case Admit():
                 self._admit(message)
             case Abort():
@@ -127,6 +143,12 @@ class Scheduler:
         self._say(Flushed(can))
 
 
+def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callable[[], float]) -> WidthPolicy:
+    if settings.width_rules:
+        return RuledWidth(settings.width_rules, settings.width_padding)
+    return MeasuredWidth(ready.step_costs, clock) if ready.step_costs.widths else FixedWidth(ready.width)
+
+
 def build_scheduler(
     ready: WorkerReady,
     settings: SchedulerSettings,
@@ -141,7 +163,8 @@ def build_scheduler(
     memory = KvMemory(pool, kind(pool, limits.page_size, limits.key_lookahead), limits)
     roster = Roster(memory, limits.num_slots)
     counters = Counters(runs=[0] * (limits.width + 1))
-    planner = Planner(roster, Admission(roster, limits), limits, counters)
+    widths = _width_policy(ready, settings, clock)
+    planner = Planner(roster, Admission(roster, limits), limits, counters, widths)
     return Scheduler(
-        roster, planner, Ledger(roster, limits, counters), Reporter(roster, limits, counters, clock), links
+        roster, planner, Ledger(roster, limits, counters, widths), Reporter(roster, limits, counters, clock), links
     )

@@ -1,10 +1,15 @@
 """What runs next: builds one step at a time from who runs, who waits and how many pages there are.
 
 Not here: results (`ledger.py`). The planner never knows an accept length of a step in flight; it plans with
-upper bounds. Two promises: pages of a planned slot cover `reserved_len` + W positions (the step's own window
-and the one proposed from its end), and nothing is planned for a request that its steps in flight must finish,
-each of which commits at least one token.
+upper bounds. Two promises: pages of a planned slot cover `reserved_len` + w positions (w: the step's own width,
+`reserved_len` with its window; the w more are for what it proposes from its end), and nothing is planned for a request
+that its steps in flight must finish, each of which commits at least one token.
+
+How wide a decode step is, is `width.py`'s decision. At width 1 the draft defers a row of each slot; a step catches up
+when it is wider than that, or when somebody's deferred rows would become more than the worker keeps.
 """
+
+from msgspec.structs import replace
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.scheduler.admission import Admission
@@ -12,13 +17,17 @@ from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters
+from overlap_spec.scheduler.width import WidthPolicy
 
 
 class Planner:
     """Prefill chunks and decode steps take turns while there is work for both."""
 
-    def __init__(self, roster: Roster, admission: Admission, limits: Limits, counters: Counters) -> None:
+    def __init__(
+        self, roster: Roster, admission: Admission, limits: Limits, counters: Counters, widths: WidthPolicy
+    ) -> None:
         self.limits = limits
+        self.widths = widths
         self._roster = roster
         self._admission = admission
         self.counters = counters
@@ -49,7 +58,7 @@ class Planner:
             ends.append(end)
             if end < request.target:
                 break
-        return self._step(Phase.PREFILL, work, requests, ends)
+        return self._step(Phase.PREFILL, work, requests, ends, self.limits.width) if work else None
 
     def _next_to_prefill(self) -> Request | None:
         """The request whose prompt is unfinished (the youngest that runs, as nobody passes it), or a new one."""
@@ -94,7 +103,9 @@ class Planner:
 
     def _decode(self) -> Step | None:
         """One window for everybody who can take one, oldest first: who is short of pages makes the younger wait."""
-        width, page_size = self.limits.width, self.limits.page_size
+        if not self._roster.running:
+            return None
+        width, page_size = self.widths.choose(len(self._roster.running)), self.limits.page_size
         work: list[SlotWork] = []
         requests: list[Request] = []
         short = False
@@ -117,9 +128,21 @@ class Planner:
             request.pending_max += width
             work.append(slot_work)
             requests.append(request)
-        if work:
-            self._admission.ratio.decay()
-        return self._step(Phase.DECODE, work, requests, [])
+        if not work:
+            return None
+        self._admission.ratio.decay()
+        self.widths.planned(width, len(work))
+        catch_up = self._catches_up(requests, width)
+        if catch_up:
+            work = [replace(item, deferred=request.deferred) for item, request in zip(work, requests, strict=True)]
+        for request in requests:
+            request.deferred = self.limits.deferred_after(request.deferred, width, catch_up)
+        return self._step(Phase.DECODE, work, requests, [], width, catch_up)
+
+    def _catches_up(self, requests: list[Request], width: int) -> bool:
+        """Whether the draft must absorb deferred rows before a step of this width."""
+        bound = self.limits.max_deferred if width == 1 else 1
+        return self.limits.max_deferred > 0 and any(request.deferred >= bound for request in requests)
 
     def _grow(self, request: Request, upto: int) -> list[int]:
         """Append pages so that positions 0..upto-1 are covered. Returns them; none if the request must wait."""
@@ -146,9 +169,15 @@ class Planner:
         self._admission.ratio.raise_after_preemption(self._roster.running)
         self.counters.preempted += 1
 
-    def _step(self, phase: Phase, work: list[SlotWork], requests: list[Request], ends: list[int]) -> Step | None:
-        if not work:
-            return None
+    def _step(
+        self,
+        phase: Phase,
+        work: list[SlotWork],
+        requests: list[Request],
+        ends: list[int],
+        width: int,
+        catch_up: bool = False,
+    ) -> Step:
         self._last = phase
         self._next_step_id += 1
-        return Step(StepPlan(self._next_step_id, phase, work, self.limits.width), requests, ends)
+        return Step(StepPlan(self._next_step_id, phase, work, width, catch_up), requests, ends)

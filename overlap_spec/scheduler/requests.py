@@ -29,9 +29,10 @@ class Request:
     """State of one request. `order` is its rank of arrival: smaller means older, and older goes first."""
 
     __slots__ = (
-        "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "finish", "in_flight", "node",
-        "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len", "prefilled_len", "prompt_len",
-        "running", "slot", "stop_from", "stop_ids", "target", "tokens", "uid", "verify_steps",
+        "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
+        "node", "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len", "prefilled_len",
+        "prompt_len", "running", "slot", "stop_from", "stop_ids", "target", "tokens", "uid", "unabsorbed",
+        "verify_steps",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
@@ -64,6 +65,8 @@ class Request:
         self.prefilled_len = 0  # settled, unlike planned_len
         self.target = 0  # tokens to prefill before the next one is drawn
         self.decode_work = SlotWork(slot=-1)
+        self.deferred = 0  # draft rows left unabsorbed after the last planned step
+        self.unabsorbed = 0  # the same after the last settled one
 
     @property
     def reserved_len(self) -> int:
@@ -72,8 +75,11 @@ class Request:
 
     @property
     def valid_len(self) -> int:
-        """Positions whose target and draft KV is final: all but the root's, which the next step writes."""
-        return len(self.tokens) - 1 if self.prefilled_len == self.target else self.prefilled_len
+        """Positions whose target and draft KV is final.
+
+        All but the root's, which the next step writes, and those whose draft rows are deferred.
+        """
+        return len(self.tokens) - 1 - self.unabsorbed if self.prefilled_len == self.target else self.prefilled_len
 
     def reset(self) -> ResetSlot:
         """What tells the worker that this request takes its slot."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from overlap_spec.messages import Stats
+from overlap_spec.messages import Stats, StepResult
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.roster import Roster
@@ -36,13 +36,35 @@ class Counters:
     aborted: int = 0
     preempted: int = 0
     steps: int = 0
-    gpu_time: float = 0.0  # seconds
+    # Seconds of the device. A gap counts if the step before it left work to do; only decode steps have a floor.
+    gpu_time: float = 0.0
+    gpu_gap: float = 0.0
+    following_steps: int = 0  # those with a gap
+    decode_steps: int = 0
+    decode_time: float = 0.0  # with the gaps before them
+    decode_floor: float = 0.0  # what the device's ceilings allow (`metrics/roofline.py`)
+    # Seconds of the host.
+    scheduling_time: float = 0.0
+    launch_time: float = 0.0
 
     def admitted(self, request: Request) -> None:
         """Note a request's first admission."""
         self.prefilled_requests += 1
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.cached_tokens
+
+    def timed(self, result: StepResult, follows: bool, floor: float | None) -> None:
+        """Note a settled step. `follows`: the engine had work since the step before; `floor`: None in prefill."""
+        gap = result.gpu_gap if follows else 0.0
+        self.steps += 1
+        self.gpu_time += result.gpu_time
+        self.gpu_gap += gap
+        self.following_steps += follows
+        self.launch_time += result.launch_time
+        if floor is not None:
+            self.decode_steps += 1
+            self.decode_time += result.gpu_time + gap
+            self.decode_floor += floor
 
     @property
     def verify_steps(self) -> int:
@@ -80,6 +102,21 @@ class Interval:
         """Mean seconds the device worked on a step."""
         return _ratio(self.now.gpu_time - self.before.gpu_time, self.now.steps - self.before.steps)
 
+    def gpu_gap(self) -> float:
+        """Mean seconds the device waited for a step."""
+        return _ratio(self.now.gpu_gap - self.before.gpu_gap, self.now.following_steps - self.before.following_steps)
+
+    def efficiency(self) -> float | None:
+        """Time that decode steps must take over the time they took; None where either is not known."""
+        floor, taken = self.now.decode_floor - self.before.decode_floor, self.now.decode_time - self.before.decode_time
+        return floor / taken if floor > 0 and taken > 0 else None
+
+    def host_time(self) -> float:
+        """Mean seconds of scheduling and launching a step."""
+        now, before = self.now, self.before
+        spent = now.scheduling_time + now.launch_time - before.scheduling_time - before.launch_time
+        return _ratio(spent, now.steps - before.steps)
+
     def throughput(self, at: float) -> float:
         """Generated tokens per second."""
         return _ratio(self.now.generation_tokens - self.before.generation_tokens, at - self.started_at)
@@ -97,6 +134,15 @@ class Reporter:
         self._idle_since = clock()
         self._logged_at = -math.inf
         self._reported, self._logged = self._interval(self._idle_since), self._interval(self._idle_since)
+        self._awake_since = self._idle_since
+
+    def awake(self) -> None:
+        """Call when a message has come, and the scheduler has work again."""
+        self._awake_since = self._clock()
+
+    def asleep(self) -> None:
+        """Call before waiting for a message: what was done since `awake` is the host's part of a step."""
+        self._counters.scheduling_time += self._clock() - self._awake_since
 
     def poll(self) -> Stats | None:
         """Call after every event. Returns a report when one is due."""
@@ -122,6 +168,7 @@ class Reporter:
         """The report as of now."""
         roster, counters, page_size = self._roster, self._counters, self._limits.page_size
         num_used = roster.memory.num_used
+        host_time, gpu_gap = self._reported.host_time(), self._reported.gpu_gap()
         return Stats(
             num_running=len(roster.running),
             num_queued=len(roster.waiting),
@@ -143,6 +190,12 @@ class Reporter:
             preempted_total=counters.preempted,
             steps_total=counters.steps,
             accepted_per_position_total=counters.accepted_per_position,
+            step_efficiency=self._reported.efficiency(),
+            gpu_gap=gpu_gap,
+            host_time=host_time,
+            host_time_hidden=max(host_time - gpu_gap, 0.0),
+            decode_steps_total=counters.decode_steps,
+            decode_floor_total=counters.decode_floor,
         )
 
     def _write_log(self, now: float) -> None:
@@ -159,7 +212,8 @@ class Reporter:
                 *(new_seqs, num_new, num_cached, usage, running, queued),
             )
         if counters.verify_steps > since.before.verify_steps:
-            accept = f"accept len: {since.accept_length():.2f}, " if self._limits.width > 1 else ""
+            synthetic = " (synthetic acceptance)" if self._limits.synthetic_acceptance else ""
+            accept = f"accept len{synthetic}: {since.accept_length():.2f}, " if self._limits.width > 1 else ""
             log.info(
                 "Decode batch, %s, #token: %d, %s, %sgen throughput (token/s): %.2f, %s",
                 *(running, num_used * self._limits.page_size, usage, accept, since.throughput(now), queued),

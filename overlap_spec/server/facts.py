@@ -19,6 +19,7 @@ from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 
 STATS_S = 5.0
+LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
 SECRETS = frozenset({"api_key"})
 
 
@@ -112,6 +113,7 @@ class Facts:
         state: Json = {
             "last_gen_throughput": stats.gen_throughput,
             "memory_usage": {"token_capacity": stats.max_total_tokens},
+            **{name: getattr(stats, name) for name in LAST_INTERVAL},
             "effective_max_running_requests_per_dp": self._info.max_running_requests,
         }
         steps = stats.verify_steps_total - self._since.verify_steps_total

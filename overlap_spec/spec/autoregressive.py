@@ -6,49 +6,94 @@ row at position p holds (features of p, token of p + 1), writes its KV at p and 
     committed  x0 .. xL | guesses          L = length: the root xL has no target KV yet
     draft rows 0 .. L-1 |                  row L-1 = (features of L-1, xL) predicts guess 1, at position L+1
                         | L, L+1, ..       row L+i = (own output, guess i+1) predicts guess i+2
+
+Steps of width 1 need no guesses, so there the head does not run: each leaves one draft row behind, and what that row is
+made of (the target's taps, the token after it) is kept in a ring per slot. Before the ring is full, and before a wider
+step, `catch_up` absorbs all deferred rows in one forward, so the draft's KV is complete again. Who counts them is the
+scheduler, which knows every step's width: rows that are deferred still never count as cached (`Request.valid_len`).
 """
 
+from dataclasses import dataclass
+
 import torch
+from overlap_spec_kernels import select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.rows import single_rows
-from overlap_spec.spec.sampler import draw
+from overlap_spec.spec.rows import earlier_rows, single_rows
+from overlap_spec.spec.sampler import draw_after
 from overlap_spec.spec.types import SlotBatch, Verdict
 
 
+@dataclass(frozen=True)
+class DeferredRows:
+    """What draft rows are made of, by slot and position modulo N: a ring that holds the last N positions."""
+
+    taps: Tensor  # [S, N, n * H], what `fuse` takes
+    tokens: Tensor  # [S, N] i64
+
+    @staticmethod
+    def allocate(num_rows: int, most: int, tap_size: int, dtype: torch.dtype, device: torch.device) -> "DeferredRows":
+        """N = most; 0 if nothing is ever deferred."""
+        taps = torch.zeros(num_rows, most, tap_size, dtype=dtype, device=device)
+        return DeferredRows(taps, torch.zeros(num_rows, most, dtype=torch.int64, device=device))
+
+    @property
+    def most(self) -> int:
+        """Rows that a slot can defer."""
+        return self.tokens.shape[1]
+
+    def put(self, batch: SlotBatch, output: TargetOutput, tokens: Tensor) -> None:
+        """Keep the row at `batch.lengths`, one per slot. Shapes: tokens [B] i64."""
+        places = batch.lengths % self.most
+        self.taps[batch.slots, places] = output.aux if output.aux.shape[1] else output.hidden
+        self.tokens[batch.slots, places] = tokens
+
+    def get(self, batch: SlotBatch, positions: Tensor) -> tuple[Tensor, TargetOutput]:
+        """The rows at positions [B, R] i64. Shapes: -> tokens [B * R] i64, taps [B * R, n * H]."""
+        places = positions % self.most
+        slots = batch.slots[:, None]
+        taps = self.taps[slots, places].flatten(0, 1)
+        return self.tokens[slots, places].reshape(-1), TargetOutput(taps, taps)
+
+
 class AutoregressiveProposer:
-    """Remembers one head output per slot: that of the last committed draft row, from which guess 1 is drawn."""
+    """Learns the head's output at the last committed draft row, from which guess 1 is drawn."""
 
-    def __init__(self, head: DraftHead, num_guesses: int, outputs: Tensor, page_size: int) -> None:
+    def __init__(self, head: DraftHead, page_size: int, deferred: DeferredRows) -> None:
         self._head = head
-        self._num_guesses = num_guesses
-        self._outputs = outputs  # [S, Hd]
         self._page_size = page_size
+        self._deferred = deferred
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
         """Absorb prompt chunks: every row, with the token that follows it."""
         drafted = self._head.forward(prompts.next_tokens, self._head.fuse(output), rows)
-        self._outputs[prompts.slots] = drafted[prompts.last_rows]
+        return drafted.values[prompts.last_rows]
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
         """Absorb the window: row j takes the token committed after column j; later rows are overwritten next time."""
-        tokens = verdict.tokens.clamp(min=0).reshape(-1)
-        drafted = self._head.forward(tokens, self._head.fuse(output), rows)
-        per_slot = drafted.view(*verdict.tokens.shape, -1)
-        last = verdict.accept_len[:, None, None].expand(-1, 1, per_slot.shape[-1])
-        self._outputs[batch.slots] = per_slot.gather(1, last).squeeze(1)
+        drafted = self._head.forward(verdict.follow, self._head.fuse(output), rows)
+        return select_rows(drafted.values.view(*verdict.tokens.shape, -1), verdict.accept_len)
 
-    def propose(self, batch: SlotBatch) -> Tensor:
-        """Draw each guess with the noise the target will use at that position. Shapes: -> [B, K] i64."""
-        drafted = self._outputs[batch.slots]
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Keep the root's row and the token committed after it. Needs a ring, and no more rows than it holds."""
+        self._deferred.put(batch, output, verdict.follow)
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Write the draft KV of deferred rows; `extend` follows before the next guess. Shapes: counts [B] i64."""
+        rows = earlier_rows(batch, counts, self._deferred.most, self._page_size)
+        tokens, output = self._deferred.get(batch, rows.positions.view(len(batch.slots), -1))
+        self._head.forward(tokens, self._head.fuse(output), rows)
+
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
+        """Draw each guess with the noise the target will use at that position. Shapes: -> [num_guesses, B] i64."""
+        drafted = self._head.enter(learnt)
         guesses: list[Tensor] = []
-        for i in range(self._num_guesses):
+        for i in range(num_guesses):
             if guesses:
-                rows = single_rows(batch, batch.lengths + (i - 1), self._page_size)
+                rows = single_rows(batch, i - 1, self._page_size)
                 drafted = self._head.forward(guesses[-1], self._head.next_features(drafted), rows)
-            logits = self._head.logits(drafted)[:, None]
-            columns = draw(logits, (batch.lengths + 1 + i)[:, None], batch.sampling, self._head.target_ids)
-            guesses.append(self._head.target_ids[columns.squeeze(1)])
-        return torch.stack(guesses, 1)
+            scores, last = self._head.scores(drafted), batch.lengths[:, None]
+            guesses.append(draw_after(scores, last, batch.sampling, self._head.target_ids, offset=i).squeeze(1))
+        return torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots))

@@ -1,7 +1,9 @@
 """The two roles of speculation and what the worker hands them. Not here: any method.
 
 One decode step calls verify, then extend, then propose; a prefill calls `prefill` for every chunk and `propose`
-for the prompts that it completed. None of them asks the device a question (Sync: never).
+for the prompts that it completed; what they learnt goes to `propose` as it is. A step of width 1, which needs no
+guesses, calls `defer` instead of the last two, and `catch_up` comes before the step that needs them again. None of them
+asks the device a question (Sync: never).
 """
 
 from dataclasses import dataclass
@@ -9,8 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.spec.types import SlotBatch, Verdict, Window
+from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.spec.types import Drawn, SlotBatch, Verdict, Window
 
 
 @dataclass(frozen=True)
@@ -24,26 +26,34 @@ class Prompts:
 
 
 class Proposer(Protocol):
-    """Makes guesses; what it needs to remember it keeps in rows indexed by slot."""
+    """Makes guesses; what it remembers from step to step it keeps in rows indexed by slot."""
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
-        """Absorb prompt chunks."""
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+        """Absorb prompt chunks. Shapes: -> [F, n], learnt of the prompts that the step completes."""
         ...
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
-        """Learn what was committed. `batch` and `rows` are those of the verify forward."""
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+        """Learn what was committed. `batch` and `rows` are those of the verify forward. Shapes: -> [B, n]."""
         ...
 
-    def propose(self, batch: SlotBatch) -> Tensor:
-        """Guess what follows the roots at `batch.lengths`. Shapes: -> [B, K] i64, -1 where it does not guess."""
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Keep what `extend` would have learnt of a window of one, for `catch_up`."""
+        ...
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Absorb the last `counts` rows before `batch.lengths`, which were deferred. Shapes: counts [B] i64."""
+        ...
+
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
+        """Guess what follows the roots at `batch.lengths`. Shapes: learnt [B, n] -> [num_guesses, B] i64, -1: none."""
         ...
 
 
 class Verifier(Protocol):
     """Decides which guesses stand, without changing the target's distribution."""
 
-    def verify(self, window: Window, logits: Tensor, batch: SlotBatch) -> Verdict:
-        """Pure. Shapes: logits [B, W, V]."""
+    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+        """Pure. Sync: never. Shapes: scores of B * W rows, row j of a slot follows window column j."""
         ...
 
 

@@ -15,7 +15,8 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loader import load_eagle3
-from overlap_spec.spec.autoregressive import AutoregressiveProposer
+from overlap_spec.models.work import ForwardWork
+from overlap_spec.spec.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.plain import NoProposer
 
@@ -29,6 +30,8 @@ class EngineShape:
     page_size: int
     dtype: torch.dtype
     device: torch.device
+    hidden_size: int  # of the target
+    max_deferred: int  # draft rows that steps of width 1 may leave behind
 
 
 class LoadedProposer(Protocol):
@@ -42,6 +45,16 @@ class LoadedProposer(Protocol):
     @property
     def num_bytes(self) -> int:
         """Memory of the weights that it brings."""
+        ...
+
+    @property
+    def work(self) -> ForwardWork:
+        """What a draft step reads and computes; nothing if it runs no model."""
+        ...
+
+    @property
+    def extend_work(self) -> ForwardWork:
+        """The same of absorbing committed tokens."""
         ...
 
     @property
@@ -69,6 +82,8 @@ class NoDraft:
 
     kv_shape: KVShape = KVShape(0, 0, 0)
     num_bytes: int = 0
+    work: ForwardWork = ForwardWork()
+    extend_work: ForwardWork = ForwardWork()
     aux_layers: tuple[int, ...] = ()
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
@@ -91,13 +106,22 @@ class ChainDraft:
         return self.head.num_bytes
 
     @property
+    def work(self) -> ForwardWork:
+        return self.head.work
+
+    @property
+    def extend_work(self) -> ForwardWork:
+        return self.head.extend_work
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         return self.head.aux_layers
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
-        outputs = torch.zeros(shape.num_rows, self.head.hidden_size, dtype=shape.dtype, device=shape.device)
         head = self.head.attach(cache, shape.num_positions)
-        return AutoregressiveProposer(head, self.num_steps, outputs, shape.page_size)
+        tap_size = max(1, len(self.head.aux_layers)) * shape.hidden_size
+        deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, tap_size, shape.dtype, shape.device)
+        return AutoregressiveProposer(head, shape.page_size, deferred)
 
 
 def _load_nothing(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
@@ -107,7 +131,8 @@ def _load_nothing(spec: SpecSettings, target: LoadedTarget, progress: Progress) 
 def _load_eagle3(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
     assert spec.draft_path is not None, "resolve() gives every drafting method its path"
     like = target.embedding
-    return ChainDraft(load_eagle3(spec.draft_path, target, like.dtype, like.device, progress), spec.num_steps)
+    head = load_eagle3(spec.draft_path, target, like.dtype, like.device, progress, spec.draft_load_format)
+    return ChainDraft(head, spec.num_steps)
 
 
 METHODS = (

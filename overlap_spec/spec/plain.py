@@ -11,12 +11,20 @@ from overlap_spec.spec.types import SlotBatch, Verdict
 class NoProposer:
     """The null proposer."""
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
         """Nothing to learn."""
+        return prompts.slots[:, None]
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
         """Nothing to learn."""
+        return batch.slots[:, None]
 
-    def propose(self, batch: SlotBatch) -> Tensor:
-        """Shapes: -> [B, 0] i64."""
-        return torch.empty(len(batch.slots), 0, dtype=torch.int64, device=batch.slots.device)
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Nothing to learn later."""
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Nothing was missed."""
+
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
+        """Shapes: -> [num_guesses, B] i64."""
+        return torch.full((num_guesses, len(batch.slots)), -1, dtype=torch.int64, device=batch.slots.device)

@@ -1,21 +1,42 @@
 """Where the rows of a forward stand: positions, cache rows, page tables. Not here: what the rows hold."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.interfaces import MOST_WINDOW_ROWS, RowBatch
 from overlap_spec.spec.types import SlotBatch
 
 
-def window_rows(batch: SlotBatch, width: int, page_size: int) -> RowBatch:
-    """`width` rows per slot, from its length on. Sync: never."""
-    columns = torch.arange(width, device=batch.lengths.device)
-    return _uniform_rows(batch, batch.lengths[:, None] + columns, page_size)
+def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:
+    """The rows of windows, at consecutive `positions` [B, W] i64. Sync: never.
+
+    On a GPU the kernel that attends finds their cache rows itself.
+    """
+    if positions.is_cuda and positions.shape[1] <= MOST_WINDOW_ROWS:
+        return RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
+    return _uniform_rows(batch, positions, page_size)
 
 
-def single_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:
-    """One row per slot, at `positions` [B] i64. Sync: never."""
-    return _uniform_rows(batch, positions[:, None], page_size)
+def single_rows(batch: SlotBatch, offset: int, page_size: int) -> RowBatch:
+    """One row per slot, `offset` after its length. Sync: never."""
+    positions = batch.lengths + offset if offset else batch.lengths
+    return window_rows(batch, positions[:, None], page_size)
+
+
+def earlier_rows(batch: SlotBatch, counts: Tensor, most: int, page_size: int) -> RowBatch:
+    """`most` rows per slot, of which the first `counts` are the ones before its length. Sync: never.
+
+    The rest are idle: they stand at the last position before the length (at 0 without one) and write to the dummy page.
+    Shapes: counts [B] i64, 0..most and at most the length.
+    """
+    columns = torch.arange(most, device=batch.lengths.device)
+    offsets = (columns - counts[:, None]).clamp(max=-1)
+    rows = _uniform_rows(batch, (batch.lengths[:, None] + offsets).clamp(min=0), page_size)
+    idle = (columns >= counts[:, None]).reshape(-1)
+    assert rows.cache_rows is not None
+    return replace(rows, cache_rows=rows.cache_rows.masked_fill(idle, 0))
 
 
 def chunk_rows(

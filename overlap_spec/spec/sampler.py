@@ -6,16 +6,34 @@ Greedy rows take the argmax of the masked logits. Rows are independent: a row's 
 batch it is in.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from overlap_spec.models.interfaces import Scores
 from overlap_spec.spec.noise import gumbel
 from overlap_spec.spec.types import Sampling
 
+Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or what stands for it
 _SLICE = 1 << 22  # scores drawn at once: bounds the float64 workspace to a few hundred MiB
 
 
-def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+def draw_after(
+    scores: Scores, rows: Tensor, sampling: Sampling, token_ids: Tensor, offset: int = 0, draw: Draw | None = None
+) -> Tensor:
+    """Draw the token that stands `offset` + 1 after each row. Greedy requests alone need no logits. Sync: never.
+
+    `draw`: what draws from logits, if not `draw_columns`.
+    Shapes: scores of B * R rows, rows [B, R] i64 (positions), token_ids [N] i64 -> token ids [B, R] i64.
+    """
+    if not (sampling.work.sampled or sampling.work.masked):
+        return scores.argmax(token_ids).view(rows.shape)
+    logits = scores.logits().view(*rows.shape, -1)
+    return token_ids[(draw or draw_columns)(logits, rows + (offset + 1), sampling, token_ids)]
+
+
+def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
     """Draw the token at `positions` for each row. Sync: never.
 
     `token_ids` are the target's ids of the columns, so that a draft with a smaller vocabulary meets the

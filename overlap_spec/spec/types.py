@@ -17,24 +17,24 @@ class Window:
     """What a step verifies. Column 0 is the root, the last committed token; the others are guesses."""
 
     tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
+    positions: Tensor  # [B, W] i64
 
-    @property
-    def num_proposed(self) -> Tensor:
-        """Guesses per slot. Shapes: [B] i64."""
-        return (self.tokens[:, 1:] >= 0).sum(1)
+
+@dataclass(frozen=True)
+class Drawn:
+    """A verifier's decision: `accept_len` guesses stand, and the token after the last of them is committed."""
+
+    tokens: Tensor  # [B, W] i64, the token after each column of the window, if the guesses up to it stand
+    accept_len: Tensor | None = None  # [B] i64; None: while a guess is what was drawn
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verifier decided. Committed tokens = accepted guesses + one bonus."""
+    """What a step commits: accepted guesses and one bonus."""
 
     tokens: Tensor  # [B, W] i64, committed, left-aligned, padded with -1
+    follow: Tensor  # [B * W] i64, the token committed after each row of the window; 0 where none was
     accept_len: Tensor  # [B] i64, 0..K: guesses accepted, the bonus not counted
-
-    @property
-    def last(self) -> Tensor:
-        """The bonus, which is the next root. Shapes: [B] i64."""
-        return self.tokens.gather(1, self.accept_len[:, None]).squeeze(1)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ async def main(context: ActorContext) -> None:
         service = TokenizerService(
             codec, admission, context.outlet("scheduler"), endpoint.router, context.send_supervisor
         )
+        service.trace = context.trace
         context.ready({"tokenizer": codec.name, "client_endpoint": endpoint.address})
         await service.serve(inbox)
 

@@ -48,6 +48,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.requests import OpenRequest, OpenRequests
+from overlap_spec.tracing import NO_TRACE, Recorder
 from overlap_spec.transport import Inbox, Outlet
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class TokenizerService:
         self._scheduler = scheduler
         self._clients = clients
         self._tell_supervisor = tell_supervisor
+        self.trace: Recorder = NO_TRACE  # replaced by who wants to know
         self._prompts = PromptReader(codec)
         self._queries = Queries(self._prompts, admission, scheduler, clients)
         self._requests = OpenRequests()
@@ -115,6 +117,7 @@ class TokenizerService:
 
     def _add_tokens(self, message: TokenDeltas) -> None:
         """One step: every request's run becomes a row, every client gets one message."""
+        begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
         for uid, tokens, finish, usage in zip(
             message.uids, message.tokens, message.finishes, message.usages, strict=True
@@ -134,6 +137,7 @@ class TokenizerService:
                 self._close(request)
         for client, reply in replies.items():
             self._clients.send(client, reply)
+        self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
 
     def _refused(self, message: Refused) -> None:
         request = self._requests.by_uid(message.uid)
@@ -210,6 +214,7 @@ class TokenizerService:
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]  # an answer begins a text of its own
             request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
             self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
+            self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:
         match error:

@@ -1,63 +1,42 @@
-"""The worker process: takes plans, launches them, sends results back in step order.
+"""The worker process: loads, warms up, says so, then runs its loop. Not here: the loop (`loop.py`)."""
 
-Not here: what a step is (`executor.py`) and what is in a plan (the scheduler). The worker decides nothing.
-"""
-
-import asyncio
+import gc
+import time
 from functools import partial
-from typing import assert_never
 
 import torch
 
 from overlap_spec.actor import ActorContext
-from overlap_spec.messages import Shutdown, StepPlan, ToScheduler, ToWorker, WorkerReady
-from overlap_spec.transport import Inbox, Outlet
+from overlap_spec.config import SpecSettings, synthetic_acceptance
+from overlap_spec.messages import Roofline, StepCosts, ToWorker, WorkerReady
+from overlap_spec.step_link import Patience
 from overlap_spec.worker.build import build
-from overlap_spec.worker.executor import Executor, StepHandle
+from overlap_spec.worker.costs import roofline
+from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels
-from overlap_spec.worker.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, measure_chunk, warm_up
+from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.parts import TimedParts
+from overlap_spec.worker.trace import NO_TRACER, DeviceTracer, StepTracer
+from overlap_spec.worker.warmup import (
+    ChunkSize,
+    capture_graphs,
+    cuda_prompt_lengths,
+    measure_chunk,
+    measure_steps,
+    warm_up,
+)
+
+NO_CEILING = Roofline()
+NO_COSTS = StepCosts()
 
 
-class Worker:
-    """Two tasks: one launches what arrives, the other publishes what is done."""
-
-    def __init__(self, executor: Executor, inbox: Inbox[ToWorker], scheduler: Outlet[ToScheduler]) -> None:
-        self._executor = executor
-        self._inbox = inbox
-        self._scheduler = scheduler
-        self._launched: asyncio.Queue[StepHandle] = asyncio.Queue()
-
-    async def run(self) -> None:
-        """Serve until Shutdown. Raises: what a step raised. Cancellation: steps in flight run to their end."""
-        tasks = {asyncio.create_task(self._launch()), asyncio.create_task(self._publish())}
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _launch(self) -> None:
-        while True:
-            message = await self._inbox.recv()
-            match message:
-                case StepPlan():
-                    self._launched.put_nowait(self._executor.launch(message))
-                case Shutdown():
-                    return
-                case _:
-                    assert_never(message)
-
-    async def _publish(self) -> None:
-        while True:
-            handle = await self._launched.get()
-            self._scheduler.send(await self._executor.result(handle))
-            await asyncio.wrap_future(handle.finished)  # a draft that fails after its step's tokens left
-
-
-def worker_ready(geometry: Geometry, models: LoadedModels, chunk: ChunkSize) -> WorkerReady:
+def worker_ready(
+    geometry: Geometry,
+    models: LoadedModels,
+    chunk: ChunkSize,
+    ceiling: Roofline = NO_CEILING,
+    costs: StepCosts = NO_COSTS,
+) -> WorkerReady:
     """What the scheduler needs to know."""
     return WorkerReady(
         num_slots=geometry.num_slots,
@@ -70,6 +49,9 @@ def worker_ready(geometry: Geometry, models: LoadedModels, chunk: ChunkSize) -> 
         vocab_size=models.target.vocab_size,
         chunk_tokens=chunk.tokens,
         chunk_pairs=chunk.pairs,
+        step_costs=costs,
+        max_deferred=geometry.max_deferred,
+        roofline=ceiling,
     )
 
 
@@ -84,33 +66,61 @@ def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
     return f"batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes, captured in {seconds:.1f} s)"
 
 
+def _ceilings_fact(ceiling: Roofline) -> str:
+    flop = f"{ceiling.flop_per_s / 1e12:.3g} TFLOP/s" if ceiling.flop_per_s else "FLOP/s not known"
+    return f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {flop}"
+
+
+def _acceptance_fact(spec: SpecSettings) -> str:
+    mean = spec.simulated_accept_len
+    return "real" if mean is None else synthetic_acceptance(mean)
+
+
 async def main(context: ActorContext) -> None:
-    """Load, warm up, say so, and work until told to stop."""
+    """Load, warm up, say so, and work until told to stop. Blocks its event loop, which has nothing else to do."""
+    begun = time.perf_counter()
     settings = context.settings
-    inbox, scheduler = context.inbox(ToWorker), context.outlet("scheduler")
+    inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"))
-    try:
-        context.progress("warming up", 0, 0)
-        on_cpu = settings.model.device == "cpu"
-        warm_up(executor, geometry, () if on_cpu else cuda_prompt_lengths(geometry))
-        if settings.graph_batch_sizes:
-            context.progress("capturing CUDA graphs", 0, 0)
-        capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
-        measured = on_cpu and settings.scheduler.chunk_tokens is None
-        chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
-        scheduler.send(worker_ready(geometry, models, chunk))
-        context.ready(
-            {
-                "device": device_name(settings.model.device),
-                "tokens": (geometry.num_pages - 1) * geometry.page_size,
-                "pages": geometry.num_pages - 1,
-                "page_size": geometry.page_size,
-                "slots": geometry.num_slots,
-                "chunk_tokens": chunk.tokens,
-                "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
-                "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
-            }
-        )
-        await Worker(executor, inbox, scheduler).run()
-    finally:
-        executor.close()
+    if settings.trace_dir is not None:
+        executor.decode_step.parts = TimedParts(executor.device)
+    context.progress("warming up", 0, 0)
+    on_cpu = settings.model.device == "cpu"
+    warm_up(executor, geometry, () if on_cpu else cuda_prompt_lengths(geometry))
+    if settings.graph_batch_sizes:
+        context.progress("capturing CUDA graphs", 0, 0)
+    capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
+    measured = on_cpu and settings.scheduler.chunk_tokens is None
+    chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
+    ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device))
+    ruled = bool(settings.scheduler.width_rules)  # then nobody asks for the costs
+    costs = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
+    scheduler.send(worker_ready(geometry, models, chunk, ceiling, costs))
+    started_s = time.perf_counter() - begun
+    context.ready(
+        {
+            "device": device_name(settings.model.device),
+            "tokens": (geometry.num_pages - 1) * geometry.page_size,
+            "pages": geometry.num_pages - 1,
+            "page_size": geometry.page_size,
+            "slots": geometry.num_slots,
+            "chunk_tokens": chunk.tokens,
+            "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
+            "step_widths": " ".join(str(width) for width in geometry.step_widths),
+            "start_up": f"{started_s:.1f} s, {started_s - capture_s:.1f} s without captures",
+            "ceilings": _ceilings_fact(ceiling),
+            "acceptance": _acceptance_fact(settings.spec),
+            "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
+        }
+    )
+    gc.collect()
+    gc.freeze()  # what was loaded stays: no collection between steps goes through it again
+    tracer = _step_tracer(context, executor)
+    Worker(executor, inbox, context.step_outlet("scheduler"), Patience(settings.spin_s), tracer).run()
+    tracer.finish()
+
+
+def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
+    if context.settings.trace_dir is None:
+        return NO_TRACER
+    return DeviceTracer(context.trace, executor.device, executor.decode_step.parts)

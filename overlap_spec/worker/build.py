@@ -7,8 +7,11 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loader import load_target
-from overlap_spec.spec.interfaces import SpecMethod
+from overlap_spec.spec.compiled import compiled_draw
+from overlap_spec.spec.interfaces import SpecMethod, Verifier
 from overlap_spec.spec.methods import EngineShape, method_named
+from overlap_spec.spec.sampler import draw_columns
+from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.spec.verifier import ChainVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
@@ -34,17 +37,38 @@ def prepare_place(settings: Settings) -> torch.device:
     return torch.device(settings.model.device)
 
 
-def build_executor(models: LoadedModels, geometry: Geometry, place: torch.device) -> Executor:
-    """Take the caches' memory and join everything."""
+def build_executor(
+    models: LoadedModels,
+    geometry: Geometry,
+    place: torch.device,
+    simulated_accept_len: float | None = None,
+    compile_max_batch: int = 0,
+) -> Executor:
+    """Take the caches' memory and join everything.
+
+    `simulated_accept_len`: acceptance is synthetic (benchmarks). `compile_max_batch`: 0 compiles nothing.
+    """
 
     def cache(shape: KVShape) -> KVCache:
         return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place)
 
     target = models.target.attach(cache(models.target.kv_shape), geometry.num_positions, models.proposer.aux_layers)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
-    shape = EngineShape(slots.num_rows, geometry.num_positions, geometry.page_size, geometry.dtype, place)
+    shape = EngineShape(
+        num_rows=slots.num_rows,
+        num_positions=geometry.num_positions,
+        page_size=geometry.page_size,
+        dtype=geometry.dtype,
+        device=place,
+        hidden_size=target.hidden_size,
+        max_deferred=geometry.max_deferred,
+    )
     proposer = models.proposer.attach(cache(models.proposer.kv_shape), shape)
-    method = SpecMethod(proposer, ChainVerifier(torch.arange(target.vocab_size, device=place)))
+    draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
+    verifier: Verifier = ChainVerifier(torch.arange(target.vocab_size, device=place), draw)
+    if simulated_accept_len is not None:
+        verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
+    method = SpecMethod(proposer, verifier)
     return Executor(_device(place), slots, target, method, geometry.page_size)
 
 
@@ -53,7 +77,8 @@ def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, L
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
     geometry = settle_geometry(settings, models, place)
-    return build_executor(models, geometry, place), geometry, models
+    executor = build_executor(models, geometry, place, settings.spec.simulated_accept_len, settings.compile_max_batch)
+    return executor, geometry, models
 
 
 def _device(place: torch.device) -> Device:

@@ -1,10 +1,29 @@
-"""The host's part of a prefill step: chunks flattened into rows. Not here: any tensor work."""
+"""The host's part of a prefill step: chunks flattened into rows, in one run of integers. Not here: any tensor work.
+
+A step has rows (prompt tokens) and seats (requests). It may be laid out for more of both than it has, so that one
+captured graph serves many steps: the rows left over belong to the last seat, and a seat left over to the dummy slot.
+"""
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 
 from overlap_spec.messages import SlotWork
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """What a prefill step is laid out for. `max_rows` bounds the rows of one request."""
+
+    rows: int
+    seats: int
+    max_rows: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Integers of each field, in order (`Chunks.laid_out`, `PromptInputs`)."""
+        return (*[self.rows] * 4, *[self.seats] * 4, self.seats + 1)
 
 
 class Chunks:
@@ -13,42 +32,68 @@ class Chunks:
     def __init__(self, work: list[SlotWork]) -> None:
         self._work = work
         self._tokens = [_int32(w.prompt_chunk) for w in work]
-        self.row_starts = [0, *accumulate(len(tokens) for tokens in self._tokens)]
-        self.completed = [i for i, w in enumerate(work) if w.next_token < 0]
-        self.longest = max(len(tokens) for tokens in self._tokens)
+        self._row_starts = [0, *accumulate(len(tokens) for tokens in self._tokens)]
 
-    def tokens(self) -> Iterator[int]:
-        """Every row's token."""
-        for tokens in self._tokens:
-            yield from tokens
-
-    def next_tokens(self) -> Iterator[int]:
-        """The token after every row; 0 where it is yet to be drawn."""
-        for work, tokens in zip(self._work, self._tokens, strict=True):
-            yield from tokens[1:]
-            yield max(work.next_token, 0)
-
-    def positions(self) -> Iterator[int]:
-        """Every row's absolute position."""
-        for work, tokens in zip(self._work, self._tokens, strict=True):
-            yield from range(work.start, work.start + len(tokens))
-
-    def owners(self) -> Iterator[int]:
-        """Every row's place in the plan."""
-        for i, tokens in enumerate(self._tokens):
-            yield from [i] * len(tokens)
+    @property
+    def shape(self) -> PromptShape:
+        """Exactly what there is."""
+        return PromptShape(self._row_starts[-1], len(self._work), max(len(tokens) for tokens in self._tokens))
 
     def completed_work(self) -> list[SlotWork]:
-        """The work of completed prompts, in plan order; the lists below follow it."""
-        return [self._work[i] for i in self.completed]
+        """The work of prompts that this step completes, in plan order."""
+        return [work for work in self._work if work.next_token < 0]
 
-    def last_rows(self) -> Iterable[int]:
-        """The last row of each completed prompt."""
-        return [self.row_starts[i + 1] - 1 for i in self.completed]
+    def laid_out(self, shape: PromptShape, dummy: int) -> "array[int]":
+        """Every field, each starting at a multiple of 16 bytes (see `Packer.add`).
 
-    def lengths(self) -> Iterable[int]:
-        """The length of each completed prompt."""
-        return [self._work[i].start + len(self._tokens[i]) for i in self.completed]
+        tokens; next tokens (-1: the one drawn for the row's seat); positions; owners, the row's seat
+        slots; the slot to start, `dummy` where the prompt goes on; last row; prompt length, 0 where it goes on
+        first rows, and the end
+        """
+        num_rows, num_seats = self._row_starts[-1], len(self._work)
+        spare_rows, spare_seats = shape.rows - num_rows, shape.seats - num_seats
+        assert spare_rows == 0 or spare_seats > 0, "rows that are left over need a seat that is"
+        fields = (
+            [token for tokens in self._tokens for token in tokens] + [0] * spare_rows,
+            self._next_tokens() + [0] * spare_rows,
+            self._positions() + list(range(spare_rows)),
+            self._owners() + [shape.seats - 1] * spare_rows,
+            [work.slot for work in self._work] + [dummy] * spare_seats,
+            [work.slot if work.next_token < 0 else dummy for work in self._work] + [dummy] * spare_seats,
+            [end - 1 for end in self._row_starts[1:]] + [0] * spare_seats,
+            self._lengths() + [0] * spare_seats,
+            (self._row_starts + [num_rows] * spare_seats)[: shape.seats] + [shape.rows],
+        )
+        return _even(fields)
+
+    def _next_tokens(self) -> list[int]:
+        """The token after every row; -1 where it is yet to be drawn."""
+        return [
+            token
+            for work, tokens in zip(self._work, self._tokens, strict=True)
+            for token in (*tokens[1:], work.next_token)
+        ]
+
+    def _positions(self) -> list[int]:
+        """Every row's absolute position."""
+        starts = zip(self._work, self._tokens, strict=True)
+        return [position for work, tokens in starts for position in range(work.start, work.start + len(tokens))]
+
+    def _owners(self) -> list[int]:
+        return [seat for seat, tokens in enumerate(self._tokens) for _ in tokens]
+
+    def _lengths(self) -> list[int]:
+        rows = zip(self._work, self._tokens, strict=True)
+        return [work.start + len(tokens) if work.next_token < 0 else 0 for work, tokens in rows]
+
+
+def _even(fields: Iterable[list[int]]) -> "array[int]":
+    values = array("q")
+    for field in fields:
+        values.extend(field)
+        if len(field) % 2:
+            values.append(0)
+    return values
 
 
 def _int32(packed: bytes) -> "array[int]":

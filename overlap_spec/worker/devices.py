@@ -1,8 +1,9 @@
 """The two machines a step can run on: how inputs get there, how results come back, what time it took.
 
 Not here: what a step computes. On CUDA everything is enqueued on one stream; inputs travel through a ring of
-pinned buffers and results through another, each guarded by an event, so the host never waits while it launches.
-On a CPU a tensor is where it is and work is done when the call returns.
+pinned buffers, each guarded by an event, so the host never waits while it launches. Result buffers and events are
+used again when the last who could ask for them has let go. On a CPU a tensor is where it is and work is done when the
+call returns.
 """
 
 import time
@@ -13,14 +14,7 @@ import torch
 from torch import Tensor
 
 FIRST_BUFFER_INTS = 1 << 16  # of a pinned upload buffer: half a MiB
-
-
-class Download(Protocol):
-    """A device-to-host copy under way."""
-
-    def wait(self) -> Tensor:
-        """The host tensor. Blocks the calling thread until the copy is done; call it off the launch path."""
-        ...
+RESULT_INTS = 1 << 12  # of a pinned result buffer, at least
 
 
 class Moment(Protocol):
@@ -28,6 +22,21 @@ class Moment(Protocol):
 
     def since(self, earlier: "Moment") -> float:
         """Seconds from `earlier` to this moment; both must have passed."""
+        ...
+
+
+class Download(Protocol):
+    """A device-to-host copy under way. `done`: when it is through."""
+
+    asynchronous: bool
+    done: Moment
+
+    def ready(self) -> bool:
+        """Whether it is through. Sync: never."""
+        ...
+
+    def rows(self) -> list[list[int]]:
+        """What was copied. Blocks until the copy is through; call it off the launch path."""
         ...
 
 
@@ -41,22 +50,12 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: Tensor) -> Download:
-        """Start a copy out. Sync: never."""
+        """Start a copy out. Shapes: [B, n] i64, contiguous. Sync: never."""
         ...
 
     def now(self) -> Moment:
         """Mark this point of the stream. Sync: never."""
         ...
-
-
-class CpuDownload:
-    """Nothing to wait for."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> Tensor:
-        return self._tensor
 
 
 class CpuMoment:
@@ -68,6 +67,23 @@ class CpuMoment:
     def since(self, earlier: Moment) -> float:
         assert isinstance(earlier, CpuMoment)
         return self.at - earlier.at
+
+
+class CpuDownload:
+    """Nothing to wait for."""
+
+    asynchronous = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.done: Moment = CpuMoment()
+
+    def ready(self) -> bool:
+        return True
+
+    def rows(self) -> list[list[int]]:
+        rows: list[list[int]] = self._tensor.tolist()
+        return rows
 
 
 class CpuDevice:
@@ -85,28 +101,50 @@ class CpuDevice:
         return CpuMoment()
 
 
-class CudaDownload:
-    """A pinned copy and the event behind it."""
-
-    def __init__(self, host: Tensor, done: torch.cuda.Event) -> None:
-        self._host = host
-        self._done = done
-
-    def wait(self) -> Tensor:
-        self._done.synchronize()
-        return self._host
-
-
 class CudaMoment:
-    """A timing event on the stream."""
+    """A timing event on the stream, lent by `pool`; it goes back when nobody can ask for this moment any more."""
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+    def __init__(self, pool: list[torch.cuda.Event]) -> None:
+        self._pool = pool
+        self.event = pool.pop() if pool else torch.cuda.Event(enable_timing=True)
         self.event.record()
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
 
     def since(self, earlier: Moment) -> float:
         assert isinstance(earlier, CudaMoment)
         return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class CudaDownload:
+    """A copy into a pinned buffer lent by `pool`, and the event behind it.
+
+    Whoever gets the buffer next copies on the same stream, so even a result that nobody reads is not in the way.
+    """
+
+    asynchronous = True
+
+    def __init__(self, tensor: Tensor, pool: list[Tensor], events: list[torch.cuda.Event]) -> None:
+        self._pool = pool
+        self._buffer = pool.pop() if pool else _pinned(RESULT_INTS)
+        if self._buffer.numel() < tensor.numel():
+            self._buffer = _pinned(2 * tensor.numel())
+        self._host = self._buffer[: tensor.numel()].view(tensor.shape)
+        self._host.copy_(tensor, non_blocking=True)
+        self._event = CudaMoment(events)
+        self.done: Moment = self._event
+
+    def __del__(self) -> None:
+        self._pool.append(self._buffer)
+
+    def ready(self) -> bool:
+        return bool(self._event.event.query())
+
+    def rows(self) -> list[list[int]]:
+        self._event.event.synchronize()
+        rows: list[list[int]] = self._host.tolist()
+        return rows
 
 
 class CudaDevice:
@@ -114,34 +152,29 @@ class CudaDevice:
 
     def __init__(self, ring: int) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self._buffers = [_pinned(FIRST_BUFFER_INTS) for _ in range(ring)]
-        self._copied: list[torch.cuda.Event | None] = [None] * ring
+        self._staging = [_pinned(FIRST_BUFFER_INTS) for _ in range(ring)]
+        self._copied = [torch.cuda.Event() for _ in range(ring)]
         self._next = 0
+        self._events: list[torch.cuda.Event] = []
+        self._results: list[Tensor] = []
 
     def upload(self, values: "array[int]") -> Tensor:
-        slot, self._next = self._next, (self._next + 1) % len(self._buffers)
-        previous = self._copied[slot]
-        if previous is not None and not previous.query():
-            previous.synchronize()  # only if more steps are in flight than the ring was made for
-        if len(values) > len(self._buffers[slot]):
-            self._buffers[slot] = _pinned(2 * len(values))  # rare: the first long prompts of a run
-        staged = self._buffers[slot][: len(values)]
+        slot, self._next = self._next, (self._next + 1) % len(self._staging)
+        if not self._copied[slot].query():  # an event that was never recorded has passed
+            self._copied[slot].synchronize()  # only if more steps are in flight than the ring was made for
+        if len(values) > len(self._staging[slot]):
+            self._staging[slot] = _pinned(2 * len(values))  # rare: the first long prompts of a run
+        staged = self._staging[slot][: len(values)]
         staged.copy_(torch.frombuffer(values, dtype=torch.int64))
         tensor = staged.to(self.torch_device, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._copied[slot] = copied
+        self._copied[slot].record()
         return tensor
 
     def download(self, tensor: Tensor) -> Download:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return CudaDownload(host, done)
+        return CudaDownload(tensor, self._results, self._events)
 
     def now(self) -> Moment:
-        return CudaMoment()
+        return CudaMoment(self._events)
 
 
 def _pinned(num_ints: int) -> Tensor:

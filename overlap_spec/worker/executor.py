@@ -1,171 +1,125 @@
 """Runs plans, one step after another, on the device. Not here: sockets, and deciding what to run.
 
-`launch` queues a step and returns; one thread takes the queue in order and enqueues each step's work. On CUDA
-that thread never waits for the device; on a CPU it is the device. What a step needs of the one before it is in
-the slot rows.
+One thread calls `launch`, which enqueues a step's work. On CUDA it never waits for the device; on a CPU it is the
+device. What a step needs of the one before it is in the slot rows. What the host would say again, it does not: a step
+on the slots of the step before uploads nothing.
 """
 
-import asyncio
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from overlap_spec.messages import Phase, StepPlan, StepResult
+from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.models.interfaces import TargetModel
-from overlap_spec.spec.interfaces import Prompts, SpecMethod
-from overlap_spec.spec.rows import chunk_rows
-from overlap_spec.spec.sampler import draw
+from overlap_spec.spec.interfaces import SpecMethod
+from overlap_spec.spec.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks
 from overlap_spec.worker.decode import Decoder, DecodeStep
-from overlap_spec.worker.devices import Device, Download, Moment
+from overlap_spec.worker.devices import Device
+from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.packing import Packer
+from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of the device's time."""
-
-    begin: Moment
-    end: Moment
-
-    @property
-    def seconds(self) -> float:
-        """Both ends must have passed."""
-        return self.end.since(self.begin)
+OnPublished = Callable[[StepHandle], None]
 
 
 @dataclass(frozen=True)
-class Published:
-    """Tokens on their way out. `worked`: this step so far, and what the step before did after its tokens left."""
+class Seating:
+    """The slots of a decode step, on the device. The same object as long as the slots are the same."""
 
-    download: Download
-    worked: tuple[Span, ...]
-
-
-class StepHandle:
-    """A launched step. Its tokens leave as soon as they are copied out, while the draft still works."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        self.plan = plan
-        self.started: Moment  # set when the launch thread takes it up
-        self.published: Future[Published] = Future()
-        self.finished: Future[None] = Future()  # the launch thread is done with the step
-
-    def wait(self) -> StepResult:
-        """Block until the tokens are on the host. Raises: what the step raised."""
-        published = self.published.result()
-        rows: list[list[int]] = published.download.wait().tolist()
-        tokens = [[token for token in row[:-1] if token >= 0] for row in rows]
-        seconds = sum(span.seconds for span in published.worked)
-        return StepResult(self.plan.step_id, tokens, [row[-1] for row in rows], seconds)
+    slots: list[int]
+    on_device: Tensor  # [B] i64
+    sampling: SamplingWork
 
 
 class Executor:
-    """The worker's one path for CPU and CUDA. `decoder` may be replaced before the first step, by one with graphs."""
+    """The worker's one path for CPU and CUDA. `decoder` and `prefiller` may be replaced, while nothing is in flight."""
 
     def __init__(
         self, device: Device, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int
     ) -> None:
         self.slots = slots
         self.decode_step = DecodeStep(slots, target, method, page_size)
+        self.prefill_step = PrefillStep(slots, target, method, page_size)
         self.decoder: Decoder = self.decode_step
-        self._device = device
-        self._target = target
-        self._page_size = page_size
-        self._token_ids = torch.arange(target.vocab_size, device=device.torch_device)
-        self._decided = device.now()
-        self._tail: tuple[Span, ...] = ()  # of the step before
-        self._launcher = ThreadPoolExecutor(1, "launch")
-        self._waiter = ThreadPoolExecutor(1, "results")
+        self.prefiller: Prefiller = self.prefill_step
+        self.device = device
+        self._seating: Seating | None = None
+        self._before: DeviceTimes | None = None
 
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Queue a step. Sync: never; exceptions arrive at the handle."""
-        handle = StepHandle(plan)
-        self._launcher.submit(self._run, handle)
+    def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> StepHandle:
+        """Enqueue a step. Sync: never. Raises: what the step raises.
+
+        `on_published` is called when the tokens are on their way and the draft is still to be launched; `received` is
+        the time.monotonic() at which the plan came.
+        """
+        now = time.monotonic()
+        handle = StepHandle(plan, HostTimes(received or now, now), self._before)
+        step = self._decode if plan.phase is Phase.DECODE else self._prefill
+        with torch.inference_mode():
+            step(handle, on_published)
+            handle.device.end = self.device.now()
+        handle.host.launch_end = time.monotonic()
+        self._before = handle.device
         return handle
 
-    async def result(self, handle: StepHandle) -> StepResult:
-        """Wait for a step's tokens in a thread. Cancellation: the step runs on, its result is lost."""
-        return await asyncio.get_running_loop().run_in_executor(self._waiter, handle.wait)
-
     def close(self) -> None:
-        """Finish what is queued and stop the threads."""
-        self._launcher.shutdown()
-        self._waiter.shutdown()
+        """Let go of what was captured."""
+        self.decoder, self.prefiller = self.decode_step, self.prefill_step
 
-    def _run(self, handle: StepHandle) -> None:
-        step = self._decode if handle.plan.phase is Phase.DECODE else self._prefill
-        try:
-            with torch.inference_mode():
-                handle.started = self._device.now()
-                step(handle)
-                self._tail = (Span(self._decided, self._device.now()),)
-        except BaseException as error:
-            if not handle.published.done():
-                handle.published.set_exception(error)
-            handle.finished.set_exception(error)
-        else:
-            handle.finished.set_result(None)
-
-    def _decode(self, handle: StepHandle) -> None:
+    def _decode(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         plan = handle.plan
-        (slots,) = self._load(plan, [work.slot for work in plan.work])
-        verified = self.decoder.verify(slots, plan.width, self.slots.sampling_work(plan.work))
-        self._publish(handle, verified.published[: len(plan.work)])  # tokens leave before the draft works
+        seating = self._seated(handle)
+        verified = self.decoder.verify(seating.on_device, plan.width, seating.sampling)
+        self._publish(handle, verified.committed.published[: len(plan.work)])  # tokens leave before the draft works
+        on_published(handle)
         self.decoder.draft(verified)
 
-    def _prefill(self, handle: StepHandle) -> None:
+    def _prefill(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
         plan, chunks = handle.plan, Chunks(handle.plan.work)
-        slots, tokens, next_tokens, positions, owners, row_starts, completed, last_rows, lengths = self._load(
-            plan,
-            [work.slot for work in plan.work],
-            chunks.tokens(),
-            chunks.next_tokens(),
-            chunks.positions(),
-            chunks.owners(),
-            chunks.row_starts,
-            chunks.completed,
-            chunks.last_rows(),
-            chunks.lengths(),
-        )
-        page_table = self.slots.page_table[slots]
-        rows = chunk_rows(page_table, owners, positions, row_starts, chunks.longest, self._page_size)
-        output = self._target.forward(tokens, rows)
+        shape = self.prefiller.shape_for(chunks.shape)
+        self._seating = None  # a slot may have got a new owner, who samples otherwise
+        (packed,) = self._load(handle, chunks.laid_out(shape, self.slots.dummy))
+        prefilled = self.prefiller.draw(packed, shape, self.slots.sampling_work(chunks.completed_work()))
+        self._publish(handle, prefilled.published[: len(plan.work)])
+        on_published(handle)
+        self.prefiller.draft(prefilled)
 
-        batch = self.slots.batch(slots[completed], self.slots.sampling_work(chunks.completed_work()))
-        published = torch.full((len(plan.work), 2), -1, dtype=torch.int64, device=tokens.device)
-        published[:, 1] = 0  # no guesses in a prefill
-        if chunks.completed:
-            logits = self._target.logits(output.hidden[last_rows])[:, None]
-            drawn = draw(logits, lengths[:, None], batch.sampling, self._token_ids).squeeze(1)
-            published[completed, 0] = drawn
-            next_tokens[last_rows] = drawn
-        self._publish(handle, published)
+    def _seated(self, handle: StepHandle) -> Seating:
+        """The step's slots on the device, which most often they are already."""
+        work = handle.plan.work
+        slots = [item.slot for item in work]
+        if self._seating is not None and self._seating.slots == slots and not handle.plan.catch_up:
+            self._load(handle)
+            return self._seating
+        on_device, deferred = self._load(handle, slots, [item.deferred for item in work])
+        self._seating = Seating(slots, on_device, self.slots.sampling_work(work))
+        if handle.plan.catch_up:
+            self.decoder.catch_up(on_device, deferred)
+        return self._seating
 
-        self.decode_step.method.proposer.prefill(Prompts(tokens, next_tokens, last_rows, batch.slots), rows, output)
-        if chunks.completed:
-            after = self.slots.start(batch, lengths, drawn)
-            self.slots.set_guesses(after, self.decode_step.method.proposer.propose(after))
-
-    def _load(self, plan: StepPlan, *runs: Iterable[int]) -> list[Tensor]:
+    def _load(self, handle: StepHandle, *runs: Iterable[int]) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
-        packer = Packer()
-        packer.add(value for work in plan.work for value in self.slots.pack_reset(work))
-        packer.add(value for work in plan.work for value in self.slots.pack_pages(work))
-        for run in runs:
+        packer, work = Packer(), handle.plan.work
+        resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
+        pages = [value for item in work if item.new_pages for value in self.slots.pack_pages(item)]
+        if not (resets or pages or runs):
+            handle.device.begin = self.device.now()
+            return []
+        for run in (resets, pages, *runs):
             packer.add(run)
-        resets, pages, *loaded = packer.upload(self._device)
-        self.slots.apply(resets, pages)
+        handle.device.begin = self.device.now()  # packing is not the device's work
+        on_device_resets, on_device_pages, *loaded = packer.upload(self.device)
+        self.slots.apply(on_device_resets, on_device_pages)
         return loaded
 
     def _publish(self, handle: StepHandle, published: Tensor) -> None:
         """Start the copy out. Shapes: [B, n + 1] i64: tokens padded with -1, then the number of guesses."""
-        self._decided = self._device.now()
-        worked = (Span(handle.started, self._decided), *self._tail)
-        handle.published.set_result(Published(self._device.download(published), worked))
+        handle.download = self.device.download(published)
+        handle.device.decided = handle.download.done

@@ -11,6 +11,7 @@ from overlap_spec.worker.memory import Budget, cpu_budget, cuda_budget, num_page
 
 MAX_DEPTH = 2  # steps in flight that tables and rings are made for
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
+MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
 
@@ -34,6 +35,17 @@ class Geometry:
     num_pages: int
     max_chunk: int  # prompt tokens in a prefill step, at most
     dtype: torch.dtype
+    narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
+
+    @property
+    def step_widths(self) -> tuple[int, ...]:
+        """Every width that a step may have, ascending."""
+        return (*self.narrower, self.width)
+
+    @property
+    def max_deferred(self) -> int:
+        """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps, or no draft."""
+        return MAX_DEFERRED if 1 in self.narrower else 0
 
     @property
     def num_positions(self) -> int:
@@ -61,6 +73,7 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         num_pages=num_pages(settings.cache, per_token, budget, MIN_REQUEST_TOKENS + 3 * width),
         max_chunk=chunk,
         dtype=dtype,
+        narrower=settings.spec.narrower,
     )
 
 

@@ -8,10 +8,12 @@ import struct
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import gather_window, judge_chain, place_guesses
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
-from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SamplingWork, SlotBatch, Verdict
+from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Sampling, SamplingWork, SlotBatch, Verdict, Window
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
 _RESET_INTS = 4
@@ -28,6 +30,15 @@ class HostSlot:
     num_pages: int
 
 
+@dataclass(frozen=True)
+class Committed:
+    """What came of a step's windows. `published`: committed tokens, padded with -1, then the number of guesses."""
+
+    verdict: Verdict
+    after: SlotBatch  # at the new lengths
+    published: Tensor  # [B, W + 1] i64
+
+
 class SlotRows:
     """The device rows. `length` is the number of tokens whose KV is written, the position of the root.
 
@@ -36,6 +47,7 @@ class SlotRows:
 
     def __init__(self, num_slots: int, width: int, num_page_columns: int, device: torch.device) -> None:
         self.dummy = num_slots
+        self.width = width
         self.num_rows = num_slots = num_slots + 1
 
         def ints(*shape: int) -> Tensor:
@@ -89,35 +101,45 @@ class SlotRows:
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
 
-    def rest_dummy(self) -> None:
-        """Put the dummy slot back to the start, so that it never runs past the tables. Sync: never."""
-        self.length[self.dummy].zero_()
-
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
         return SlotBatch(slots, self.length[slots], self.page_table[slots], self._sampling(slots, work))
 
-    def _sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
-        _, seed, stop_from, top_k = self._ints[slots].unbind(1)
-        temperature, top_p, min_p = self._floats[slots].unbind(1)
-        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, self._stop_ids[slots], work)
+    def windows(
+        self, slots: Tensor, width: int, page_size: int, work: SamplingWork
+    ) -> tuple[SlotBatch, Window, Tensor]:
+        """The batch, its windows, and their tokens with 0 for no guess. Sync: never. Shapes: -> .., .., [B * W] i64."""
+        gathered = gather_window(slots, self.length, self.window, self.page_table, width, page_size)
+        batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._sampling(slots, work))
+        positions = gathered.positions.view(gathered.window_tokens.shape)
+        return batch, Window(gathered.window_tokens, positions), gathered.tokens
 
-    def commit(self, batch: SlotBatch, verdict: Verdict) -> SlotBatch:
-        """Advance the slots by what was committed; returns the batch at its new lengths. Sync: never."""
-        lengths = batch.lengths + verdict.accept_len + 1
-        self.length[batch.slots] = lengths
-        self.window[batch.slots, 0] = verdict.last
-        return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
+    def _sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
+        """What greedy slots never read is not gathered."""
+        _, seed, stop_from, top_k = self._ints[slots].unbind(1)
+        read = slots if work.sampled or work.masked else slots[:0]
+        temperature, top_p, min_p = self._floats[read].unbind(1)
+        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, self._stop_ids[read], work)
+
+    def commit(self, batch: SlotBatch, window: Window, drawn: Drawn) -> Committed:
+        """Judge the windows and advance the slots by what is committed; nobody has a guess after it. Sync: never."""
+        judged = judge_chain(
+            drawn.tokens, window.tokens, batch.slots, batch.lengths, self.length, self.window, self.dummy,
+            drawn.accept_len,
+        )  # fmt: skip
+        after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
+        return Committed(Verdict(judged.tokens, judged.follow, judged.accept_len), after, judged.published)
 
     def start(self, batch: SlotBatch, lengths: Tensor, roots: Tensor) -> SlotBatch:
         """Put completed prompts at their first token. Shapes: lengths, roots [F] i64. Sync: never."""
         self.length[batch.slots] = lengths
-        self.window[batch.slots, 0] = roots
+        self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
         return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
 
     def set_guesses(self, batch: SlotBatch, guesses: Tensor) -> None:
-        """The next window's guesses. Shapes: [B, K] i64. Sync: never."""
-        self.window[batch.slots, 1:] = guesses
+        """The next window's guesses; columns after the last hold -1. Shapes: [0..K, B] i64. Sync: never."""
+        if len(guesses):
+            place_guesses(self.window, batch.slots, guesses, self.dummy)
 
 
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:

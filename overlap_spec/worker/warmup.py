@@ -1,4 +1,4 @@
-"""Runs every kind of step once before the engine says ready, and measures how long prompts take.
+"""Runs every kind of step once before the engine says ready, and measures how long prompts and steps take.
 
 Not here: the steps. Warm-up plans are ordinary plans on slot 0 and the dummy page, so they leave nothing behind:
 the next owner resets the slot, and nobody reads the dummy page.
@@ -8,14 +8,19 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+import torch
+
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import Geometry
 from overlap_spec.worker.graphs import GraphDecoder
+from overlap_spec.worker.prefill_graphs import GraphPrefiller
 
 CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
 PROBE_TOKENS = 64
 MIN_CHUNK = 16
+COST_CONTEXT = 256  # tokens before the root where decode steps are timed
+CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as much longer as there are more
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
@@ -23,13 +28,18 @@ FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_n
 
 
 def warm_up(executor: Executor, geometry: Geometry, prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,)) -> None:
-    """Prefill and decode once in each variant: greedy, sampled, filtered and masked."""
+    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width."""
     for num_tokens in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
     for sampling in (GREEDY, SAMPLED, FILTERED):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(PROBE_TOKENS, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+        for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
+            _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
+            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
+            late = [SlotWork(slot=0, deferred=int(width == 1))]
+            _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
@@ -38,12 +48,19 @@ def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
 
 
 def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> float:
-    """Let decode steps run as CUDA graphs from now on. Returns the seconds it took; nothing may be in flight."""
+    """Let decode and short prefill steps run as CUDA graphs from now on. Returns the seconds it took.
+
+    Nothing may be in flight.
+    """
     started = time.perf_counter()
     if batch_sizes:
-        decoder = GraphDecoder(executor.decode_step, executor.slots, geometry.width, batch_sizes)
-        decoder.capture()
-        executor.decoder = decoder
+        decoder = GraphDecoder(executor.decode_step, executor.slots, geometry.step_widths, batch_sizes)
+        most_rows = min(geometry.max_len, geometry.max_chunk)
+        prefiller = GraphPrefiller(executor.prefill_step, executor.slots, most_rows)
+        pool = torch.cuda.graph_pool_handle()  # one for all: graphs run one after another
+        decoder.capture(pool)
+        prefiller.capture(pool)
+        executor.decoder, executor.prefiller = decoder, prefiller
     return time.perf_counter() - started
 
 
@@ -71,6 +88,44 @@ def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
     return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0)
 
 
+def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> StepCosts:
+    """Time decode steps of greedy requests at every width that a step may have; nothing where there is only one.
+
+    `batch_sizes`: those that are captured; without any, what the scheduler must interpolate from. Call it last.
+    """
+    if not geometry.narrower:
+        return StepCosts()
+    on_cpu = not executor.slots.length.is_cuda
+    wanted = CPU_COST_SIZES if on_cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
+    sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
+    num_steps, repeats = (1, 2) if on_cpu else (8, 2)
+    return StepCosts(
+        tuple(sizes),
+        geometry.step_widths,
+        tuple(
+            tuple(
+                min(_step_seconds(executor, geometry, size, width, num_steps) for _ in range(repeats))
+                for width in geometry.step_widths
+            )
+            for size in sizes
+        ),
+    )
+
+
+def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int) -> float:
+    """Mean device time from the tokens of one step to those of the next, with steps queued ahead."""
+    room = max(geometry.max_len - 1 - num_steps * width, 0)
+    num_steps = max(min(num_steps, (geometry.max_len - 1) // width), 1)
+    start = min(COST_CONTEXT, room)
+    work = [_prompt(geometry, GREEDY, start, 1, slot) for slot in range(size)]
+    _run(executor, StepPlan(0, Phase.PREFILL, work, width))
+    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
+    handles = [executor.launch(plan) for _ in range(num_steps + 1)]
+    results = [handle.wait() for handle in handles]
+    return sum(result.gpu_time + result.gpu_gap for result in results[1:]) / num_steps
+
+
 def _timed(executor: Executor, plan: StepPlan) -> float:
     started = time.perf_counter()
     _run(executor, plan)
@@ -78,14 +133,15 @@ def _timed(executor: Executor, plan: StepPlan) -> float:
 
 
 def _prefill(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:
+    return StepPlan(0, Phase.PREFILL, [_prompt(geometry, sampling, start, num_tokens)], geometry.width)
+
+
+def _prompt(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0) -> SlotWork:
     reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
     pages = [0] * geometry.num_page_columns
     chunk = array("i", [1] * num_tokens).tobytes()
-    work = SlotWork(slot=0, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset)
-    return StepPlan(0, Phase.PREFILL, [work], geometry.width)
+    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset)
 
 
 def _run(executor: Executor, plan: StepPlan) -> None:
-    handle = executor.launch(plan)
-    handle.wait()
-    handle.finished.result()
+    executor.launch(plan).wait()

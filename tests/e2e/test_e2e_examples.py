@@ -35,7 +35,14 @@ def test_the_openai_client(service: Service, tmp_path: Path) -> None:
     assert "[tiny: " in run_example("03_openai_stream.py", tmp_path, service.url)
 
 
+def test_the_two_timelines(tiny_model: Path, tmp_path: Path) -> None:
+    output = run_example("04_timeline.py", tmp_path, str(tiny_model))
+    assert "1 in flight: " in output and "2 in flight: " in output
+    for row in ("queued", "device", "settled"):
+        assert sum(line.startswith(f"{row:8} |") for line in output.splitlines()) == 2
+
+
 def test_every_example_is_short_and_run_here() -> None:
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == ["01_chat.py", "02_stream_client.py", "03_openai_stream.py"]
+    assert names == ["01_chat.py", "02_stream_client.py", "03_openai_stream.py", "04_timeline.py"]
     assert all(len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES for name in names)

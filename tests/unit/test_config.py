@@ -1,6 +1,8 @@
 """`resolve`: every automatic value, every refusal, by hand."""
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from overlap_spec.config import (
     encode_settings,
 )
 from overlap_spec.errors import ConfigError
-from overlap_spec.resolve import resolve
+from overlap_spec.resolve import resolve, without_speculation
 
 CPU = Machine(num_cores=2, has_cuda=False)
 GPU = Machine(num_cores=16, has_cuda=True)
@@ -169,3 +171,95 @@ def test_what_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert cache_directory() == "/x/overlap-spec"
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", "/y")
     assert cache_directory() == "/y"
+
+
+NUMBERS = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+HEAD = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/h"}
+
+
+def test_steps_get_narrower_unless_numbers_were_given() -> None:
+    assert resolved(ALIAS).spec.narrower == (1, 2, 3)
+    assert resolved(**HEAD).spec.narrower == (1, 2, 3, 4), "of a window of 6, every other width above 3"
+    assert resolved(**HEAD, **NUMBERS).spec.narrower == ()
+    assert resolved(**HEAD, **NUMBERS, speculative_adaptive=True).spec.narrower == (1, 2, 3)
+    assert resolved().spec.narrower == ()
+
+
+def adaptive(path: Path, content: object, **flags: Any) -> config_module.Settings:
+    path.write_text(json.dumps(content))
+    return resolved(**HEAD, speculative_adaptive=True, speculative_adaptive_config=str(path), **flags)
+
+
+def test_an_adaptive_config_says_which_widths_there_are(tmp_path: Path) -> None:
+    content = {
+        "1": {"candidate_steps": [1, 3, 7]},
+        "8": {"candidate_steps": [3, 0], "up_hysteresis": 0.5},
+        "ema_alpha": 1,
+    }
+    settings = adaptive(tmp_path / "adaptive.json", content)
+    assert (settings.spec.width, settings.spec.num_steps, settings.spec.narrower) == (8, 7, (1, 2, 4))
+    one, eight = settings.scheduler.width_rules
+    assert (one.batch_size, one.candidate_steps, one.initial_steps, one.up_hysteresis) == (1, (1, 3, 7), 3, 0.0)
+    assert (eight.batch_size, eight.candidate_steps, eight.initial_steps, eight.up_hysteresis) == (8, (0, 3), 3, 0.5)
+    assert one.ema_alpha == eight.ema_alpha == 1 and one.down_hysteresis == -0.25
+    assert decode_settings(encode_settings(settings)) == settings
+
+
+def test_explicit_steps_are_where_an_adaptive_config_begins(tmp_path: Path) -> None:
+    numbers = {"speculative_num_steps": 1, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 2}
+    content = {"1": {"candidate_steps": [1, 3, 5]}, "4": {"candidate_steps": [0, 3]}}
+    settings = adaptive(tmp_path / "adaptive.json", content, **numbers)
+    assert [rule.initial_steps for rule in settings.scheduler.width_rules] == [1, 3], "or the middle"
+    assert settings.spec.width == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"candidate_steps": [1, 3]}, "names no batch size"),
+        ([1], "JSON object"),
+        ({"1": [1, 3]}, "must be an object"),
+        ({"1": {"candidate_steps": [1]}, "strategy": "throughput_aware"}, "strategy is not supported"),
+        ({"1": {}}, "candidate_steps"),
+        ({"1": {"candidate_steps": []}}, "one or more"),
+        ({"1": {"candidate_steps": [1, 99]}}, "at most 8"),
+        ({"1": {"candidate_steps": [-1]}}, "batch size 1"),
+        ({"1": {"candidate_steps": [0]}}, "--speculative-algorithm NONE"),
+        ({"1": {"candidate_steps": [1], "ema_alpha": 2}}, "ema_alpha"),
+    ],
+)
+def test_what_an_adaptive_config_must_not_hold(tmp_path: Path, content: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--speculative-adaptive-config: .*{words}"):
+        adaptive(tmp_path / "adaptive.json", content)
+
+
+@pytest.mark.parametrize(
+    ("field", "flags"),
+    [
+        ("speculative_adaptive", {"speculative_adaptive": True}),
+        ("speculative_adaptive", {"speculative_adaptive": True, "speculative_algorithm": "NONE"}),
+        ("speculative_adaptive_config", {**HEAD, "speculative_adaptive_config": "/x.json"}),
+        ("speculative_adaptive_config", {**HEAD, "speculative_adaptive": True, "speculative_adaptive_config": "/no"}),
+        ("cuda_graph_bs", {"cuda_graph_bs": (1, 2), "disable_cuda_graph": True}),
+        ("cuda_graph_bs", {"cuda_graph_bs": (8, 9), "max_running_requests": 4}),
+        ("cuda_graph_bs", {"cuda_graph_bs": ()}),
+        ("cuda_graph_max_bs", {"cuda_graph_bs": (1, 2), "cuda_graph_max_bs": 4}),
+    ],
+)
+def test_width_and_graph_flags_that_cannot_be_honoured(field: str, flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}: ") as caught:
+        resolved(machine=GPU, **flags)
+    assert caught.value.field == field
+
+
+def test_named_graph_sizes_replace_the_automatic_ones() -> None:
+    assert resolved(machine=GPU, cuda_graph_bs=(8, 1, 3, 8), max_running_requests=6).graph_batch_sizes == (1, 3)
+    assert resolved(machine=GPU, cuda_graph_bs=(1, 8), cuda_graph_max_bs=8).graph_batch_sizes == (1, 8)
+    assert resolved(machine=GPU, max_running_requests=9).graph_batch_sizes == (1, 2, 4, 8, 9)
+    settings, notes = resolve(EngineConfig(cuda_graph_bs=(1, 2)), LLAMA, CPU)
+    assert settings.graph_batch_sizes == () and "cuda_graph_bs (1, 2) is not used" in notes[0]
+
+
+def test_plain_decoding_of_the_same_engine_drops_every_speculative_flag() -> None:
+    plain = without_speculation(EngineConfig(**HEAD, **NUMBERS, speculative_adaptive=True))  # type: ignore[arg-type]  # mixed flags
+    assert resolve(plain, LLAMA, CPU)[0].spec.width == 1

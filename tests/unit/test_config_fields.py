@@ -39,6 +39,8 @@ def test_every_field_has_words_a_default_and_a_kind() -> None:
         ("random_seed", 2**63, "a whole number"),
         ("model_path", None, "text that is not empty"),
         ("api_key", "", "text that is not empty"),
+        ("cuda_graph_bs", (1, 0), "a list, each a whole number at least 1"),
+        ("cuda_graph_bs", 4, "a list"),
     ],
 )
 def test_a_bad_value_is_named_with_what_would_be_right(field: str, value: Any, words: str) -> None:
@@ -52,6 +54,14 @@ def test_a_struct_built_in_python_is_checked_too() -> None:
     assert check_config(good) == good
     with pytest.raises(ConfigError, match="--context-length"):
         check_config(EngineConfig(context_length=3))
+
+
+def test_a_list_is_read_word_by_word() -> None:
+    (field,) = (field for field in config_fields() if field.name == "cuda_graph_bs")
+    assert field.many and field.kind is int
+    assert field.parse(["1", "8"]) == (1, 8)
+    with pytest.raises(ConfigError, match="--cuda-graph-bs: must be a list, each a whole number"):
+        field.parse(["1", "x"])
 
 
 def test_an_unknown_field_is_refused() -> None:

@@ -115,3 +115,20 @@ def test_histogram_bounds_are_upper_and_inclusive() -> None:
         histogram.observe(value, weight)
     assert histogram.buckets() == [("1.0", 3.0), ("2.0", 6.0), ("+Inf", 10.0)]
     assert histogram.total == 0.5 + 2.0 + 4.5 + 10.0
+
+
+def test_step_figures() -> None:
+    stats = Stats(step_time=0.002, step_efficiency=0.75, gpu_gap=1e-5, host_time=3e-4, host_time_hidden=2.9e-4)
+    found = samples(ServerMetrics(), stats)
+    want = {
+        "overlap_spec:step_time_seconds": 0.002,
+        "overlap_spec:step_efficiency": 0.75,
+        "overlap_spec:gpu_gap_seconds": 1e-5,
+        "overlap_spec:host_time_seconds": 3e-4,
+        "overlap_spec:host_time_hidden_seconds": 2.9e-4,
+    }
+    assert {name: found[name] for name in want} == want
+
+
+def test_an_unknown_efficiency_is_left_out() -> None:
+    assert "overlap_spec:step_efficiency" not in samples(ServerMetrics(), Stats())

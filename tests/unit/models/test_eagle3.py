@@ -79,7 +79,7 @@ def inputs(width: int) -> tuple[Tensor, TargetOutput]:
     random = torch.Generator().manual_seed(width)
     tokens = torch.randint(128, (ROWS,), generator=random)
     aux = torch.randn(ROWS, width, generator=random, dtype=F64)
-    return tokens, TargetOutput(hidden=torch.randn(ROWS, 32, generator=random, dtype=F64), aux=aux)
+    return tokens, TargetOutput(stream=torch.randn(ROWS, 32, generator=random, dtype=F64), aux=aux)
 
 
 def run(draft: LoadedDraft, tokens: Tensor, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,8 +89,8 @@ def run(draft: LoadedDraft, tokens: Tensor, output: TargetOutput) -> tuple[Tenso
     features = head.fuse(output)
     chunks = [5, 1, ROWS - 6]
     parts = zip(tokens.split(chunks), features.split(chunks), chunks, strict=True)
-    result = torch.cat([head.forward(part, feature, paged.rows([n])) for part, feature, n in parts])
-    return features, result, head.logits(result)
+    result = torch.cat([head.forward(part, feature, paged.rows([n])).values for part, feature, n in parts])
+    return features, result, head.scores(head.enter(result)).logits()
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -115,7 +115,7 @@ def test_next_features_are_the_residual_sum_or_its_norm() -> None:
         draft = load_tiny_draft(checkpoint, target)
         head = draft.attach(KVCache.allocate(draft.kv_shape, 2, 4, F64, CPU), 16)
         expected = norm(x, checkpoint.tensors["norm.weight"]) if norm_output else x
-        torch.testing.assert_close(head.next_features(x), expected)
+        torch.testing.assert_close(head.next_features(head.enter(x)), expected)
 
 
 def renamed(checkpoint: TinyCheckpoint, **names: str) -> TinyCheckpoint:
@@ -247,14 +247,14 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
     model = target.attach(cache, 512, draft.aux_layers)
     outputs = [model.forward(torch.tensor(tokens), paged.rows([3]))]
     while len(tokens) < 120:
-        tokens.append(int(model.logits(outputs[-1].hidden[-1:]).argmax()))
+        tokens.append(int(model.scores(outputs[-1].hidden[-1:]).argmax()))
         outputs.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])))
     paged.lengths = [0]
     head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     aux = torch.cat([output.aux for output in outputs])[:-2]
     features = head.fuse(TargetOutput(aux, aux))
     guesses = draft.target_ids[
-        head.logits(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax(-1)
+        head.scores(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
     ]
     right = (guesses == torch.tensor(tokens[2:])).float()
     assert 0.3 < right.mean() < 0.95

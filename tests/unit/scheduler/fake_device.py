@@ -8,8 +8,10 @@ row or a wrong prefix hit is found when the rows are read.
 
 import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
+
+from random_widths import RandomWidths
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
@@ -39,6 +41,7 @@ from overlap_spec.transport import MemoryLink
 
 VOCAB = 97
 GARBAGE = (-7, -7)  # what a rejected or proposed row leaves behind
+NOT_ABSORBED = -8  # draft KV of a row that a step of width 1 left behind
 
 
 def draw_token(seed: int, position: int) -> int:
@@ -93,6 +96,8 @@ class Row:
     tokens: list[int]  # every committed token, by position
     pages: list[int] = field(default_factory=list)
     prefilled: bool = False
+    deferred: int = 0  # rows before the root without draft KV
+    num_guesses: int = 0  # in the window
 
 
 class FakeDevice:
@@ -105,6 +110,7 @@ class FakeDevice:
         self.kv: list[tuple[int, int] | None] = [None] * (ready.num_pages * ready.page_size)
         self.last_step = 0
         self.num_split_chunks = 0
+        self.num_catch_ups: Counter[str] = Counter()
 
     def lengths(self) -> dict[int, int]:
         return {slot: len(row.tokens) for slot, row in self.rows.items() if row.prefilled}
@@ -113,13 +119,18 @@ class FakeDevice:
         assert plan.step_id == self.last_step + 1, "steps out of order"
         self.last_step = plan.step_id
         slots = [work.slot for work in plan.work]
-        assert len(slots) == len(set(slots)) and plan.width == self.ready.width and slots
+        assert len(slots) == len(set(slots)) and slots
+        assert plan.width == self.ready.width or (plan.phase is Phase.DECODE and 1 <= plan.width < self.ready.width)
         if plan.phase is Phase.PREFILL:
             tokens = [self._prefill(work) for work in plan.work]
             assert sum(len(work.prompt_chunk) // 4 for work in plan.work) <= self.ready.chunk_tokens
             return StepResult(plan.step_id, tokens, [0] * len(tokens), 0.001)
-        tokens = [self._decode(work) for work in plan.work]
-        return StepResult(plan.step_id, tokens, [self.ready.width - 1] * len(tokens), 0.001)
+        if plan.catch_up:
+            assert any(work.deferred for work in plan.work), "nothing to catch up with"
+            self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
+        num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
+        tokens = [self._decode(work, plan) for work in plan.work]
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001)
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -138,7 +149,7 @@ class FakeDevice:
         if row.prefilled:
             row.tokens.append(pick(reset.sampling.seed, length, reset.stop_ids, reset.stop_from))
             self._write_committed(row, work.start)
-            self._write_proposed(row)
+            self._propose(row, self.ready.width)
             return row.tokens[-1:]
         self.num_split_chunks += 1
         row.tokens.append(work.next_token)
@@ -146,32 +157,41 @@ class FakeDevice:
         row.tokens.pop()
         return []
 
-    def _decode(self, work: SlotWork) -> list[int]:
+    def _decode(self, work: SlotWork, plan: StepPlan) -> list[int]:
         row = self.rows[work.slot]
         assert row.prefilled and work.reset is None and not work.prompt_chunk
         row.pages += work.new_pages
         root = len(row.tokens) - 1
+        if plan.catch_up:
+            assert work.deferred == row.deferred <= self.ready.max_deferred
+            self._write_committed(row, root - row.deferred)
+            row.deferred = 0
         self._check_kv(row, root, following=row.tokens[root])
-        for position in range(root, root + self.ready.width):  # the verify pass writes the whole window
+        for position in range(root, root + plan.width):  # the verify pass writes the whole window
             self._write(row, position, GARBAGE)
         reset = row.work.reset
         run = [
             pick(reset.sampling.seed, root + 1 + i, reset.stop_ids, reset.stop_from)
-            for i in range(self.rng.randint(1, self.ready.width))
+            for i in range(self.rng.randint(1, min(row.num_guesses + 1, plan.width)))
         ]
         row.tokens += run
         self._write_committed(row, root)
-        self._write_proposed(row)
+        if plan.width == 1 and self.ready.max_deferred:
+            self._write(row, root, (row.tokens[root], NOT_ABSORBED))
+            row.deferred += 1
+        self._propose(row, plan.width)
         return run
 
     def _write_committed(self, row: Row, start: int) -> None:
         for position in range(start, len(row.tokens) - 1):
             self._write(row, position, (row.tokens[position], row.tokens[position + 1]))
 
-    def _write_proposed(self, row: Row) -> None:
+    def _propose(self, row: Row, width: int) -> None:
         """Drafting the next window writes draft rows from the root on."""
+        assert width == 1 or row.deferred == 0, "drafts with rows missing"
+        row.num_guesses = width - 1
         root = len(row.tokens) - 1
-        for position in range(root, root + self.ready.width - 1):
+        for position in range(root, root + width - 1):
             self._write(row, position, GARBAGE)
 
     def _check_kv(self, row: Row, length: int, following: int) -> None:
@@ -180,6 +200,9 @@ class FakeDevice:
             after = row.tokens[position + 1] if position + 1 < length else following
             token, draft = self._read(row, position)
             assert token == row.tokens[position], f"KV of position {position} is not this request's"
+            if position >= length - row.deferred:
+                assert draft == NOT_ABSORBED
+                continue
             assert draft == after or not self.ready.key_lookahead, f"draft KV of position {position} is stale"
 
     def _address(self, row: Row, position: int) -> int:
@@ -211,6 +234,9 @@ class Bench:
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         links = Links(self.inbox, self.worker, self.tokenizer)
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
+        widths_seed = options.pop("widths_seed", None)
+        if widths_seed is not None:
+            self.scheduler.planner.widths = RandomWidths(widths_seed, ready.width)
         self.plans: deque[StepPlan] = deque()  # sent, not yet run
         self.results: deque[StepResult] = deque()  # run, not yet delivered
         self.all_plans: list[StepPlan] = []

@@ -20,6 +20,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.resolve import resolve
 from overlap_spec.scheduler.actor import main
+from overlap_spec.tracing import NO_TRACE
 from overlap_spec.transport import MemoryLink
 
 
@@ -34,13 +35,16 @@ class MemoryContext:
         self.links = {"scheduler": MemoryLink(ToScheduler), "worker": MemoryLink(ToWorker)}
         self.links["tokenizer"] = MemoryLink(ToTokenizer)
         self.facts: dict[str, str | int | float] = {}
+        self.trace = NO_TRACE
 
-    def inbox(self, union):
+    def step_inbox(self, union):
         assert union == ToScheduler
         return self.links["scheduler"]
 
     def outlet(self, actor):
         return self.links[actor]
+
+    step_outlet = outlet
 
     def ready(self, facts) -> None:
         self.facts = facts

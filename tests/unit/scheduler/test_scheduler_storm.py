@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from fake_device import VOCAB, Bench, make_admit, make_ready
+from fake_device import VOCAB, Bench, expected_stream, make_admit, make_ready
 
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Phase
 from overlap_spec.scheduler import admission
@@ -27,8 +27,10 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         chunk_tokens=rng.choice([3, 8, 16, 64]),
         chunk_pairs=200 if seed % 3 == 0 else 0,
         max_len=120,
+        max_deferred=rng.choice([2, 5, 16]) if width > 1 and seed % 2 else 0,
     )
-    return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85)
+    widths_seed = seed if ready.max_deferred else None
+    return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, widths_seed=widths_seed)
 
 
 def random_long_admit(rng: random.Random, uid: int, prompts: list[list[int]]):
@@ -40,13 +42,16 @@ def random_long_admit(rng: random.Random, uid: int, prompts: list[list[int]]):
 
 def random_admit(rng: random.Random, uid: int, prompts: list[list[int]]):
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
-    if prompts and rng.random() < 0.6:  # share a prefix with somebody, or repeat them whole
-        other = rng.choice(prompts)
-        prompt = other[: rng.randint(1, len(other))] + prompt[: rng.choice([0, 0, 1, 5])]
-    prompts.append(prompt)
+    if (
+        prompts and rng.random() < 0.6
+    ):  # share a prefix with somebody, or repeat them whole, or go on after their answer
+        other = rng.choice(prompts[-8:])[:50]
+        prompt = other[: rng.choice([len(other), rng.randint(1, len(other))])] + prompt[: rng.choice([0, 0, 1, 5])]
     max_new = rng.choice([1, 2, 3, 5, 8, 20, 40])
     stop_ids = tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 6])))
-    return make_admit(uid, prompt, max_new, stop_ids, min_new_tokens=rng.choice([0, 0, min(4, max_new)]))
+    admit = make_admit(uid, prompt, max_new, stop_ids, min_new_tokens=rng.choice([0, 0, min(4, max_new)]))
+    prompts += [prompt, prompt + expected_stream(admit)[0]]
+    return admit
 
 
 def run_schedule(seed: int) -> Counter:
@@ -84,6 +89,8 @@ def run_schedule(seed: int) -> Counter:
     assert bench.flushed[-1] and len(bench.scheduler.roster.memory.pool.free) == bench.device.ready.num_pages - 1
     seen["preemptions"] = bench.scheduler.planner.counters.preempted
     seen["chunk splits"] = bench.device.num_split_chunks
+    seen["catch-ups of full rings"] = bench.device.num_catch_ups["full"]
+    seen["catch-ups before wider steps"] = bench.device.num_catch_ups["wider"]
     seen["prefix hits"] = sum(usage.cached_tokens > 0 for usage in bench.usages.values())
     seen["requests"] = uid
     seen["steps"] = bench.device.last_step
@@ -113,6 +120,7 @@ def test_random_schedules_give_every_request_its_tokens(capsys):
         print(f"\n{NUM_SCHEDULES} schedules: {dict(seen)}")
     for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts"):
         assert seen[what] > 20, what
+    assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
 
 
 def test_reckless_admission_preempts_much_and_still_ends(monkeypatch):

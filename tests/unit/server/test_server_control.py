@@ -44,7 +44,7 @@ def test_model_info(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 def test_server_info_is_flat_and_keeps_the_key_to_itself(path: str) -> None:
-    client = FakeClient(statistics=Stats(max_total_tokens=640, gen_throughput=12.5))
+    client = FakeClient(statistics=Stats(max_total_tokens=640, gen_throughput=12.5, step_time=0.004, gpu_gap=2e-5))
     response = ask(client, "GET", path)
     reply = response.json()
     assert "secret" not in response.text
@@ -52,6 +52,8 @@ def test_server_info_is_flat_and_keeps_the_key_to_itself(path: str) -> None:
     assert (reply["version"], reply["max_total_num_tokens"]) == ("1.2.3", 640)
     (state,) = reply["internal_states"]
     assert state["last_gen_throughput"] == 12.5
+    assert (state["step_time"], state["gpu_gap"], state["step_efficiency"]) == (0.004, 2e-5, None)
+    assert state["host_time"] == state["host_time_hidden"] == 0.0
     assert state["memory_usage"] == {"token_capacity": 640}
     assert state["effective_max_running_requests_per_dp"] == 4
     assert "avg_spec_accept_length" not in state

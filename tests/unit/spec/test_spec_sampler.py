@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.spec.noise import gumbel
-from overlap_spec.spec.sampler import draw
+from overlap_spec.spec.sampler import draw_columns as draw
 from overlap_spec.spec.types import Sampling, SamplingWork
 
 ALL = 1 << 62

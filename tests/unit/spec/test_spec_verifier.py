@@ -1,24 +1,28 @@
 """Match verification on windows that can be checked by eye: one peaked logit per row."""
 
 import torch
+from given_scores import GivenScores, commit, window_of
+from overlap_spec_kernels.judge_chain import JudgedChain
 from torch import Tensor
 
-from overlap_spec.spec.types import Window
-from overlap_spec.spec.verifier import ChainVerifier, match_chain
+from overlap_spec.spec.types import Drawn, Window
+from overlap_spec.spec.verifier import ChainVerifier
+
+
+def match_chain(window: Tensor, drawn: Tensor) -> JudgedChain:
+    return commit(window, Drawn(drawn))
 
 
 def test_all_match_gives_every_guess_and_a_bonus() -> None:
     verdict = match_chain(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[1, 2, 3, 4]]))
     assert verdict.accept_len.tolist() == [3]
     assert verdict.tokens.tolist() == [[1, 2, 3, 4]]
-    assert verdict.last.tolist() == [4]
 
 
 def test_first_mismatch_commits_the_targets_token_and_ends() -> None:
     verdict = match_chain(torch.tensor([[9, 1, 7, 3]]), torch.tensor([[1, 2, 3, 4]]))
     assert verdict.accept_len.tolist() == [1]
     assert verdict.tokens.tolist() == [[1, 2, -1, -1]]
-    assert verdict.last.tolist() == [2]
 
 
 def test_a_late_match_after_a_miss_does_not_count() -> None:
@@ -31,7 +35,7 @@ def test_a_missing_guess_equals_no_token() -> None:
     window = torch.tensor([[9, -1, -1, -1], [9, 1, -1, -1]])
     verdict = match_chain(window, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]))
     assert verdict.accept_len.tolist() == [0, 1]
-    assert Window(window).num_proposed.tolist() == [0, 1]
+    assert verdict.published[:, -1].tolist() == [0, 1]
 
 
 def test_a_window_of_one_is_plain_decoding() -> None:
@@ -49,6 +53,21 @@ def peaked(tokens: list[list[int]], vocab: int) -> Tensor:
 def test_verify_draws_at_the_position_after_each_column(make_batch) -> None:  # type: ignore[no-untyped-def]
     verifier = ChainVerifier(torch.arange(12))
     batch = make_batch([20, 30], temperature=1.0)
-    window = Window(torch.tensor([[0, 4, 5], [0, 7, 8]]))
-    verdict = verifier.verify(window, peaked([[4, 5, 6], [7, 1, 2]], 12), batch)
-    assert verdict.tokens.tolist() == [[4, 5, 6], [7, 1, -1]]
+    positions = torch.tensor([[20, 21, 22], [30, 31, 32]])
+    window = Window(torch.tensor([[0, 4, 5], [0, 7, 8]]), positions)
+    drawn = verifier.verify(window, GivenScores(peaked([[4, 5, 6], [7, 1, 2]], 12)), batch)
+    assert commit(window.tokens, drawn).tokens.tolist() == [[4, 5, 6], [7, 1, -1]]
+
+
+def test_greedy_draws_need_no_logits(make_batch) -> None:  # type: ignore[no-untyped-def]
+    class Largest:
+        def logits(self) -> Tensor:
+            raise AssertionError("nobody needs them")
+
+        def argmax(self, ids: Tensor | None = None) -> Tensor:
+            return torch.tensor([3, 4, 5, 6])
+
+    drawn = ChainVerifier(torch.arange(12)).verify(
+        window_of(torch.tensor([[1, 3], [2, 7]])), Largest(), make_batch([20, 30], temperature=0.0)
+    )
+    assert drawn.tokens.tolist() == [[3, 4], [5, 6]] and drawn.accept_len is None

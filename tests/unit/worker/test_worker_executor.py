@@ -9,8 +9,9 @@ from fakes import ScriptedProposer, TableModel
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.spec.types import SAMPLING_WORK
+from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.worker.decode import DecodeStep, Verified
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.slots import SlotRows
@@ -27,12 +28,12 @@ def pack(tokens: list[int]) -> bytes:
 class Bench:
     """An executor over hand-computable parts, driven plan by plan."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: CpuDevice | None = None) -> None:
         self.model = TableModel(TABLE)
         self.slots = SlotRows(3, WIDTH, 16, torch.device("cpu"))
         proposer = ScriptedProposer(self.model, self.slots.window, WIDTH - 1)
         method = SpecMethod(proposer, ChainVerifier(torch.arange(len(TABLE))))
-        self.executor = Executor(CpuDevice(), self.slots, self.model, method, page_size=4)
+        self.executor = Executor(device or CpuDevice(), self.slots, self.model, method, page_size=4)
         self.steps = 0
 
     def plan(self, phase: Phase, work: list[SlotWork], width: int = WIDTH) -> StepPlan:
@@ -41,10 +42,7 @@ class Bench:
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """A step to its very end: tokens leave before the slot rows are at rest."""
-        handle = self.executor.launch(plan)
-        tokens = handle.wait().tokens
-        handle.finished.result()
-        return tokens
+        return self.executor.launch(plan).wait().tokens
 
     def prefill(self, slot: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[list[int]]:
         reset = ResetSlot(sampling, len(prompt), (), len(prompt) + sampling.min_new_tokens)
@@ -116,13 +114,69 @@ def test_a_reset_leaves_nothing_of_the_predecessor(bench: Bench) -> None:
     assert bench.slots.length[0] == 1
     work = bench.slots.sampling_work([SlotWork(slot=0)])
     assert work == SAMPLING_WORK[0]
-    assert bench.slots.batch(torch.tensor([0]), work).sampling.temperature.tolist() == [0.0]
+    assert bench.slots.batch(torch.tensor([0]), SAMPLING_WORK[2]).sampling.temperature.tolist() == [0.0]
     assert bench.decode(0)[0][0] == bench.model.walk(8, 2)[1]
 
 
 def test_an_exception_reaches_whoever_waits(bench: Bench) -> None:
     plan = bench.plan(Phase.DECODE, [SlotWork(slot=2)])  # never reset
-    handle = bench.executor.launch(plan)
     with pytest.raises(KeyError):
-        handle.wait()
-    assert isinstance(handle.finished.exception(), KeyError)
+        bench.executor.launch(plan)
+
+
+class CountingDevice(CpuDevice):
+    """Counts what a step brings to the device."""
+
+    num_uploads = 0
+
+    def upload(self, values: "array[int]") -> torch.Tensor:
+        self.num_uploads += 1
+        return super().upload(values)
+
+
+def test_a_step_on_the_same_slots_uploads_nothing() -> None:
+    device = CountingDevice()
+    bench = Bench(device)
+    bench.prefill(0, [1, 2, 3])
+    bench.prefill(1, [4, 5])
+    out = [bench.decode(0, 1), bench.decode(0, 1), bench.decode(0, 1)]
+    assert device.num_uploads == 3  # two prompts, and once the slots
+    bench.run(bench.plan(Phase.DECODE, [SlotWork(slot=0, new_pages=[9]), SlotWork(slot=1)]))
+    assert bench.slots.page_table[0, 4] == 9
+    bench.decode(0, 1)
+    assert device.num_uploads == 4  # and once a page
+    bench.decode(1)
+    assert device.num_uploads == 5
+    committed = [token for step in out for token in step[0]]
+    assert committed == bench.model.walk(3, len(committed) + 1)[1:]
+
+
+def test_new_sampling_in_an_old_slot_counts(bench: Bench) -> None:
+    """The slots of the step before are kept on the device, but how they sample may have changed since."""
+    bench.prefill(0, [1, 2, 3])
+    bench.decode(0)
+    asked: list[SamplingWork] = []
+
+    class Asked(DecodeStep):
+        def verify(self, slots: torch.Tensor, width: int, sampling: SamplingWork) -> Verified:
+            asked.append(sampling)
+            return bench.executor.decode_step.verify(slots, width, sampling)
+
+    bench.executor.decoder = Asked(bench.slots, bench.model, bench.executor.decode_step.method, 4)
+    bench.prefill(0, [1, 2, 3], SamplingParams(temperature=1.0, top_k=2, seed=1))
+    bench.decode(0)
+    assert asked == [SAMPLING_WORK[2]]
+
+
+def test_times_of_a_step_are_in_order(bench: Bench) -> None:
+    """All of the device's time is somebody's: work, or a gap."""
+    bench.prefill(0, [1, 2, 3])
+    handles = [bench.executor.launch(bench.plan(Phase.DECODE, [SlotWork(slot=0)])) for _ in range(3)]
+    results = [handle.wait() for handle in handles]
+    for handle in handles:
+        host = handle.host
+        assert 0 < host.received <= host.launch_begin <= host.launch_end <= host.published
+    first, last = handles[0].device, handles[-1].device
+    accounted = sum(result.gpu_time + result.gpu_gap for result in results[1:])
+    assert accounted == pytest.approx(last.decided.since(first.decided), abs=1e-6)
+    assert all(result.gpu_time > 0 and result.gpu_gap >= 0 for result in results)

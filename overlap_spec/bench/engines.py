@@ -1,0 +1,89 @@
+"""The engines that one benchmark compares, and what a report says of each. Not here: measuring.
+
+engine      as asked                      depth1   the same, one step in flight
+plain       the same without speculation
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec.structs import replace
+
+from overlap_spec.bench.report import describe_run
+from overlap_spec.config import EngineConfig, synthetic_acceptance
+from overlap_spec.engine import Engine
+from overlap_spec.resolve import without_speculation
+from overlap_spec.server.app import create_app
+from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.serve import HttpServer
+from overlap_spec.version import __version__
+
+HOST = "127.0.0.1"
+
+
+def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineConfig]:
+    """The engine as asked, and the ones of `compared`: plain, depth1."""
+    others = {"plain": without_speculation(config), "depth1": replace(config, disable_overlap_schedule=True)}
+    return {"engine": config, **{name: others[name] for name in compared}}
+
+
+@asynccontextmanager
+async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
+    """The engine behind its HTTP server. Yields host and port."""
+    server = HttpServer(create_app(engine.client, server_info(engine), lambda: (True, "")), HOST, 0)
+    await server.start()
+    try:
+        yield HOST, server.port
+    finally:
+        await server.stop(1.0)
+
+
+def describe_engine(engine: Engine, commit: str | None) -> dict[str, Any]:
+    """Hardware, versions, commit and command."""
+    device = engine.facts.get("worker", {}).get("device", engine.settings.model.device)
+    return describe_run(str(device), engine.settings.num_threads, commit)
+
+
+def describe_settings(engine: Engine) -> dict[str, Any]:
+    """What a figure depends on, settled."""
+    settings = engine.settings
+    spec = settings.spec
+    return {
+        "model": settings.model.name,
+        "load_format": settings.model.files.load_format,
+        "dtype": settings.model.dtype,
+        "method": spec.method,
+        "num_steps": spec.num_steps,
+        "topk": spec.topk,
+        "num_draft_tokens": spec.width,
+        "acceptance": acceptance_of(engine),
+        "depth": settings.scheduler.depth,
+        "max_running_requests": settings.scheduler.max_running_requests,
+        "prefix_cache": settings.cache.prefix_cache,
+        "skip_tokenizer_init": settings.skip_tokenizer_init,
+        "graph_batch_sizes": list(settings.graph_batch_sizes),
+        "compile_max_batch": settings.compile_max_batch,
+    }
+
+
+def acceptance_of(engine: Engine) -> str:
+    """`real`, or that it is synthetic; empty where nothing is accepted."""
+    spec = engine.settings.spec
+    if spec.simulated_accept_len is not None:
+        return synthetic_acceptance(spec.simulated_accept_len)
+    return "real" if spec.width > 1 else ""
+
+
+def server_info(engine: Engine) -> ServerInfo:
+    """What the endpoints say of this run."""
+    model = engine.settings.model
+    return ServerInfo(
+        model_name=model.name,
+        model_path=model.files.weights,
+        tokenizer_path=model.files.tokenizer_dir,
+        max_model_len=model.max_len,
+        max_running_requests=engine.settings.scheduler.max_running_requests,
+        version=__version__,
+        skip_tokenizer_init=engine.settings.skip_tokenizer_init,
+    )

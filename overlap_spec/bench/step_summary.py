@@ -1,0 +1,107 @@
+"""Where the time of a decode step goes, from the records of a run. Not here: making them.
+
+A step begins when its first device work begins; its period ends where the next step begins. Whatever is left of a
+period after the device's parts is the gap: the device waits for the host. Host work that is not in a gap is hidden.
+"""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlap_spec.tracing import SCHEDULER, TOKENIZER, WORKER, Record
+
+DECODE = "decode"  # `phase` of a device record
+LAUNCH, PLAN, SETTLE = "launch", "plan", "settle"
+
+
+@dataclass
+class StepTimes:
+    """One step's device work. Seconds; `parts` in the order of time."""
+
+    phase: str
+    begin: float
+    end: float
+    width: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def device_steps(records: Iterable[Record]) -> dict[int, StepTimes]:
+    """Every step's device work: the records that say which phase they belong to."""
+    steps: dict[int, StepTimes] = {}
+    for record in sorted(records, key=lambda record: record.begin):
+        if record.step and "phase" in record.args:
+            step = steps.get(record.step)
+            if step is None:
+                phase, width = str(record.args["phase"]), int(record.args["width"])
+                step = steps[record.step] = StepTimes(phase, record.begin, record.end, width)
+            step.end = max(step.end, record.end)
+            step.parts[record.name] = step.parts.get(record.name, 0.0) + record.end - record.begin
+    return steps
+
+
+def summarise(records: Sequence[Record], floor_s: float) -> dict[str, Any]:
+    """Means over decode steps that another decode step follows. `floor_s`: of a step; 0 if no ceiling is known.
+
+    Times in milliseconds. `parts_ms` and `gap_ms` add up to `step_ms`; the host's times run beside them.
+    """
+    steps = device_steps(records)
+    pairs = [(step, steps[i + 1]) for i, step in steps.items() if step.phase == DECODE and _decodes(steps, i + 1)]
+    if not pairs:
+        return {"num_steps": 0}
+    period = statistics.fmean(after.begin - step.begin for step, after in pairs)
+    gap = statistics.fmean(after.begin - step.end for step, after in pairs)
+    parts: dict[str, float] = defaultdict(float)
+    for step, _ in pairs:
+        for name, seconds in step.parts.items():
+            parts[name] += seconds / len(pairs)
+    host = _host(records, steps)
+    return {
+        "num_steps": len(pairs),
+        "steps_by_width": {str(width): count for width, count in sorted(Counter(s.width for s, _ in pairs).items())},
+        "step_ms": _ms(period),
+        "parts_ms": {name: _ms(seconds) for name, seconds in parts.items()},
+        "gap_ms": _ms(gap),
+        "gap_share": round(gap / period, 4),
+        "host_ms": {name: _ms(seconds) for name, seconds in host.items()},
+        "host_hidden_ms": _ms(max(host["scheduler"] + host[LAUNCH] - gap, 0.0)),
+        "queued_ahead": round(queued_ahead(records), 4),
+        "floor_ms": _ms(floor_s) if floor_s else None,
+        "efficiency": round(floor_s / period, 4) if floor_s else None,
+    }
+
+
+def queued_ahead(records: Sequence[Record]) -> float:
+    """The share of decode steps whose plan was sent before the tokens of the step before were read."""
+    steps = device_steps(records)
+    spans = {(record.name, record.step): record for record in records if record.track == SCHEDULER}
+    ahead = [
+        plan.end <= spans[SETTLE, step - 1].begin
+        for (name, step), plan in spans.items()
+        if name == PLAN and (SETTLE, step - 1) in spans and _decodes(steps, step)
+    ]
+    return statistics.fmean(ahead) if ahead else 0.0
+
+
+def _host(records: Sequence[Record], steps: dict[int, StepTimes]) -> dict[str, float]:
+    """Mean seconds of each actor for a step. Device work inside a launch (on a CPU) is not the host's."""
+    spent: dict[str, float] = defaultdict(float)
+    for record in records:
+        if record.track == SCHEDULER:
+            spent["scheduler"] += record.end - record.begin
+        elif record.track == TOKENIZER:
+            spent["tokenizer"] += record.end - record.begin
+        elif record.track == WORKER and record.name == LAUNCH:
+            spent[LAUNCH] += record.end - record.begin
+        elif record.track == WORKER and "phase" in record.args:
+            spent[LAUNCH] -= record.end - record.begin
+    return {name: max(spent[name], 0.0) / len(steps) for name in ("scheduler", LAUNCH, "tokenizer")}
+
+
+def _decodes(steps: dict[int, StepTimes], step: int) -> bool:
+    return step in steps and steps[step].phase == DECODE
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 4)

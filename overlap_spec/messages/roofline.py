@@ -1,0 +1,31 @@
+"""What bounds a decode step from below: what its forwards move and compute, and how fast the device could. Not here:
+
+the bound itself (`metrics/roofline.py`). It travels in WorkerReady, so that the scheduler, which knows how long every
+sequence is, can say how far a step is from its floor.
+"""
+
+import msgspec
+
+
+class ForwardShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one forward of one model reads and computes.
+
+    `weight_bytes`: read once, the head included, an embedding that is only gathered from left out. `head_flop`: per
+    row that gets logits; `row_flop`: per row, everything else but attention; `pair_flop`: per (row, key) of attention.
+    """
+
+    weight_bytes: int = 0
+    kv_bytes: int = 0  # per token of context
+    row_flop: int = 0
+    head_flop: int = 0
+    pair_flop: int = 0
+
+
+class Roofline(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A device's ceilings and the models that run on it. A rate of 0 is not known and bounds nothing."""
+
+    bytes_per_s: float = 0.0
+    flop_per_s: float = 0.0
+    target: ForwardShape = ForwardShape()
+    extend: ForwardShape = ForwardShape()  # the draft model absorbs what was committed
+    draft: ForwardShape = ForwardShape()  # one draft step

@@ -1,0 +1,44 @@
+"""Synthetic acceptance: a benchmark's stand-in for the accept decision. Not here: guessing, drawing, matching.
+
+A head with random weights guesses nothing right, so the speed of a shape is measured with an accept length that is
+given. Everything else is done as ever: every row of the window is computed, sampled and judged; only how many guesses
+stand is then replaced. What is committed are the guesses and a drawn token, so text means nothing.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from overlap_spec.models.interfaces import Scores
+from overlap_spec.spec.interfaces import Verifier
+from overlap_spec.spec.types import Drawn, SlotBatch, Window
+
+TABLE_SIZE = 1 << 16  # a power of two
+SEED = 1234
+
+
+class SyntheticAcceptance:
+    """Guesses to accept: floor or ceil of the mean, chosen per (seed, position) so that the mean comes out."""
+
+    def __init__(self, mean: float, device: torch.device) -> None:
+        assert mean >= 1, "a step commits at least its bonus"
+        more = round((mean % 1) * TABLE_SIZE)
+        extra = (torch.randperm(TABLE_SIZE, generator=torch.Generator().manual_seed(SEED)) < more).long()
+        self._table = (extra + (int(mean) - 1)).to(device)  # a lookup is three launches, a generator some thirty
+
+    def accept_len(self, batch: SlotBatch) -> Tensor:
+        """How many guesses are to stand, more than there are included. Shapes: -> [B] i64. Sync: never."""
+        return self._table[(batch.sampling.seed + batch.lengths) & (TABLE_SIZE - 1)]
+
+
+class SimulatedVerifier:
+    """Replaces another verifier's accept decision, after it has done all its work."""
+
+    def __init__(self, inner: Verifier, acceptance: SyntheticAcceptance) -> None:
+        self._inner = inner
+        self._acceptance = acceptance
+
+    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+        """See `Verifier`, less its promise of the target's distribution."""
+        return replace(self._inner.verify(window, scores, batch), accept_len=self._acceptance.accept_len(batch))

@@ -1,0 +1,115 @@
+"""What each process did when, on one clock: records kept in memory and written to a file when the process ends.
+
+Off by default: `NO_TRACE` takes every call and keeps nothing. Times are `time.monotonic()`, which all processes of a
+machine share. Not here: what the records become (`bench/`), and the device's own time (`worker/trace.py`).
+"""
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU = "client", "tokenizer", "scheduler", "worker host", "GPU"
+TRACKS = (CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU)  # in the order of a request's way
+LAST_STEP_SPLIT = "split of the last step"  # args: milliseconds of parts that only the last step can tell
+MOST_RECORDS = 500_000  # per process; older ones make room
+SUFFIX = ".trace"
+
+Value = int | float | str
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A stretch of one track's time; an instant where `end` is `begin`. Seconds. `step` 0: of no step."""
+
+    track: str
+    name: str
+    begin: float
+    end: float
+    step: int = 0
+    args: dict[str, Value] = {}
+
+
+class Recorder(Protocol):
+    """Where a process notes what it did."""
+
+    def now(self) -> float:
+        """Seconds; what `span` wants back."""
+        ...
+
+    def span(self, name: str, begin: float, step: int = 0, **args: Value) -> None:
+        """Note a stretch from `begin` to this moment on this process's track."""
+        ...
+
+    def instant(self, name: str, step: int = 0, **args: Value) -> None:
+        """Note this moment."""
+        ...
+
+    def add(self, record: Record) -> None:
+        """Note anything, also for another track."""
+        ...
+
+    def write(self) -> None:
+        """Write what was noted, if anybody wants it."""
+        ...
+
+
+class NoTrace:
+    """Keeps nothing, asks no clock."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def span(self, name: str, begin: float, step: int = 0, **args: Value) -> None:
+        pass
+
+    def instant(self, name: str, step: int = 0, **args: Value) -> None:
+        pass
+
+    def add(self, record: Record) -> None:
+        pass
+
+    def write(self) -> None:
+        pass
+
+
+NO_TRACE = NoTrace()
+
+
+class Trace:
+    """The records of one process, for the file TRACK.trace in `directory`. `add` may be called from any thread."""
+
+    def __init__(self, track: str, directory: Path, most: int = MOST_RECORDS) -> None:
+        self._track = track
+        self._path = directory / f"{track.replace(' ', '-')}{SUFFIX}"
+        self._records: deque[Record] = deque(maxlen=most)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def span(self, name: str, begin: float, step: int = 0, **args: Value) -> None:
+        self.add(Record(self._track, name, begin, time.monotonic(), step, args))
+
+    def instant(self, name: str, step: int = 0, **args: Value) -> None:
+        now = time.monotonic()
+        self.add(Record(self._track, name, now, now, step, args))
+
+    def add(self, record: Record) -> None:
+        self._records.append(record)
+
+    def write(self) -> None:
+        self._path.write_bytes(msgspec.msgpack.encode(list(self._records)))
+
+
+def recorder(role: str, directory: str | None) -> Recorder:
+    """A process's recorder: one that keeps nothing where no directory wants its file."""
+    track = WORKER if role == "worker" else role
+    return NO_TRACE if directory is None else Trace(track, Path(directory))
+
+
+def read_records(directory: Path) -> list[Record]:
+    """Every process's records, by their begin."""
+    decoder = msgspec.msgpack.Decoder(list[Record])
+    records = [record for path in directory.glob(f"*{SUFFIX}") for record in decoder.decode(path.read_bytes())]
+    return sorted(records, key=lambda record: (record.begin, -record.end))

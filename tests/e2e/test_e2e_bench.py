@@ -1,0 +1,65 @@
+"""`bench throughput` from the command line to its JSON, on a dummy model whose config.json is all there is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run_command
+from tiny_models import tiny_eagle3, tiny_target
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two config files, no weights and no tokenizer."""
+    directory = tmp_path_factory.mktemp("shapes")
+    target = tiny_target(seed=1, max_position_embeddings=2048)
+    for name, checkpoint in (("target", target), ("head", tiny_eagle3(seed=2, target=target))):
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(checkpoint.config))
+    return directory
+
+
+def flags(shapes: Path) -> tuple[str, ...]:
+    return (
+        *("--model-path", str(shapes / "target"), "--load-format", "dummy", "--max-total-tokens", "8000"),
+        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model", str(shapes / "head")),
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+    )
+
+
+def test_throughput_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
+    output = tmp_path / "out.json"
+    workload = ("--prompts", "random", "--num-tokens", "120", "--batch-sizes", "1,4", "--commit", "abc", "--with-plain")
+    own = ("--speculative-simulate-acc-len", "2.5", "--output", str(output))
+    done = run_command(tmp_path, "bench", "throughput", *flags(shapes), *workload, *own)
+    assert done.returncode == 0, done.stderr
+    assert "synthetic acceptance: 2.5" in done.stdout
+    report = json.loads(output.read_text())
+    assert report["acceptance"].startswith("synthetic acceptance: 2.5")
+    engine, plain = report["engine"], report["plain"]
+    assert engine["settings"]["acceptance"] == report["acceptance"] and plain["settings"]["acceptance"] == ""
+    assert engine["settings"]["load_format"] == "dummy" and not engine["settings"]["prefix_cache"]
+    assert engine["start_s"] > 0 and engine["facts"]["worker"]["device"] == "cpu"
+    for batch, rows in zip((1, 4), zip(engine["batches"], plain["batches"], strict=True), strict=True):
+        for row in rows:
+            assert row["batch"] == batch and row["num_tokens"] == 120 * batch and len(row["runs"]) == 2
+            assert row["wall_s"] == min(run["wall_s"] for run in row["runs"])
+            assert row["step_ms"] > 0 and row["streamed_tokens_per_second"] > 0
+    assert engine["batches"][1]["accept_length"] == pytest.approx(2.5, rel=0.1)
+    assert plain["batches"][1]["accept_length"] == 0.0 and plain["batches"][1]["steps"] == 119
+    assert engine["first_token"]["num_requests"] == 20 and engine["first_token"]["first_token_ms_median"] > 0
+    assert [set(row) for row in report["ratios"]] == [{"batch", "engine / plain"}] * 2
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_synthetic_acceptance_is_for_benchmarks_only(tmp_path: Path, shapes: Path, command: str) -> None:
+    done = run_command(tmp_path, command, *flags(shapes), "--speculative-simulate-acc-len", "2.5")
+    assert done.returncode == 2
+    assert "--speculative-simulate-acc-len: makes acceptance synthetic" in done.stderr
+    assert "bench only" in done.stderr
+
+
+def test_flags_of_throughput_are_refused_for_latency(tmp_path: Path, shapes: Path) -> None:
+    for flag in (("--with-depth1",), ("--with-chats", "chat20")):
+        done = run_command(tmp_path, "bench", "latency", *flags(shapes), *flag)
+        assert done.returncode == 2 and "go with throughput only" in done.stderr

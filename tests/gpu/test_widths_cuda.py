@@ -1,0 +1,82 @@
+"""Steps of changing width as CUDA graphs, on SmolLM2 in float32: exact, without a sync, and as cheap as they claim.
+
+Run by hand on a GPU: `pytest -m cuda tests/gpu/test_widths_cuda.py`.
+"""
+
+import json
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from solo import Solo, assert_equal_up_to_near_ties
+
+from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.hub import resolve_model
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.worker.geometry import MAX_DEFERRED
+from overlap_spec.worker.warmup import _step_seconds, measure_steps
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+ROWS = json.loads((Path(__file__).parent.parent / "data" / "greedy64.json").read_text())["rows"]
+NUM_TOKENS = 64
+CUDA: dict[str, Any] = {"device": "cuda", "graphs": True}
+
+
+@pytest.fixture(scope="module")
+def files() -> ModelFiles:
+    return resolve_model(EngineConfig())
+
+
+def answer(engine: Solo, prompt: list[int], seed: int) -> list[int]:
+    """Greedy tokens; every step has a width drawn from a generator, and catches up as the planner would."""
+    rng, width_max = random.Random(seed), engine._geometry.width
+    pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
+    reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
+    work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", prompt).tobytes(), reset=reset)
+    tokens = engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], width_max)).wait().tokens[0]
+    deferred = 0
+    while len(tokens) < NUM_TOKENS:
+        width = rng.choice([1, *engine._geometry.step_widths])
+        for _ in range(rng.choice([1, 2, 20 if width == 1 else 4])):
+            catch_up = deferred >= (MAX_DEFERRED if width == 1 else 1)
+            work = SlotWork(slot=0, deferred=deferred if catch_up else 0)
+            handle = engine.executor.launch(StepPlan(0, Phase.DECODE, [work], width, catch_up))
+            tokens += handle.wait().tokens[0]
+            deferred = 0 if width > 1 else 1 if catch_up else deferred + 1
+    return tokens[:NUM_TOKENS]
+
+
+def test_any_sequence_of_widths_is_plain_decoding(files: ModelFiles) -> None:
+    engine = Solo(files, dtype="float32", **CUDA)
+    try:
+        answer(engine, ROWS[0]["prompt_ids"], seed=99)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            answers = {
+                tuple(row["prompt_ids"]): answer(engine, row["prompt_ids"], i) for i, row in enumerate(ROWS[:10])
+            }
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_equal_up_to_near_ties(ROWS[:10], lambda ids: answers[tuple(ids)], NUM_TOKENS)
+    finally:
+        engine.close()
+
+
+def test_a_step_of_width_1_costs_what_plain_decoding_does(files: ModelFiles, record_summary) -> None:
+    engine = Solo(files, dtype="bfloat16", **CUDA)
+    plain = Solo(files, dtype="bfloat16", speculative_algorithm="NONE", **CUDA)
+    try:
+        costs = measure_steps(engine.executor, engine._geometry, (1,))
+        narrow, wide = costs.seconds[0][0], costs.seconds[0][-1]
+        alone = min(_step_seconds(plain.executor, plain._geometry, 1, 1, 50) for _ in range(3))
+    finally:
+        engine.close()
+        plain.close()
+    figures = {"plain_ms": round(1000 * alone, 4), "width_ms": str([round(1000 * s, 4) for s in costs.seconds[0]])}
+    record_summary("step_widths_h200", figures, torch.cuda.get_device_name())
+    assert narrow < 1.03 * alone, "plus what is kept for the draft"
+    assert narrow < wide

@@ -1,0 +1,127 @@
+"""Steps of width 1 leave draft rows behind; after catching up, the draft's KV is what a prefill would have written."""
+
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ring import RingConfig, tiny_loaded
+
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.spec.autoregressive import AutoregressiveProposer
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.geometry import MAX_DEFERRED, Geometry
+
+CONFIG = RingConfig(num_steps=3, page_size=4, num_pages=120, num_slots=2, widths_seed=0)
+PROMPTS = ([11, 23, 35, 47, 59], [20 + i for i in range(17)])
+PAGES_PER_SLOT = 30
+
+
+class Bench:
+    """Two slots of an executor, driven plan by plan, with the planner's part played by hand."""
+
+    def __init__(self) -> None:
+        self.geometry: Geometry = CONFIG.geometry()
+        self.executor: Executor = build_executor(tiny_loaded(7, 3), self.geometry, CONFIG.place)
+        self.deferred = [0, 0]
+        self.tokens = [list(prompt) for prompt in PROMPTS]
+
+    def prefill(self, slot: int, tokens: list[int]) -> None:
+        reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(tokens), (), len(tokens))
+        pages = [1 + slot + 2 * i for i in range(PAGES_PER_SLOT)]
+        chunk = array("i", tokens).tobytes()
+        work = SlotWork(slot=slot, new_pages=pages, prompt_chunk=chunk, reset=reset)
+        self._run(StepPlan(0, Phase.PREFILL, [work], self.geometry.width))
+
+    def decode(self, width: int, slots: tuple[int, ...] = (0, 1)) -> list[int]:
+        """One step; returns the lengths of its runs."""
+        catch_up = any(self.deferred[slot] >= (MAX_DEFERRED if width == 1 else 1) for slot in slots)
+        work = [SlotWork(slot=slot, deferred=self.deferred[slot] if catch_up else 0) for slot in slots]
+        runs = self._run(StepPlan(0, Phase.DECODE, work, width, catch_up), slots)
+        for slot in slots:
+            kept = 0 if catch_up else self.deferred[slot]
+            self.deferred[slot] = kept + 1 if width == 1 else 0
+        return runs
+
+    def _run(self, plan: StepPlan, slots: tuple[int, ...] = ()) -> list[int]:
+        handle = self.executor.launch(plan)
+        tokens = handle.wait().tokens
+        for work, run in zip(plan.work, tokens, strict=True):
+            self.tokens[work.slot] += run
+        return [len(run) for run in tokens]
+
+    def draft_kv(self, slot: int, length: int) -> torch.Tensor:
+        """K and V of the draft's rows 0..length-1. Shapes: -> [layers, 2, length, nkv, d]."""
+        proposer = self.executor.decode_step.method.proposer
+        assert isinstance(proposer, AutoregressiveProposer)
+        cache = proposer._head._attention.cache  # type: ignore[attr-defined]  # of the EAGLE-3 head
+        positions = torch.arange(length)
+        rows = self.executor.slots.page_table[slot, positions // 4].long() * 4 + positions % 4
+        layers = [torch.stack([kv.flatten(0, 1)[rows] for kv in pair]) for pair in zip(cache.k, cache.v, strict=True)]
+        return torch.stack(layers)
+
+    def window(self, slot: int) -> list[int]:
+        return self.executor.slots.window[slot].tolist()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    for slot, prompt in enumerate(PROMPTS):
+        bench.prefill(slot, prompt)
+    yield bench
+    bench.executor.close()
+
+
+def assert_complete(bench: Bench) -> None:
+    """All draft rows but the last deferred ones are those of a prefill of the same tokens, and so are the guesses."""
+    for slot in (0, 1):
+        tokens = bench.tokens[slot]
+        fresh = Bench()
+        fresh.prefill(slot, tokens[:-1])
+        num_complete = len(tokens) - 1 - bench.deferred[slot]
+        torch.testing.assert_close(
+            bench.draft_kv(slot, num_complete), fresh.draft_kv(slot, num_complete), rtol=1e-9, atol=1e-9
+        )
+        if bench.deferred[slot] == 0:
+            assert bench.window(slot) == fresh.window(slot)
+        fresh.executor.close()
+
+
+def test_narrow_steps_leave_no_guesses_behind(bench: Bench) -> None:
+    assert all(token >= 0 for token in bench.window(0))
+    bench.decode(3)
+    assert [token >= 0 for token in bench.window(0)] == [True, True, True, False]
+    assert bench.decode(1) == [1, 1]
+    assert [token >= 0 for token in bench.window(0)] == [True, False, False, False]
+    assert bench.decode(4) == [1, 1], "a wide step after a narrow one has no guesses to verify"
+    assert all(token >= 0 for token in bench.window(0))
+
+
+@pytest.mark.parametrize("num_narrow", [1, 2, MAX_DEFERRED, MAX_DEFERRED + 1, 2 * MAX_DEFERRED + 3])
+def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: int) -> None:
+    bench.decode(4)
+    for _ in range(num_narrow):
+        bench.decode(1)
+    assert_complete(bench)  # but for what is deferred still
+    bench.decode(4)
+    assert bench.deferred == [0, 0]
+    assert_complete(bench)
+
+
+def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench) -> None:
+    for slots in ((0,), (0,), (0, 1), (1,), (0,)):
+        bench.decode(1, slots)
+    assert bench.deferred == [4, 2]
+    bench.decode(2)
+    bench.decode(4)
+    assert_complete(bench)
+
+
+def test_a_missing_row_would_be_noticed(bench: Bench) -> None:
+    bench.decode(1)
+    bench.deferred[0] = 0  # forgotten
+    bench.decode(4)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_complete(bench)

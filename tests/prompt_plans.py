@@ -1,0 +1,44 @@
+"""Prefill steps that between them meet what a captured size must: chunks, several requests, exactly its rows."""
+
+from array import array
+
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.worker.executor import Executor
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, seed=0),
+    "sampled": SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=5, min_new_tokens=2),
+}
+PAGES = 40
+
+
+def pack(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def prompt(slot: int, length: int) -> list[int]:
+    return [(5 * i + 3 * slot) % 29 + 1 for i in range(length)]
+
+
+def fresh(slot: int, tokens: list[int], sampling: SamplingParams, next_token: int = -1) -> SlotWork:
+    reset = ResetSlot(sampling, len(tokens), (2,), len(tokens) + sampling.min_new_tokens)
+    pages = list(range(1 + slot * PAGES, 1 + (slot + 1) * PAGES))
+    return SlotWork(slot, new_pages=pages, prompt_chunk=pack(tokens), next_token=next_token, reset=reset)
+
+
+def run(executor: Executor, sampling: SamplingParams) -> list[list[list[int]]]:
+    """Prompts of several lengths, one of them in two chunks, one of exactly a captured size; then decoding."""
+    width = executor.slots.width
+    long, whole = prompt(9, 25), prompt(8, 16)
+    short = [fresh(slot, prompt(slot, 1 + 2 * slot), sampling) for slot in range(3)]
+    first, rest = (
+        fresh(9, long[:13], sampling, next_token=long[13]),
+        SlotWork(9, start=13, prompt_chunk=pack(long[13:])),
+    )
+    plans = [
+        StepPlan(1, Phase.PREFILL, [*short, first], width),
+        StepPlan(2, Phase.PREFILL, [rest], width),
+        StepPlan(3, Phase.PREFILL, [fresh(8, whole, sampling)], width),
+        *[StepPlan(4 + i, Phase.DECODE, [SlotWork(slot) for slot in (0, 1, 2, 8, 9)], width) for i in range(5)],
+    ]
+    return [executor.launch(plan).wait().tokens for plan in plans]

@@ -1,0 +1,27 @@
+"""A width policy for storms. Not here: any sense."""
+
+import random
+from collections.abc import Sequence
+
+
+class RandomWidths:
+    """A width policy that follows nothing: runs of steps of one width, 1 more often than others."""
+
+    def __init__(self, seed: int, width: int) -> None:
+        self._rng = random.Random(seed)
+        self._widths = range(1, width + 1)
+        self._now, self._left = width, 0
+
+    def choose(self, batch_size: int) -> int:
+        assert batch_size >= 1
+        return self._now
+
+    def planned(self, width: int, batch_size: int) -> None:
+        assert width == self._now
+        self._left -= 1
+        if self._left <= 0:
+            self._now = self._rng.choice([1, *self._widths])
+            self._left = self._rng.choice([1, 1, 2, 5, 25 if self._now == 1 else 3])
+
+    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
+        assert all(len(run) <= proposed + 1 for run, proposed in zip(tokens, num_proposed, strict=True))

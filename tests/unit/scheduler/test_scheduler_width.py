@@ -1,0 +1,216 @@
+"""The width policy against engines that are played by hand, and what narrow steps leave in the books."""
+
+import logging
+import random
+
+import pytest
+from fake_device import Bench, expected_stream, make_admit, make_ready
+
+from overlap_spec.messages import Phase, StepCosts
+from overlap_spec.scheduler.width import (
+    MEMORY,
+    PROBE_BUDGET,
+    SETTLING_STEPS,
+    Acceptance,
+    CostTable,
+    FixedWidth,
+    MeasuredWidth,
+)
+
+FREE = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0)))
+DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))  # relative to a step of width 1
+
+
+class Engine:
+    """Plays steps in flight: each guess is accepted with `rates[i]` if those before it were. Counts time and tokens."""
+
+    def __init__(self, costs: StepCosts, rates: list[float], batch_size: int = 1, depth: int = 2) -> None:
+        self.policy = MeasuredWidth(costs, clock=lambda: self.seconds)
+        self.table = CostTable(costs)
+        self.rates = rates
+        self.batch_size = batch_size
+        self.seconds = self.tokens = 0.0
+        self.widths: list[int] = []
+        self._rng = random.Random(5)
+        self._flight: list[tuple[list[list[int]], list[int]]] = []
+        self._depth = depth
+        self._num_guesses = 0
+
+    def run(self, num_steps: int) -> list[int]:
+        """Returns the widths of these steps."""
+        begin = len(self.widths)
+        for _ in range(num_steps):
+            self._step()
+        return self.widths[begin:]
+
+    def _step(self) -> None:
+        width = self.policy.choose(self.batch_size)
+        self.policy.planned(width, self.batch_size)
+        proposed = min(self._num_guesses, width - 1)
+        self._num_guesses = width - 1
+        runs = [[7] * (1 + self._accepted(proposed)) for _ in range(self.batch_size)]
+        self.widths.append(width)
+        self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
+        self.tokens += sum(map(len, runs))
+        self._flight.append((runs, [proposed] * self.batch_size))
+        if len(self._flight) == self._depth:
+            self.policy.observe(*self._flight.pop(0))
+
+    def _accepted(self, proposed: int) -> int:
+        for i in range(proposed):
+            if self._rng.random() >= self.rates[i]:
+                return i
+        return proposed
+
+    def plain_ratio(self) -> float:
+        """Tokens per second over those of plain decoding, since the start."""
+        return self.tokens / self.batch_size / self.seconds * self.table.seconds(self.batch_size)[0]
+
+    def reset_clock(self) -> None:
+        self.seconds = self.tokens = 0.0
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+@pytest.mark.parametrize("rates", [[0.8, 0.7, 0.6], [0.1, 0.1, 0.1]])
+def test_where_wide_steps_are_free_all_are(batch_size: int, rates: list[float]) -> None:
+    assert set(Engine(FREE, rates, batch_size).run(2000)) == {4}
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 32), (8, 8), (64, 4)])
+def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most: int) -> None:
+    engine = Engine(DEAR, [0.0, 0.0, 0.0], batch_size)
+    widths = engine.run(3000)
+    assert 1 in widths[:most], widths[:most]
+    assert max(widths[most:]) == 2, "a probe is one width up"
+    engine.reset_clock()
+    engine.run(6000)
+    assert engine.plain_ratio() >= 1 - PROBE_BUDGET
+    assert engine.policy.current == 1
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 4 * MEMORY), (64, 40)])
+def test_acceptance_that_is_lost_is_noticed(batch_size: int, most: int) -> None:
+    engine = Engine(DEAR, [0.95, 0.95, 0.95], batch_size)
+    engine.run(500)
+    assert set(engine.run(100)) == {4}
+    engine.rates = [0.0, 0.0, 0.0]
+    assert 1 in engine.run(most)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
+    engine = Engine(DEAR, [0.0, 0.0, 0.0], batch_size)
+    engine.run(5000)
+    assert engine.policy.current == 1
+    engine.rates = [0.95, 0.95, 0.95]
+    engine.run(2500)
+    assert engine.policy.current == 4
+    assert set(engine.run(500)) == {4}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_never_much_worse_than_plain_decoding(batch_size: int, seed: int) -> None:
+    """Any costs, any rates: from the second moment on, when it has seen something."""
+    rng = random.Random(seed)
+    for i in range(6):
+        two = 1 + rng.random() / (2 if i % 2 else 10)
+        costs = StepCosts((1, 64), (1, 2, 4), ((1.0, two, two + rng.random() / (1 if i % 2 else 10)),) * 2)
+        engine = Engine(costs, [rng.random() for _ in range(3)] if i < 4 else [0.0] * 3, batch_size)
+        engine.run(200)
+        engine.reset_clock()
+        engine.run(3000)
+        assert engine.plain_ratio() > 0.98, (costs, engine.rates)
+
+
+def test_close_calls_do_not_flap() -> None:
+    """Wide steps at break-even: each change costs a step without guesses, so there are few."""
+    engine = Engine(StepCosts((1,), (1, 4), ((1.0, 1.5),)), [0.5, 0.0, 0.0])
+    widths = engine.run(10_000)
+    changes = sum(a != b for a, b in zip(widths, widths[1:], strict=False))
+    assert changes < 10_000 / SETTLING_STEPS / 4
+    assert engine.plain_ratio() > 0.98
+
+
+def test_batch_sizes_between_and_beyond_the_measured_ones() -> None:
+    table = CostTable(StepCosts((1, 4, 8), (1, 2), ((1.0, 2.0), (4.0, 8.0), (6.0, 10.0))))
+    assert table.seconds(1) == [1.0, 2.0]
+    assert table.seconds(2) == [2.0, 4.0]
+    assert table.seconds(6) == [5.0, 9.0]
+    assert table.seconds(16) == [10.0, 14.0]
+    assert CostTable(StepCosts((3,), (1, 2), ((1.0, 2.0),))).seconds(30) == [1.0, 2.0]
+
+
+def test_rates_are_of_guesses_that_were_tested() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(1000):
+        acceptance.observe([[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]], [3, 3, 3, 3])  # 0, 1, 2, 3 accepted
+    assert acceptance.rates() == pytest.approx([3 / 4, 2 / 3, 1 / 2], abs=0.01)
+    assert acceptance.committed() == pytest.approx([1, 1.75, 2.25, 2.5], abs=0.03)
+    for _ in range(1000):
+        acceptance.observe([[1], [1, 2], [1]], [1, 1, 0])  # the last slot had no guess
+    assert acceptance.rates() == pytest.approx([1 / 2, 2 / 3, 1 / 2], abs=0.01), "what is not tested stays"
+
+
+def test_a_change_is_logged_once_and_probes_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        engine = Engine(DEAR, [0.0, 0.0, 0.0])
+        engine.run(3000)
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("Step width 4 -> ")
+    assert len(lines) <= 2 and "-> 1 at batch 1: guesses accepted at rates 0." in lines[-1]
+
+
+def test_a_fixed_width_is_what_a_worker_without_costs_gets() -> None:
+    bench = Bench(make_ready())
+    assert isinstance(bench.scheduler.planner.widths, FixedWidth)
+    bench.admit(make_admit(1, [1, 2, 3], 30))
+    bench.finish_all()
+    assert {plan.width for plan in bench.all_plans} == {4}
+    assert not any(plan.catch_up for plan in bench.all_plans)
+
+
+def test_the_engine_narrows_by_what_its_results_say() -> None:
+    """Whole scheduler: acceptance is measured from results, the width arrives in plans."""
+    costs = StepCosts((1, 8), (1, 2, 4), ((1.0, 2.1, 4.5),) * 2)  # no acceptance is worth that
+    bench = Bench(make_ready(step_costs=costs, max_deferred=4, num_pages=200))
+    for uid in range(1, 5):
+        bench.admit(make_admit(uid, [uid, 2, 3], 60))
+    bench.finish_all()
+    bench.check_streams()
+    widths = [plan.width for plan in bench.all_plans if plan.phase is Phase.DECODE]
+    assert widths[0] == 1, "an optimist's rates are not enough either"
+    assert bench.device.num_catch_ups["full"] > 5
+
+
+def narrow_bench(width_seed: int = 0) -> Bench:
+    bench = Bench(make_ready(max_deferred=16), depth=1, widths_seed=width_seed)
+    bench.scheduler.planner.widths._now = 1
+    bench.scheduler.planner.widths._left = 1000
+    return bench
+
+
+def test_pages_with_deferred_draft_rows_are_not_handed_on() -> None:
+    """The fake device holds every row of a prefix hit against what the draft should have there."""
+    bench = narrow_bench()
+    first = make_admit(1, [1, 2, 3], 14)
+    bench.admit(first)
+    bench.finish_all()
+    assert [plan.width for plan in bench.all_plans[1:]] == [1] * 13
+    request_tokens = [1, 2, 3, *expected_stream(first)[0]]
+    bench.admit(make_admit(2, [*request_tokens, 5], 3))
+    bench.finish_all()
+    assert bench.usages[2].cached_tokens == 0, "the prompt fills no page, and the answer's draft rows are deferred"
+    bench.check_streams()
+
+
+def test_rows_are_cached_once_they_are_absorbed() -> None:
+    bench = narrow_bench()
+    first = make_admit(1, [1, 2, 3], 30)
+    bench.admit(first)
+    bench.finish_all()  # 29 steps of width 1: the 17th catches up with 16 rows
+    assert bench.device.num_catch_ups == {"full": 1}
+    bench.admit(make_admit(2, [1, 2, 3, *expected_stream(first)[0], 5], 3))
+    bench.finish_all()
+    assert bench.usages[2].cached_tokens == 16  # of 3 + 16 positions with draft KV, whole pages of 4
+    bench.check_streams()

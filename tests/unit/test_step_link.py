@@ -1,0 +1,170 @@
+"""The step links: order over both ways in, big messages, readers that sleep or poll, ends that go away."""
+
+import asyncio
+import contextlib
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+from overlap_spec.messages import Abort, AbortReason, Phase, Shutdown, SlotWork, StepPlan, ToScheduler, ToWorker
+from overlap_spec.step_link import PACKET_BYTES, Patience, StepInbox, StepOutlet
+from overlap_spec.transport import Endpoints, ZmqInbox, ZmqOutlet
+
+LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+SPINS = [0.0, 0.05]
+
+
+@dataclass
+class Ends:
+    """An inbox and both ways into it."""
+
+    inbox: StepInbox[Any]
+    steps: StepOutlet[Any]
+    others: ZmqOutlet[Any]
+
+
+@contextlib.contextmanager
+def ends(tmp_path: Path, union: Any = ToScheduler, spin_s: float = 0.0) -> Iterator[Ends]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoints = Endpoints(tmp_path)
+    zmq_inbox: ZmqInbox[Any] = ZmqInbox(context, endpoints.inbox("reader"), union)
+    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, Patience(spin_s))
+    steps: StepOutlet[Any] = StepOutlet(endpoints.steps("reader"))
+    others: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("reader"))
+    try:
+        yield Ends(inbox, steps, others)
+    finally:
+        for end in (steps, others, inbox, zmq_inbox):
+            end.close()
+        context.term()
+
+
+def abort(uid: int) -> Abort:
+    return Abort(uid, AbortReason.REQUESTED)
+
+
+def plan(step_id: int, num_bytes: int) -> StepPlan:
+    chunk = bytes(range(256)) * (num_bytes // 256)
+    return StepPlan(step_id, Phase.PREFILL, [SlotWork(0, prompt_chunk=chunk)], 1)
+
+
+@pytest.mark.parametrize("spin_s", SPINS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_reader_meets_every_message_of_both_ways(tmp_path: Path, loop: str, spin_s: float) -> None:
+    """A lost wake-up would show as a time-out: each message is sent only when the reader sleeps or polls."""
+
+    async def scenario() -> None:
+        with ends(tmp_path, spin_s=spin_s) as link:
+            for uid in range(100):
+                for way in (link.steps, link.others):
+                    sender = threading.Timer(0.0005 * (uid % 3), way.send, (abort(uid),))
+                    sender.start()
+                    assert await asyncio.wait_for(link.inbox.recv(), 5) == abort(uid)
+                    sender.join()
+
+    LOOPS[loop](scenario())
+
+
+def test_a_cancelled_reader_loses_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with ends(tmp_path) as link:
+            for uid in range(50):
+                waiting = asyncio.create_task(link.inbox.recv())
+                await asyncio.sleep(0)
+                link.steps.send(abort(uid))
+                waiting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await waiting
+                assert await asyncio.wait_for(link.inbox.recv(), 5) == abort(uid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_bytes", [0, PACKET_BYTES - 256, PACKET_BYTES, 3 * PACKET_BYTES, 4 << 20])
+def test_a_thread_reads_messages_of_any_size_in_order(tmp_path: Path, num_bytes: int) -> None:
+    """Beyond the socket's buffer a send waits for its reader."""
+    with ends(tmp_path, ToWorker) as link:
+        sent = [plan(step, num_bytes + 256 * step) for step in range(5)]
+        sender = threading.Thread(target=lambda: [link.steps.send(message) for message in sent])
+        sender.start()
+        received: list[Any] = []
+        while len(received) < len(sent):
+            received += link.inbox.poll()
+            if not received:
+                link.inbox.wait(5.0)
+        sender.join()
+        assert received == sent
+
+
+def test_a_thread_that_sleeps_is_woken_by_either_way(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link:
+        for step in range(30):
+            for way in (link.steps, link.others):
+                sender = threading.Timer(0.002, way.send, (plan(step, 0),))
+                sender.start()
+                while not (received := link.inbox.poll()):
+                    link.inbox.wait(None)
+                assert received == [plan(step, 0)]
+                sender.join()
+
+
+def test_a_thread_that_polls_hears_the_others_too(tmp_path: Path) -> None:
+    """Shutdown comes by ZeroMQ, and a busy worker never sleeps."""
+    with ends(tmp_path, ToWorker) as link:
+        link.others.send(Shutdown(False))
+        deadline = time.monotonic() + 5
+        received: list[Any] = []
+        while not received and time.monotonic() < deadline:
+            received = link.inbox.poll()
+        assert received == [Shutdown(False)]
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    """An idle reader burns no CPU, however long it polled for the next message before."""
+
+    async def scenario() -> None:
+        with ends(tmp_path, spin_s=0.02) as link:
+            link.steps.send(abort(1))
+            assert await link.inbox.recv() == abort(1)
+            before = resource.getrusage(resource.RUSAGE_THREAD)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(link.inbox.recv(), 0.5)
+            after = resource.getrusage(resource.RUSAGE_THREAD)
+            assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.08
+
+    asyncio.run(scenario())
+
+
+def test_without_patience_nobody_polls() -> None:
+    patience = Patience(0.0)
+    patience.renew()
+    assert not patience.lasts
+
+
+def test_a_sender_that_goes_leaves_what_it_sent(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link:
+        link.steps.send(plan(1, 0))
+        link.steps.close()
+        assert link.inbox.drain() == [plan(1, 0)]
+        started = time.monotonic()
+        assert link.inbox.drain() == []  # finds the end of the connection
+        link.inbox.wait(0.05)
+        assert time.monotonic() - started > 0.04, "a connection that has ended must not keep its reader awake"
+
+
+def test_a_reader_that_has_gone_costs_nothing(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link:
+        link.steps.send(plan(1, 0))
+        link.inbox.drain()
+    outlet: StepOutlet[Any] = StepOutlet(Endpoints(tmp_path).steps("reader"))
+    for step in range(3):
+        outlet.send(plan(step, 0))
+    outlet.close()

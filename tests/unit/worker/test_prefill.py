@@ -1,0 +1,55 @@
+"""Prefill steps laid out for more rows and seats than they have: the same tokens, whatever is left over."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from prompt_plans import SAMPLINGS, fresh, pack, run
+from ring import RingConfig, tiny_loaded
+
+from overlap_spec.messages import SamplingParams, SlotWork
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.chunks import Chunks, PromptShape
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill import PromptInputs
+from overlap_spec.worker.prefill_graphs import ROWS, SEATS, GraphPrefiller
+
+
+@pytest.fixture(params=[0, 3], ids=["plain", "eagle3"])
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    config = RingConfig(num_steps=request.param, num_slots=10, num_pages=401)
+    yield build_executor(tiny_loaded(1, request.param), config.geometry(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams) -> None:
+    expected = run(executor, sampling)
+    executor.prefiller = GraphPrefiller(executor.prefill_step, executor.slots, 160)  # nothing captured: padded, eager
+    assert run(executor, sampling) == expected
+    assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
+    assert all(tokens for step in expected[1:] for tokens in step)
+
+
+def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None:
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, 160)
+    assert prefiller.shape_for(PromptShape(17, 2, 9)) == PromptShape(32, SEATS + 1, 32)
+    assert prefiller.shape_for(PromptShape(128, SEATS, 100)).rows == 128
+    too_long, too_many = PromptShape(129, 1, 129), PromptShape(20, SEATS + 1, 3)
+    assert prefiller.shape_for(too_long) == too_long, f"{ROWS}: more rows than positions are not captured"
+    assert prefiller.shape_for(too_many) == too_many
+
+
+def test_rows_left_over_are_the_last_seats() -> None:
+    work = [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotWork(5, start=2, prompt_chunk=pack([1]), next_token=6)]
+    shape = PromptShape(7, 4, 7)
+    packed = torch.frombuffer(Chunks(work).laid_out(shape, dummy=10), dtype=torch.int64)
+    inputs = PromptInputs.of(packed, shape)
+    assert inputs.tokens.tolist() == [7, 8, 9, 1, 0, 0, 0]
+    assert inputs.next_tokens.tolist() == [8, 9, -1, 6, 0, 0, 0]
+    assert inputs.positions.tolist() == [0, 1, 2, 2, 0, 1, 2]
+    assert inputs.owners.tolist() == [0, 0, 0, 1, 3, 3, 3]
+    assert inputs.slots.tolist() == [4, 5, 10, 10]
+    assert inputs.finals.tolist() == [4, 10, 10, 10]
+    assert inputs.last_rows.tolist() == [2, 3, 0, 0]
+    assert inputs.lengths.tolist() == [3, 0, 0, 0]
+    assert inputs.row_starts.tolist() == [0, 3, 4, 4, 7]

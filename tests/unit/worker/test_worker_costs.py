@@ -1,0 +1,53 @@
+"""What a forward reads and computes, counted by hand from a tiny checkpoint."""
+
+import torch
+from tiny_models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+
+from overlap_spec.spec.methods import ChainDraft, NoDraft, method_named
+from overlap_spec.worker.costs import measure_ceiling, roofline
+from overlap_spec.worker.geometry import LoadedModels
+
+HIDDEN, INNER, DIM, HEADS, KV_HEADS, VOCAB = 32, 64, 16, 4, 2, 131
+LAYER = HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * INNER
+NORMS = 2 * HIDDEN
+
+
+def loaded(tied: bool, draft: bool = False) -> LoadedModels:
+    checkpoint = tiny_target(1, tie_word_embeddings=tied, vocab=VOCAB)
+    target = load_tiny_target(checkpoint, torch.float64)
+    if not draft:
+        return LoadedModels(target, NoDraft(), method_named("NONE"))
+    head = load_tiny_draft(tiny_eagle3(2, checkpoint, draft_vocab=112), target)
+    return LoadedModels(target, ChainDraft(head, 3), method_named("EAGLE3"))
+
+
+def test_the_embedding_counts_only_as_a_head() -> None:
+    want = 8 * (2 * (LAYER + NORMS) + HIDDEN + VOCAB * HIDDEN)
+    for tied in (False, True):
+        shape = roofline(loaded(tied), torch.float64, CPU).target
+        assert shape.weight_bytes == want
+        assert shape.head_flop == 2 * VOCAB * HIDDEN
+        assert shape.row_flop == 2 * (2 * (LAYER + NORMS) + HIDDEN)  # norms are small enough to count as maps
+        assert shape.kv_bytes == 2 * 2 * KV_HEADS * DIM * 8
+        assert shape.pair_flop == 4 * HEADS * DIM * 2
+
+
+def test_plain_decoding_drafts_nothing() -> None:
+    found = roofline(loaded(tied=False), torch.float64, CPU)
+    assert found.draft == found.extend
+    assert found.draft.weight_bytes == found.draft.row_flop == found.draft.kv_bytes == 0
+
+
+def test_only_the_extend_fuses() -> None:
+    found = roofline(loaded(tied=False, draft=True), torch.float64, CPU)
+    fused = 2 * HIDDEN * HIDDEN  # two taps
+    assert found.extend.weight_bytes - found.draft.weight_bytes == 8 * fused
+    assert found.extend.row_flop - found.draft.row_flop == 2 * fused
+    wide = LAYER + HIDDEN * (HEADS + 2 * KV_HEADS) * DIM  # attention reads embedding and features
+    assert found.draft.weight_bytes == 8 * (wide + NORMS + 2 * HIDDEN + 112 * HIDDEN)
+
+
+def test_an_unknown_device_is_measured() -> None:
+    ceiling = measure_ceiling(CPU, torch.float32)
+    assert 1e8 < ceiling.bytes_per_s < 1e13
+    assert 1e8 < ceiling.flop_per_s < 1e15

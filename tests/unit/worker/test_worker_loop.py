@@ -1,0 +1,134 @@
+"""The worker's loop over a device that is done when the test says so."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from overlap_spec.messages import Phase, Shutdown, SlotWork, StepPlan, StepResult
+from overlap_spec.step_link import Patience
+from overlap_spec.worker.loop import Worker
+
+
+class FakeHandle:
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.done = threading.Event()
+
+    def ready(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> StepResult:
+        return StepResult(self.plan.step_id, [[1]], [0], 0.0)
+
+
+class FakeExecutor:
+    """`drafted`: steps whose draft has been launched."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+        self.handles: list[FakeHandle] = []
+        self.drafted: list[int] = []
+
+    def launch(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeHandle:
+        if not plan.work:
+            raise KeyError("no work")
+        handle = FakeHandle(plan)
+        if self.at_once:
+            handle.done.set()
+        self.handles.append(handle)
+        on_published(handle)
+        self.drafted.append(plan.step_id)
+        return handle
+
+
+class ScriptedInbox:
+    """Hands out one batch of messages per poll; what happens between is up to `between`."""
+
+    def __init__(self, batches: list[list[Any]], between: Callable[[], None] = lambda: None) -> None:
+        self._batches = deque(batches)
+        self._between = between
+        self.waits: list[float | None] = []
+
+    def poll(self) -> list[Any]:
+        self._between()
+        return self._batches.popleft()
+
+    def wait(self, timeout_s: float | None) -> None:
+        self.waits.append(timeout_s)
+
+
+class Sent(list[Any]):
+    def send(self, message: Any) -> None:
+        self.append(message)
+
+    def close(self) -> None: ...
+
+
+def plan(step_id: int) -> StepPlan:
+    return StepPlan(step_id, Phase.DECODE, [SlotWork(0)], 1)
+
+
+STOP = [Shutdown(False)]
+
+
+def serve(executor: FakeExecutor, inbox: ScriptedInbox, scheduler: Sent, spin_s: float = 0.0) -> None:
+    Worker(executor, inbox, scheduler, Patience(spin_s)).run()  # type: ignore[arg-type]  # fakes
+
+
+def test_where_the_host_is_the_device_tokens_leave_before_the_draft_works() -> None:
+    executor, drafted_when_sent = FakeExecutor(at_once=True), []
+
+    class Noting(Sent):
+        def send(self, message: Any) -> None:
+            super().send(message)
+            drafted_when_sent.append(list(executor.drafted))
+
+    scheduler = Noting()
+    serve(executor, ScriptedInbox([[plan(1), plan(2)], STOP]), scheduler)
+    assert [result.step_id for result in scheduler] == [1, 2]
+    assert drafted_when_sent == [[], [1]]
+
+
+def test_results_leave_in_the_order_of_plans() -> None:
+    """Step 2 is done first, as no device would have it; its result still waits for step 1's."""
+    executor, scheduler = FakeExecutor(at_once=False), Sent()
+    seen: list[list[int]] = []
+
+    def script() -> Iterator[None]:
+        yield
+        yield
+        executor.handles[1].done.set()
+        yield
+        seen.append([result.step_id for result in scheduler])
+        executor.handles[0].done.set()
+        yield
+
+    steps = script()
+    inbox = ScriptedInbox([[plan(1), plan(2)], [], [], [], STOP], lambda: next(steps, None))
+    serve(executor, inbox, scheduler)
+    assert seen == [[]]
+    assert [result.step_id for result in scheduler] == [1, 2]
+
+
+def test_it_looks_after_steps_in_flight_and_sleeps_without_them() -> None:
+    executor = FakeExecutor(at_once=False)
+    glances = ScriptedInbox([[plan(1)], [], [], STOP])
+    serve(executor, glances, Sent())
+    assert all(timeout is not None and timeout < 0.01 for timeout in glances.waits) and glances.waits
+    idle = ScriptedInbox([[], STOP])
+    serve(executor, idle, Sent())
+    assert idle.waits == [None]
+
+
+def test_with_patience_it_polls_and_does_not_sleep() -> None:
+    inbox = ScriptedInbox([[plan(1)], *[[]] * 20, STOP])
+    serve(FakeExecutor(at_once=False), inbox, Sent(), spin_s=5.0)
+    assert inbox.waits == []
+
+
+def test_what_a_step_raises_ends_the_worker() -> None:
+    with pytest.raises(KeyError, match="no work"):
+        serve(FakeExecutor(at_once=True), ScriptedInbox([[StepPlan(1, Phase.DECODE, [], 1)]]), Sent())

@@ -1,0 +1,130 @@
+"""The worker's part of a trace, with a device whose clock runs wrong by a known amount."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from overlap_spec.messages import Phase, SlotWork, StepPlan
+from overlap_spec.tracing import WORKER, Record, Trace, read_records
+from overlap_spec.worker import trace
+from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
+from overlap_spec.worker.parts import NO_PARTS, TimedParts
+from overlap_spec.worker.trace import DeviceClock, DeviceTracer
+
+DRIFT = 1.0001
+
+
+class Reading:
+    """A reading of the wrong clock."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def since(self, earlier: "Reading") -> float:
+        return self.at - earlier.at
+
+
+class WrongClock:
+    """Its zero is elsewhere, and its seconds are too short."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.host = 1000.0
+
+    def at(self, host: float) -> Reading:
+        return Reading(77.0 + (host - 1000.0) * DRIFT)
+
+    def now(self) -> Reading:
+        return self.at(self.host)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> WrongClock:
+    device = WrongClock()
+    monkeypatch.setattr(trace.time, "monotonic", lambda: device.host)
+    return device
+
+
+def test_device_time_becomes_host_time(device: WrongClock) -> None:
+    clock = DeviceClock(device)
+    device.host += 100.0
+    clock.settle()
+    for host in (1000.5, 1003.0, 1003.001, 1050.0, 1099.9):
+        assert clock.at(device.at(host)) == pytest.approx(host, abs=1e-9)
+
+
+def times(device: WrongClock, begin: float, decided: float, end: float) -> DeviceTimes:
+    found = DeviceTimes()
+    found.begin, found.decided, found.end = (device.at(host) for host in (begin, decided, end))
+    return found
+
+
+def launched(device: WrongClock, phase: Phase, width: int) -> StepHandle:
+    plan = StepPlan(9, phase, [SlotWork(slot=0), SlotWork(slot=1)], width)
+    handle = StepHandle(plan, HostTimes(1001.0, 1001.1, 1001.2, 1001.4), None)
+    handle.device = times(device, 1001.2, 1001.3, 1001.5)
+    return handle
+
+
+def written(device: WrongClock, tmp_path: Path, handle: StepHandle, parts: TimedParts | None = None) -> list[Record]:
+    recorder = Trace(WORKER, tmp_path)
+    tracer = DeviceTracer(recorder, device, parts or NO_PARTS)
+    if parts is not None:
+        for name, host in (("verify", 1001.25), ("extend", 1001.4)):
+            device.host = host
+            parts.mark(name)
+    tracer.launched(handle)
+    device.host = 1010.0
+    tracer.finish()
+    recorder.write()
+    return read_records(tmp_path)
+
+
+def spans(records: list[Record]) -> list[tuple[str, float, float]]:
+    return [(record.name, round(record.begin, 6), round(record.end, 6)) for record in records]
+
+
+def test_a_step_in_two_halves(device: WrongClock, tmp_path: Path) -> None:
+    records = written(device, tmp_path, launched(device, Phase.DECODE, 4))
+    assert spans(records) == [
+        ("plan received", 1001.0, 1001.0),
+        ("launch", 1001.1, 1001.2),
+        ("verify+accept", 1001.2, 1001.3),
+        ("extend+draft", 1001.3, 1001.5),
+        ("result sent", 1001.4, 1001.4),
+    ]
+    assert {record.step for record in records} == {9} and {record.track for record in records} == {WORKER}
+    assert records[2].args == {"phase": "decode", "batch": 2, "width": 4, "part": "before tokens"}
+
+
+def test_marks_cut_the_halves(device: WrongClock, tmp_path: Path) -> None:
+    handle = launched(device, Phase.DECODE, 4)
+    device_spans = [r for r in written(device, tmp_path, handle, TimedParts(device)) if "phase" in r.args]
+    assert spans(device_spans) == [
+        ("verify", 1001.2, 1001.25),
+        ("accept", 1001.25, 1001.3),
+        ("extend", 1001.3, 1001.4),
+        ("draft", 1001.4, 1001.5),
+    ]
+
+
+def test_a_plain_step_drafts_nothing_and_a_prefill_is_named_so(device: WrongClock, tmp_path: Path) -> None:
+    cases = ((Phase.DECODE, 1, ["verify+accept"]), (Phase.PREFILL, 4, ["prefill", "draft's prefill"]))
+    for phase, width, want in cases:
+        records = written(device, tmp_path, launched(device, phase, width))
+        assert [record.name for record in records if "phase" in record.args] == want
+
+
+def test_marks_of_the_warm_up_are_nobodys(device: WrongClock, tmp_path: Path) -> None:
+    parts = TimedParts(device)
+    parts.mark("verify")
+    DeviceTracer(Trace(WORKER, tmp_path), device, parts)
+    assert parts.take() == ()
+
+
+def test_the_cpus_clock_is_the_hosts() -> None:
+    """`CpuMoment` reads perf_counter; the trace is in time.monotonic()."""
+    assert time.perf_counter() == pytest.approx(time.monotonic(), abs=0.01)
