@@ -1,18 +1,29 @@
-"""Where a decode step's time goes on a GPU, without server and scheduler: step time, and kernel time by name.
+"""Where a decode step's time goes on a GPU, without server and scheduler: step time, and what of it each kernel takes.
 
     python benchmarks/step_profile.py --output benchmarks/results/step_profile_h200.json
 
 SmolLM2 in bfloat16 with decode graphs, plain and EAGLE-3 (3, 1, 4), batch 1 and 64, prompts of tests/data.
+
+A kernel that is a dependent launch begins while the one before it still runs, and waits for it: its duration is not
+what it costs. So kernels are put in the order of their ends; each is charged from the end of the one before it, or from
+its own begin if that is later; between those two nothing ran. Charges and idle time add up to the step:
+
+    kernel a   |-----------|                 charged |-----------|
+    kernel b        |...wait...|--|                              |--|
+    kernel c                            |--|                          |--|      idle: between b's end and c's begin
 """
 
 import argparse
 import json
 import time
 from array import array
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from overlap_spec.bench.report import describe_run, write_report
@@ -25,7 +36,16 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.warmup import capture_graphs, cuda_prompt_lengths, warm_up
 
 ROWS = Path(__file__).parent.parent / "tests/data/greedy64.json"
-PAGES_PER_SLOT, STEPS, PROFILED = 40, 50, 5
+PAGES_PER_SLOT, STEPS, PROFILED = 40, 50, 20
+LARGEST = 20  # kernels that are listed by name
+
+
+class Ran(NamedTuple):
+    """A kernel or a copy. `begin`, `end`: microseconds on the device."""
+
+    name: str
+    begin: float
+    end: float
 
 
 def main() -> None:
@@ -56,7 +76,7 @@ def measure(config: EngineConfig, prompts: list[list[int]]) -> list[dict[str, An
         row["step_ms"] = steps(executor, plan, STEPS, ahead=True)
         row["one_at_a_time_ms"] = steps(executor, plan, STEPS, ahead=False)
         rows.append(row | kernels(executor, plan))
-        print({name: value for name, value in rows[-1].items() if name != "kernels"}, flush=True)
+        print_row(rows[-1])
     executor.close()
     return rows
 
@@ -85,16 +105,51 @@ def steps(executor: Executor, plan: StepPlan, count: int, ahead: bool) -> float:
 
 
 def kernels(executor: Executor, plan: StepPlan) -> dict[str, Any]:
-    """Kernel time and graph nodes per step, and the kernels that take most of it."""
+    """Wall time and graph nodes per step, and the kernels that take most of it. A profiler slows the host: see idle."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         steps(executor, plan, PROFILED, ahead=True)
-    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
-    largest = [
-        {"name": e.key[:100], "us": round(e.self_device_time_total / PROFILED, 1), "nodes": e.count / PROFILED}
-        for e in events[:20]
-    ]
-    total = sum(event.self_device_time_total for event in events) / PROFILED
-    return {"kernel_us": round(total, 1), "nodes": sum(e.count for e in events) / PROFILED, "kernels": largest}
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return charges([Ran(event.name, event.time_range.start, event.time_range.end) for event in events], PROFILED)
+
+
+def charges(ran: Iterable[Ran], num_steps: int) -> dict[str, Any]:
+    """See the module's docstring. Everything is per step."""
+    in_order = sorted(ran, key=lambda kernel: kernel.end)
+    wall = in_order[-1].end - min(kernel.begin for kernel in in_order)
+    charged: dict[str, float] = defaultdict(float)
+    nodes: dict[str, int] = defaultdict(int)
+    before, idle = min(kernel.begin for kernel in in_order), 0.0
+    for kernel in in_order:
+        begin = max(kernel.begin, before)
+        idle += begin - before
+        charged[kernel.name] += kernel.end - begin
+        nodes[kernel.name] += 1
+        before = kernel.end
+    largest = sorted(charged, key=lambda name: -charged[name])
+    return {
+        "profiled_step_us": round(wall / num_steps, 1),
+        "idle_us": round(idle / num_steps, 1),
+        "nodes": round(len(in_order) / num_steps, 1),
+        "kernels": [
+            {
+                "name": name[:100],
+                "nodes": round(nodes[name] / num_steps, 1),
+                "us": round(charged[name] / num_steps, 1),
+                "share": round(charged[name] / wall, 4),
+            }
+            for name in largest[:LARGEST]
+        ],
+    }
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """What there is to see of one engine and batch size."""
+    print(f"\n{row['method']}, batch {row['batch']}: {row['step_ms']:.3f} ms a step, {row['nodes']:g} nodes;", end=" ")
+    print(f"{row['one_at_a_time_ms']:.3f} ms one at a time; captured in {row['capture_s']:.1f} s")
+    print(f"{'us':>8} {'share':>6} {'nodes':>6}  profiled: {row['profiled_step_us']:.1f} us a step")
+    for kernel in row["kernels"]:
+        print(f"{kernel['us']:8.1f} {kernel['share']:6.1%} {kernel['nodes']:6g}  {kernel['name'][:80]}")
+    print(f"{row['idle_us']:8.1f} {row['idle_us'] / row['profiled_step_us']:6.1%}         nothing", flush=True)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
 
     enable_torch_compile: Annotated[
-        bool, Meta(description="compile what is no kernel of ours, sampler and verdict, before the capture")
+        bool, Meta(description="compile what is no kernel of ours, the sampler, before the capture")
     ] = False
     torch_compile_max_bs: (
         Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None

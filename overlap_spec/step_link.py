@@ -4,17 +4,21 @@ ZeroMQ passes a message through an I/O thread at either end: three wake-ups wher
 if its reader is still polling. So plans and results travel here; everything else (and the first and last words of
 an actor) travels by ZeroMQ, and `StepInbox` reads both. Not here: the other links (`transport.py`).
 
-An inbox is bound by its reader before anybody sends; an outlet connects with its first message. A send waits only
-when more is unread than a socket's buffer holds (some 200 KiB: plans with 50,000 prompt tokens).
+An inbox is bound by its reader before anybody sends; an outlet connects with its first message. A send never blocks:
+no more messages are unread than there are steps in flight, and each is a packet that is small beside a socket's buffer.
+What does not fit into one (the plan of a long prompt) lies in an anonymous file, and the packet holds its descriptor.
 """
 
 import asyncio
 import contextlib
+import logging
+import os
 import select
 import socket
 import time
+from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,9 +28,12 @@ from overlap_spec.transport import ZmqInbox, has_message
 
 T = TypeVar("T")
 
-PACKET_BYTES = 1 << 16  # of a packet; its first byte says whether the message goes on in the next one
-LAST, MORE = b"\0", b"\1"
+PACKET_BYTES = 1 << 14  # of a message that travels as it is; a socket's buffer holds 200 KiB where nobody changed it
+IN_FILE = b"\0"  # what is sent with a descriptor: an empty packet would be the end of the connection
+ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i", [0]).itemsize)
 POLLS_BETWEEN = 32  # of the step link, between two of the sources that are in no hurry
+
+log = logging.getLogger(__name__)
 
 
 class Patience:
@@ -35,19 +42,20 @@ class Patience:
     `spin_s` 0: it sleeps at once, as it must where cores are few. After `spin_s` without a message it sleeps too.
     """
 
-    def __init__(self, spin_s: float) -> None:
+    def __init__(self, spin_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._spin_s = spin_s
+        self._clock = clock
         self._until = 0.0
 
     def renew(self) -> None:
         """Something happened: the next thing may follow soon."""
         if self._spin_s:
-            self._until = time.monotonic() + self._spin_s
+            self._until = self._clock() + self._spin_s
 
     @property
     def lasts(self) -> bool:
         """Whether to poll once more."""
-        return self._spin_s > 0 and time.monotonic() < self._until
+        return self._spin_s > 0 and self._clock() < self._until
 
 
 class StepOutlet(Generic[T]):
@@ -57,21 +65,34 @@ class StepOutlet(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._path = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connected = False
+        self._connected = self._has_lost = False
 
     def send(self, message: T) -> None:
-        """Send a message."""
+        """Send a message; never blocks. Raises: BlockingIOError if far more is unread than steps can be in flight."""
         payload = self._encoder.encode(message)
-        with contextlib.suppress(ConnectionError, FileNotFoundError):
+        try:
             if not self._connected:
                 self._socket.connect(self._path)
+                self._socket.setblocking(False)
                 self._connected = True
-            for packet in _packets(payload):
-                self._socket.send(packet)
+            if len(payload) <= PACKET_BYTES:
+                self._socket.send(payload)
+            else:
+                self._send_in_file(payload)
+        except (ConnectionError, FileNotFoundError) as error:
+            if not self._has_lost:
+                log.info("nobody reads %s any more (%s): what is sent there is lost", self._path, error)
+            self._has_lost = True
 
     def close(self) -> None:
         """What was sent still arrives."""
         self._socket.close()
+
+    def _send_in_file(self, payload: bytes) -> None:
+        with open(os.memfd_create("step"), "wb") as file:
+            file.write(payload)
+            file.flush()
+            socket.send_fds(self._socket, [IN_FILE], [file.fileno()])
 
 
 class StepInbox(Generic[T]):
@@ -136,7 +157,7 @@ class StepInbox(Generic[T]):
 
     def _read_steps(self) -> None:
         for sender in self._senders:
-            while (payload := sender.receive()) is not None:
+            while not sender.gone and (payload := sender.receive()) is not None:
                 self._ready.append(self._decoder.decode(payload))
         if any(sender.gone for sender in self._senders):
             self._senders = [sender for sender in self._senders if not sender.gone]
@@ -167,34 +188,26 @@ class StepInbox(Generic[T]):
 
 
 class _Sender:
-    """One connection to an inbox; puts messages of several packets together."""
+    """One connection to an inbox."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.gone = False
         self._connection = connection
         self._packet = memoryview(bytearray(PACKET_BYTES))
-        self._begun = bytearray()
 
-    def receive(self) -> bytes | bytearray | memoryview | None:
-        """The next message, valid until the next call; None if there is no whole one."""
-        while not self.gone:
-            try:
-                size = self._connection.recv_into(self._packet, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return None
-            except ConnectionResetError:
-                size = 0
-            if size == 0:
-                self.gone = True
-                self.close()
-            elif self._packet[0] == MORE[0]:
-                self._begun += self._packet[1:size]
-            elif not self._begun:
-                return self._packet[1:size]
-            else:
-                message, self._begun = self._begun + self._packet[1:size], bytearray()
-                return message
-        return None
+    def receive(self) -> bytes | memoryview | None:
+        """The next message, valid until the next call; None if there is none."""
+        try:
+            size, rights, _, _ = self._connection.recvmsg_into([self._packet], ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            size, rights = 0, []
+        if size == 0:
+            self.gone = True
+            self.close()
+            return None
+        return _file_content(array("i", rights[0][2])[0]) if rights else self._packet[:size]
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -203,9 +216,7 @@ class _Sender:
         self._connection.close()
 
 
-def _packets(payload: bytes) -> Iterator[bytes]:
-    size = PACKET_BYTES - 1
-    while len(payload) > size:
-        yield MORE + payload[:size]
-        payload = payload[size:]
-    yield LAST + payload
+def _file_content(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        file.seek(0)  # both ends share a position, which is where the sender stopped
+        return file.read()

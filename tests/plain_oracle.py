@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass
 
 import torch
-from ring import RingConfig, tiny_loaded
+from ring import Answer, RingConfig, tiny_loaded
 from tiny_models import CPU
 
 from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
@@ -25,40 +25,31 @@ class Expected:
     finish: Finish
 
 
-class PlainOracle:
-    """Decodes one request at a time, in one slot, from an empty cache."""
+class Endings:
+    """Where requests end, and what their text is then."""
 
-    def __init__(self, seed: int, codec: Codec, dtype: torch.dtype = torch.float64, place: torch.device = CPU) -> None:
-        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
-        self._geometry = config.geometry()
-        self._executor: Executor = build_executor(tiny_loaded(seed, 0, dtype, place), self._geometry, place)
+    def __init__(self, codec: Codec) -> None:
         self._codec = codec
 
-    def close(self) -> None:
-        self._executor.close()
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return (() if sampling.ignore_eos else self._codec.eos_token_ids) + sampling.stop_token_ids
 
-    def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
-        """Decode until the request ends, token by token: stop id, stop string, length."""
-        stop_ids = (() if sampling.ignore_eos else self._codec.eos_token_ids) + sampling.stop_token_ids
-        reset = ResetSlot(sampling, len(prompt), stop_ids, len(prompt) + sampling.min_new_tokens)
-        chunk = array("i", prompt).tobytes()
-        pages = list(range(1, self._geometry.num_page_columns + 1))
-        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=chunk, reset=reset)
-        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1))
-        while (finish := self._finish(tokens, stop_ids, sampling)) is None:
-            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1))
-        return Expected(tokens, self._text(tokens, finish, sampling), finish)
-
-    def _step(self, plan: StepPlan) -> list[int]:
-        return self._executor.launch(plan).wait().tokens[0]
-
-    def _finish(self, tokens: list[int], stop_ids: tuple[int, ...], sampling: SamplingParams) -> Finish | None:
-        if tokens[-1] in stop_ids:
+    def finish(self, tokens: list[int], sampling: SamplingParams) -> Finish | None:
+        """How a request ends with the last of these tokens, if it does."""
+        if tokens[-1] in self.stop_ids(sampling):
             return Finish(FinishKind.STOP, tokens[-1])
         found = self._first_stop_string(tokens, sampling)
         if found is not None:
             return Finish(FinishKind.STOP, found[1])
         return Finish(FinishKind.LENGTH) if len(tokens) == sampling.max_new_tokens else None
+
+    def text(self, tokens: list[int], finish: Finish, sampling: SamplingParams) -> str:
+        """What a client is sent of a request that ended so."""
+        if isinstance(finish.matched, int):
+            return self._codec.decode(tokens[:-1], True)
+        found = self._first_stop_string(tokens, sampling) if finish.matched is not None else None
+        text = self._codec.decode(tokens, True)
+        return text if found is None else text[: found[0]]
 
     def _first_stop_string(self, tokens: list[int], sampling: SamplingParams) -> tuple[int, str] | None:
         """Where the first stop string begins, and which; what the first tokens say is not searched."""
@@ -67,9 +58,42 @@ class PlainOracle:
         found = [(text.find(stop, before), stop) for stop in sampling.stop if text.find(stop, before) >= 0]
         return min(found, key=lambda match: match[0] + len(match[1])) if found else None
 
-    def _text(self, tokens: list[int], finish: Finish, sampling: SamplingParams) -> str:
-        if isinstance(finish.matched, int):
-            return self._codec.decode(tokens[:-1], True)
-        found = self._first_stop_string(tokens, sampling) if finish.matched is not None else None
-        text = self._codec.decode(tokens, True)
-        return text if found is None else text[: found[0]]
+
+class PlainOracle:
+    """Decodes one request at a time, in one slot, from an empty cache."""
+
+    def __init__(self, seed: int, codec: Codec, dtype: torch.dtype = torch.float64, place: torch.device = CPU) -> None:
+        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
+        self._geometry = config.geometry()
+        self._executor: Executor = build_executor(tiny_loaded(seed, 0, dtype, place), self._geometry, place)
+        self._endings = Endings(codec)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
+        """An answer is what is expected, token by token; an aborted one is its beginning."""
+        expected, finish = self.expected(prompt, sampling), answer.finish
+        assert finish is not None and answer.usage is not None
+        if finish.kind is FinishKind.ABORT:
+            assert answer.token_ids == expected.token_ids[: len(answer.token_ids)], what
+            return
+        assert answer.token_ids == expected.token_ids, what
+        assert finish == expected.finish, what
+        assert answer.text == expected.text, what
+        assert answer.usage.completion_tokens == len(answer.token_ids), what
+
+    def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
+        """Decode until the request ends, token by token: stop id, stop string, length."""
+        stop_ids = self._endings.stop_ids(sampling)
+        reset = ResetSlot(sampling, len(prompt), stop_ids, len(prompt) + sampling.min_new_tokens)
+        chunk = array("i", prompt).tobytes()
+        pages = list(range(1, self._geometry.num_page_columns + 1))
+        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=chunk, reset=reset)
+        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1))
+        while (finish := self._endings.finish(tokens, sampling)) is None:
+            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1))
+        return Expected(tokens, self._endings.text(tokens, finish, sampling), finish)
+
+    def _step(self, plan: StepPlan) -> list[int]:
+        return self._executor.launch(plan).wait().tokens[0]

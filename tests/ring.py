@@ -48,17 +48,17 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import Geometry, LoadedModels
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.warmup import ChunkSize, capture_graphs
+from overlap_spec.worker.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 
 CLIENT = 1
 PATIENCE_S = 30.0
 
 
 def tiny_loaded(
-    seed: int, num_steps: int, dtype: torch.dtype = torch.float64, place: torch.device = CPU
+    seed: int, num_steps: int, dtype: torch.dtype = torch.float64, place: torch.device = CPU, **shape: int
 ) -> LoadedModels:
-    """A tiny target with an EAGLE-3 head for `num_steps` guesses; 0 steps: plain decoding."""
-    checkpoint = tiny_target(seed)
+    """A tiny target with an EAGLE-3 head for `num_steps` guesses; 0 steps: plain decoding. `shape`: of the target."""
+    checkpoint = tiny_target(seed, **shape)
     target = load_tiny_target(checkpoint, dtype, place)
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
@@ -82,6 +82,7 @@ class RingConfig:
     dtype: torch.dtype = torch.float64
     place: torch.device = CPU
     graph_batch_sizes: tuple[int, ...] = ()
+    warm: bool = False  # warmed up before it serves, as the worker process is
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
 
     def geometry(self) -> Geometry:
@@ -246,8 +247,9 @@ class Ring:
 
     def __init__(self, models: LoadedModels, config: RingConfig, codec: Codec) -> None:
         geometry = config.geometry()
+        self._config = config
+        self.ready = asyncio.Event()
         self.executor: Executor = build_executor(models, geometry, config.place)
-        capture_graphs(self.executor, geometry, config.graph_batch_sizes)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
@@ -298,9 +300,19 @@ class Ring:
             group.create_task(self.scheduler.run())
             group.create_task(self.tokenizer.serve(self.to_tokenizer))
 
+    def _prepare_and_run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All in one thread, as in the worker process: a BLAS keeps its workspace by thread."""
+        geometry = self._config.geometry()
+        if self._config.warm:
+            warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
+        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes)
+        loop.call_soon_threadsafe(self.ready.set)
+        self.worker.run()
+
     async def _work(self) -> None:
         """The worker, in a thread, which is told to stop when this is cancelled."""
-        working = asyncio.create_task(asyncio.to_thread(self.worker.run))
+        loop = asyncio.get_running_loop()
+        working = asyncio.create_task(asyncio.to_thread(self._prepare_and_run, loop))
         try:
             await asyncio.shield(working)
         finally:
@@ -317,6 +329,7 @@ async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> Asy
     assert block is not None
     actors.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
     try:
+        await ring.ready.wait()  # a capture does not bear other work on the device
         yield ring
     except asyncio.CancelledError:
         if actors.done():

@@ -1,4 +1,4 @@
-"""The fused operations of a decoder layer, each with a Triton kernel and a plain-torch twin in one file.
+"""The fused operations of a decoder layer and around a decode step, each with its plain-torch twin in one file.
 
 Not here: models, page allocation, anything of `overlap_spec`. An op validates its arguments, runs its kernel on
 CUDA tensors and its twin (`op_reference`) everywhere else, so a machine without Triton serves on a CPU.

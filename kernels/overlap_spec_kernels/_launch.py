@@ -64,16 +64,23 @@ class GluonKernel(TritonKernel):
         return gluon.jit, {"gl": language, "ampere": ampere, "cuda": cuda}
 
 
-@functools.cache
-def dependent_launch(device: torch.device) -> dict[str, bool]:
+_FEW_ROWS = 64  # of a step: with more, maps are a BLAS's, which lets nobody begin early, and dependence only costs
+
+
+def dependent_launch(device: torch.device, num_rows: int = 1) -> dict[str, bool]:
     """Launch options of a kernel that begins while the kernel before it on the stream still runs (Hopper and later).
 
     Such a kernel takes `PDL: tl.constexpr`. It may read what no kernel writes (weights) at once; before anything else
     it must `tl.extra.cuda.gdc_wait()`, which returns when all kernels before it have ended and their writes are
     visible. Every program of it must wait, or the kernel after it could overtake the kernel before it.
     """
-    enabled = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    enabled = num_rows <= _FEW_ROWS and _can_depend(device)
     return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
+
+
+@functools.cache
+def _can_depend(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def require(holds: bool, argument: str, expected: str) -> None:

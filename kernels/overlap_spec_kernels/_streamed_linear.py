@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia import ampere
     from triton.language.extra import cuda
 
-MOST_ROWS = 32  # of x: beyond, a BLAS does as well
+_MOST_ROWS = 64  # of x: beyond, a BLAS does as well
+_MOST_LARGE = 16  # the same for a large weight
+_BLOCK_ROWS = 32  # of x in a program, at most
 _DTYPES = (torch.bfloat16, torch.float16)
-_PROGRAMS_PER_SM = 3
+_LARGE = 8 << 20  # bytes of a weight that takes longer to read than a kernel to launch
 
 
 class Stream(NamedTuple):
@@ -39,6 +41,8 @@ class Stream(NamedTuple):
     warps_k: int
     warps_n: int
     stages: int
+    late: bool = False  # the next kernel begins when the last weights have been asked for, else at once
+    per_sm: int = 16  # programs at most, which then take turns with the blocks of W
 
 
 class Call(NamedTuple):
@@ -59,24 +63,33 @@ class Call(NamedTuple):
 
 
 def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
-    """None where this kernel does not apply."""
+    """None where this kernel does not apply.
+
+    A kernel that starts early must not find room beside some programs of the one before and none beside others: it
+    would crowd a few multiprocessors. So a large weight takes a program per multiprocessor, whose ring leaves no room
+    for another; kernels of small ones begin late instead (`benchmarks/results/step-log.md`).
+    """
     size_n, size_k = weight.shape
-    if x.dtype not in _DTYPES or x.shape[0] > MOST_ROWS or not dependent_launch(x.device)["PDL"]:
+    if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not dependent_launch(x.device)["PDL"]:
         return None
     if size_k % 64 or x.stride(0) % 8:
         return None
+    if weight.nbytes < _LARGE:
+        if size_k % 256 == 0:
+            return Stream(16, 256, 4, 1, 6, late=True)
+        return Stream(16, 64, 2, 1, 10, late=True) if x.shape[0] <= 16 else Stream(32, 64, 1, 2, 8, late=True)
     if size_k % 256:
-        return Stream(16, 64, 2, 1, 10) if size_n < 8192 else Stream(64, 64, 1, 4, 8)
-    return Stream(16, 256, 4, 1, 4 if x.shape[0] <= 16 else 3) if not gated else Stream(16, 256, 4, 1, 5)
+        return Stream(64, 64, 1, 4, 8, late=True, per_sm=1)
+    if x.shape[0] > _MOST_LARGE:
+        return None
+    return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
 
 
 def num_programs(weight: Tensor, stream: Stream, gated: bool) -> int:
-    """One per block of rows of W, or as many as stay resident and take turns."""
+    """One per block of rows of W, or fewer."""
     num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
     blocks = ceil_div(weight.shape[0] // 2 if gated else weight.shape[0], stream.block_n)
-    if blocks <= _PROGRAMS_PER_SM * num_sms and not (gated and weight.shape[1] > 1024):
-        return blocks
-    return min(blocks, num_sms)
+    return min(blocks, stream.per_sm * num_sms)
 
 
 def run_stream(call: Call, stream: Stream, programs: int) -> None:
@@ -85,13 +98,13 @@ def run_stream(call: Call, stream: Stream, programs: int) -> None:
     num_rows = x.shape[0]
     size_n = call.weight.shape[0] // 2 if call.gated else call.weight.shape[0]
     num_squares = 0 if call.squares is None else call.squares.shape[0]
-    rows = max(next_power_of_2(num_rows), 8)
+    rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
     num_warps = stream.warps_k * stream.warps_n
 
     def given(tensor: Tensor | None) -> Tensor:
         return unused if tensor is None else tensor
 
-    _streamed_linear_kernel[(programs,)](
+    _streamed_linear_kernel[(programs, ceil_div(num_rows, rows))](
         x,
         call.weight,
         given(call.squares),
@@ -119,6 +132,7 @@ def run_stream(call: Call, stream: Stream, programs: int) -> None:
         WARPS_K=stream.warps_k,
         WARPS_N=stream.warps_n,
         STAGES=stream.stages,
+        LATE=stream.late,
         BLOCK_U=max(next_power_of_2(num_squares), 32 // rows * num_warps),
         num_warps=num_warps,
         **dependent_launch(x.device),
@@ -131,10 +145,10 @@ def _streamed_linear_kernel(
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,
     x_stride: int, residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
-    PDL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WARPS_K: gl.constexpr,
-    WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
+    PDL: gl.constexpr, LATE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Program p takes blocks p, p + programs, .. of W's rows; step i of its loop is chunk i % CHUNKS of a block."""
+    """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
     PART: gl.constexpr = BLOCK_K // WARPS_K
     CHUNKS: gl.constexpr = SIZE_K // BLOCK_K
     LANES: gl.constexpr = PART // 8
@@ -144,7 +158,7 @@ def _streamed_linear_kernel(
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [2, 1, 0])
     flat: gl.constexpr = gl.SliceLayout(0, mma)  # of a result [rows of W, rows of x]
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
-    if PDL:
+    if PDL and not LATE:
         cuda.gdc_launch_dependents()
     w_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS_K, BLOCK_N, PART], shared)
     up_ring = w_ring
@@ -178,6 +192,8 @@ def _streamed_linear_kernel(
         _ask_for_weights(w_ring, up_ring, weight_ptr, ahead, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
         _ask_for_rows(x_ring, x_ptr, ahead, num_steps, x_stride, num_rows, CHUNKS, copy)
         ampere.async_copy.commit_group()
+        if PDL and LATE and ahead >= num_steps:  # nothing is left to ask for: the next kernel may
+            cuda.gdc_launch_dependents()
         acc = ampere.mma_v2(w, x, acc)
         if GATED:
             up = ampere.mma_v2(w_up, x, up)
@@ -196,7 +212,7 @@ def _streamed_linear_kernel(
                     num_rows, ADD
                 )  # fmt: skip
     if ARGMAX:
-        m = gl.arange(0, ROWS, gl.SliceLayout(0, flat))
+        m = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))
         gl.store(best_ptr + first * num_rows + m, best, mask=m < num_rows)
         gl.store(best_at_ptr + first * num_rows + m, best_at, mask=m < num_rows)
 
@@ -228,6 +244,7 @@ def _ask_for_rows(
 ) -> None:  # fmt: skip
     """Begin to copy a step's columns of x."""
     m, k = _places(ring.shape[2], ring.shape[1], ring.shape[3], copy)
+    m += gl.program_id(1) * ring.shape[2]
     chunk = x_ptr + m * x_stride + (k + step % CHUNKS * (ring.shape[1] * ring.shape[3]))
     wanted = m < gl.where(step < num_steps, num_rows, 0)
     ampere.async_copy.async_copy_global_to_shared(ring.index(step % ring.shape[0]), chunk, mask=wanted)
@@ -253,7 +270,7 @@ def _scale_of_rows(
     """The scale of a norm, from the sums of squares of its parts. Shapes: -> [ROWS]."""
     sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ROWS, ROWS], [NUM_WARPS, 1], [1, 0])
     part = gl.expand_dims(gl.arange(0, BLOCK_U, gl.SliceLayout(1, sums)), 1)
-    m = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, sums)), 0)
+    m = gl.program_id(1) * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, sums)), 0)
     squares = gl.load(squares_ptr + part * num_rows + m, mask=(part < num_squares) & (m < num_rows), other=0.0)
     return gl.rsqrt(gl.convert_layout(gl.sum(squares, axis=0), gl.SliceLayout(0, flat)) / SIZE_K + eps)
 
@@ -278,7 +295,7 @@ def _store(
 ) -> None:  # fmt: skip
     """Write a block of results; if they are added to a stream, what the norm after it needs besides."""
     n_flat = block * y.shape[0] + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
-    m_flat = gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
+    m_flat = gl.program_id(1) * y.shape[1] + gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
     n, m = gl.expand_dims(n_flat, 1), gl.expand_dims(m_flat, 0)
     mask = (n < size_n) & (m < num_rows)
     if ADD:

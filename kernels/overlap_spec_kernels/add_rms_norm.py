@@ -8,14 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels._launch import (
-    TritonKernel,
-    dependent_launch,
-    next_power_of_2,
-    require,
-    runs_triton,
-    warps_for,
-)
+from overlap_spec_kernels._launch import TritonKernel, next_power_of_2, require, runs_triton, warps_for
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -58,7 +51,6 @@ def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float
         eps,
         BLOCK=block,
         num_warps=warps_for(block),
-        **dependent_launch(x.device),
     )
     return y, new_residual
 
@@ -75,16 +67,12 @@ def _add_rms_norm_kernel(
     size: int,
     eps: float,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program per row; the row is read once and stays in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)

@@ -1,67 +1,32 @@
 """Times every op on one GPU: `python -m overlap_spec_kernels.benchmark --output FILE`.
 
-Not here: the steps of an engine. Each op is compared with its twin first, then timed with a cold L2 cache (median).
-Bytes are those that must move once; the ceiling is a device copy measured in the same run.
+Not here: the steps of an engine, and what is timed (`_layer_cases.py`, `_step_cases.py`). Each op is compared with its
+twin first. Bytes are those that must move once; the ceiling is a device copy measured in the same run. Two clocks:
+
+    layer ops   one launch at a time with a cold L2 cache, median
+    step ops    launches in a row in one CUDA graph, as in a step: each begins while the one before it ends, and they
+                take turns with weights that the L2 cache cannot hold together; a graph's time over its launches, median
 """
 
 import argparse
 import json
 import platform
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from overlap_spec_kernels._inputs import HeadShape, attention_inputs, rope_inputs, to_device
-from overlap_spec_kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
-from overlap_spec_kernels.paged_attention import paged_attention, paged_attention_reference
-from overlap_spec_kernels.rms_norm import rms_norm, rms_norm_reference
-from overlap_spec_kernels.rope_kv_write import rope_kv_write, rope_kv_write_reference
-from overlap_spec_kernels.silu_mul import silu_mul, silu_mul_reference
+from overlap_spec_kernels._cases import DTYPE, MODELS, PAGE_SIZE
+from overlap_spec_kernels._layer_cases import layer_cases
+from overlap_spec_kernels._step_cases import Place, StepCase, slot_cases, step_cases
 
-DTYPE = torch.bfloat16
-TOLERANCE = 2**-6  # relative and absolute, of bfloat16 against the twin in float32
-EPS = 1e-5
-PAGE_SIZE = 16
-NUM_ROWS = (4, 256, 2048)  # one window, 64 windows, a prompt chunk
-# (first position, rows) of each request
-ATTENTION: dict[str, list[tuple[int, int]]] = {
-    "verify 1 x 4 rows at 500": [(500, 4)],
-    "verify 1 x 4 rows at 32k": [(32768, 4)],
-    "verify 64 x 4 rows at 2k": [(2048, 4)] * 64,
-    "decode 64 x 1 row at 2k": [(2048, 1)] * 64,
-    "prefill 2048 rows": [(0, 2048)],
-    "prefill 512 rows at 8k": [(8192, 512)],
-}
-
-
-class Shape(NamedTuple):
-    """Widths of a model's layers."""
-
-    hidden: int
-    intermediate: int
-    heads: HeadShape
-
-
-MODELS = {
-    "SmolLM2-135M": Shape(576, 1536, HeadShape(9, 3, 64)),
-    "Llama-3.1-8B": Shape(4096, 14336, HeadShape(32, 8, 128)),
-}
-
-
-class Case(NamedTuple):
-    """One timed call. `check` raises AssertionError where the kernel and the twin differ."""
-
-    op: str
-    model: str
-    workload: str
-    num_bytes: int
-    call: Callable[[], object]
-    check: Callable[[], None]
+ROTATED_BYTES = 160 << 20  # more than twice the L2 cache of any GPU so far
+LAUNCHES = 64  # in a graph, at least
+REPLAYS = 15
 
 
 @dataclass(frozen=True)
@@ -75,6 +40,13 @@ class Measurement:
     time_us: float
     gb_per_s: float
     share: float
+
+
+@dataclass(frozen=True)
+class StepMeasurement(Measurement):
+    """One row of the report on step ops. `model`: empty where it makes no difference."""
+
+    num_rows: int
 
 
 def main() -> None:
@@ -95,13 +67,6 @@ def run(commit: str) -> dict[str, Any]:
 
     torch.manual_seed(0)
     ceiling = copy_bandwidth()
-    measurements = []
-    for case in all_cases():
-        case.check()
-        measurement = measure(case, ceiling)
-        print(f"{case.op:16} {case.model:13} {case.workload:26} {measurement.time_us:9.1f} us", end=" ")
-        print(f"{measurement.gb_per_s:7.0f} GB/s {measurement.share:6.1%}", flush=True)
-        measurements.append(asdict(measurement))
     return {
         "gpu": torch.cuda.get_device_name(),
         "versions": {
@@ -115,15 +80,76 @@ def run(commit: str) -> dict[str, Any]:
         "dtype": str(DTYPE).removeprefix("torch."),
         "page_size": PAGE_SIZE,
         "copy_gb_per_s": ceiling,
-        "measurements": measurements,
+        "rotated_bytes": ROTATED_BYTES,
+        "measurements": [asdict(measurement) for measurement in measure_layer_ops(ceiling)],
+        "step_measurements": [asdict(measurement) for measurement in measure_step_ops(ceiling)],
     }
 
 
-def measure(case: Case, ceiling: float) -> Measurement:
-    """Check the op against its twin, then time it."""
-    time_ms = median_ms(case.call)
-    gb_per_s = case.num_bytes / time_ms / 1e6
-    return Measurement(*case[:4], time_us=time_ms * 1e3, gb_per_s=gb_per_s, share=gb_per_s / ceiling)
+def measure_layer_ops(ceiling: float) -> Iterator[Measurement]:
+    """Check and time them, printing each."""
+    for case in layer_cases():
+        case.check()
+        time_us = median_ms(case.call) * 1e3
+        yield printed(Measurement(*case[:4], time_us, *_speed(case.num_bytes, time_us, ceiling)))
+
+
+def measure_step_ops(ceiling: float) -> Iterator[StepMeasurement]:
+    """Check and time them, printing each."""
+    place = Place("cuda", ROTATED_BYTES)
+    for case in all_step_cases(place):
+        case.check()
+        time_us = graph_us(case.calls)
+        speed = _speed(case.num_bytes, time_us, ceiling)
+        yield printed(
+            StepMeasurement(case.op, case.model, case.workload, case.num_bytes, time_us, *speed, case.num_rows)
+        )
+
+
+def all_step_cases(place: Place) -> Iterator[StepCase]:
+    """For every model, then for none."""
+    for model, shape in MODELS.items():
+        yield from step_cases(model, shape, place)
+    yield from slot_cases(place)
+
+
+def printed(measurement: Measurement) -> Any:
+    """The measurement, once it is on the screen."""
+    workload = measurement.workload
+    if isinstance(measurement, StepMeasurement):
+        workload += f", {measurement.num_rows} rows"
+    print(f"{measurement.op:16} {measurement.model:13} {workload:30} {measurement.time_us:9.2f} us", end=" ")
+    print(f"{measurement.gb_per_s:7.0f} GB/s {measurement.share:6.1%}", flush=True)
+    return measurement
+
+
+def _speed(num_bytes: int, time_us: float, ceiling: float) -> tuple[float, float]:
+    """GB/s, and their share of the ceiling."""
+    gb_per_s = num_bytes / time_us / 1e3
+    return gb_per_s, gb_per_s / ceiling
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds per call of a CUDA graph of all calls, in turns until there are LAUNCHES."""
+    launches = [calls[i % len(calls)] for i in range(max(len(calls), LAUNCHES))]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in launches:
+            call()
+    times = [_replay_ms(graph) for _ in range(3 + REPLAYS)][3:]
+    return statistics.median(times) * 1e3 / len(launches)
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def median_ms(call: Callable[[], object]) -> float:
@@ -138,82 +164,6 @@ def copy_bandwidth() -> float:
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e6
-
-
-def all_cases() -> Iterator[Case]:
-    """Every op on every model and workload."""
-    for model, shape in MODELS.items():
-        for num_rows in NUM_ROWS:
-            yield from row_cases(model, shape, num_rows)
-            yield rope_case(model, shape.heads, num_rows)
-        for workload, requests in ATTENTION.items():
-            yield attention_case(model, shape.heads, workload, requests)
-
-
-def row_cases(model: str, shape: Shape, num_rows: int) -> Iterator[Case]:
-    """The ops that work row by row."""
-    x, residual = (torch.randn(num_rows, shape.hidden, dtype=DTYPE, device="cuda") for _ in range(2))
-    weight = torch.randn(shape.hidden, dtype=DTYPE, device="cuda")
-    gate_up = torch.randn(num_rows, 2 * shape.intermediate, dtype=DTYPE, device="cuda")
-    ops: list[tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], int]] = [
-        (rms_norm, rms_norm_reference, (x, weight, EPS), 2 * size_of(x) + size_of(weight)),
-        (add_rms_norm, add_rms_norm_reference, (x, residual, weight, EPS), 4 * size_of(x) + size_of(weight)),
-        (silu_mul, silu_mul_reference, (gate_up,), size_of(gate_up) * 3 // 2),
-    ]
-    for op, twin, inputs, num_bytes in ops:
-        yield case_of(op, twin, inputs, num_bytes, model, f"{num_rows} rows")
-
-
-def rope_case(model: str, heads: HeadShape, num_rows: int) -> Case:
-    """Rotation of q and k, and the write of k and v."""
-    inputs = tuple(to_device(value, "cuda") for value in rope_inputs(heads, num_rows, PAGE_SIZE, DTYPE))
-    q, k, v, *_ = inputs
-    angles = num_rows * heads.head_dim * 4
-    num_bytes = 2 * (size_of(q) + size_of(k) + size_of(v)) + angles
-    return case_of(rope_kv_write, rope_kv_write_reference, inputs, num_bytes, model, f"{num_rows} rows")
-
-
-def attention_case(model: str, heads: HeadShape, workload: str, requests: list[tuple[int, int]]) -> Case:
-    """Attention of (first position, rows) requests."""
-    inputs = attention_inputs(heads, requests, PAGE_SIZE, DTYPE)
-    num_keys = sum(first + rows for first, rows in requests)
-    kv_bytes = 2 * num_keys * heads.num_kv_heads * heads.head_dim * inputs.q.element_size()
-    arguments = tuple(to_device(value, "cuda") for value in inputs)
-
-    def twin(*values: Any) -> Tensor:
-        q, k_cache, v_cache, page_table, row_starts, positions, _, scale, _ = values
-        return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale)
-
-    return case_of(paged_attention, twin, arguments, 2 * size_of(inputs.q) + kv_bytes, model, workload)
-
-
-def case_of(
-    op: Callable[..., Any],
-    twin: Callable[..., Any],
-    inputs: tuple[Any, ...],
-    num_bytes: int,
-    model: str,
-    workload: str,
-) -> Case:
-    """Bind an op and the check against its twin, which runs in float32 on the same values."""
-
-    def check() -> None:
-        expected = twin(*(widened(value) for value in inputs))
-        actual = op(*inputs)
-        torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False)
-
-    return Case(op.__name__, model, workload, num_bytes, lambda: op(*inputs), check)
-
-
-def widened(value: Any) -> Any:
-    """A 16-bit tensor as float32, to compare with; anything else as it is."""
-    return value.float() if isinstance(value, Tensor) and value.dtype == DTYPE else value
-
-
-def size_of(tensor: object) -> int:
-    """Bytes of a tensor."""
-    assert isinstance(tensor, Tensor)
-    return tensor.numel() * tensor.element_size()
 
 
 if __name__ == "__main__":

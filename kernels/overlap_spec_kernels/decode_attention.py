@@ -46,14 +46,14 @@ class DecodeScratch:
 
     @classmethod
     def allocate(cls, head_dim: int, device: torch.device, num_programs: int | None = None) -> DecodeScratch:
-        """For every op call with heads up to that size. By default P is the number of multiprocessors, 1 on a CPU.
+        """For every op call with heads up to that size. By default P is twice a GPU's multiprocessors, and 1 on a CPU.
 
         A launch splits its keys into as many programs as fit into P: fewer, longer splits with a smaller P.
         """
         if num_programs is None and device.type != "cuda":
             num_programs = 1
         elif num_programs is None:
-            num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+            num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
         num_rows = num_programs * _MAX_BLOCK_M
         return cls(
             outputs=torch.empty((num_rows, 2 * _padded_half(head_dim)), dtype=torch.float32, device=device),
@@ -152,6 +152,8 @@ def _tiling(qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_pr
     block_bytes = _BLOCK_BYTES // 2 if crowded else _BLOCK_BYTES
     block_n = min(max(block_bytes // (2 * _padded_half(head_dim) * qkv.element_size()), 16), 128)
     most_splits = ceil_div(page_table.shape[1] * page_size, _KEYS_PER_SPLIT * block_m)
+    if num_requests == 1:
+        num_programs = max(num_programs // 2, 1)  # a lone request has splits enough, and idle ones are in its way
     num_splits = min(num_programs // (num_requests * num_kv_heads * num_tiles), most_splits)
     return _Tiling(rows, block_m, block_n, num_tiles, max(num_splits, 1))
 
@@ -202,6 +204,6 @@ def _decode_attention_triton(
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * _padded_half(head_dim)), 1),
         num_warps=8 if qkv.dtype == torch.float32 else 4,
         num_stages=1,  # the kernel itself reads ahead
-        **dependent_launch(qkv.device),
+        **dependent_launch(qkv.device, num_rows),
     )
     return out

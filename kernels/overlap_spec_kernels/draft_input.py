@@ -73,7 +73,7 @@ def _draft_input_triton(
         eps,
         BLOCK=block,
         num_warps=warps_for(block),
-        **dependent_launch(features.device),
+        **dependent_launch(features.device, num_rows),
     )
     return out
 

@@ -114,6 +114,7 @@ class _Tiling(NamedTuple):
 
 
 _BLOCK_M = 16
+_FEW_ROWS = 2  # with more, streaming is as fast for 16-bit weights
 _SHARED_BYTES = 200 << 10  # of a program: a little less than a recent GPU has
 
 
@@ -124,7 +125,7 @@ def _tiling(x: Tensor, size_n: int, gated: bool) -> _Tiling | None:
     if not runs_triton(x) or num_rows > _BLOCK_M or size_n > 8192:
         return None
     if x.element_size() == 2:
-        return _Tiling(16, whole_k, 4) if whole_k <= 1024 and not gated else None
+        return _Tiling(16, whole_k, 4) if whole_k <= 1024 and not gated and num_rows <= _FEW_ROWS else None
     shared = (_BLOCK_M + 8 * (2 if gated else 1)) * whole_k * x.element_size()
     return _Tiling(8, whole_k, 8) if shared <= _SHARED_BYTES else None
 

@@ -41,7 +41,7 @@ def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     num_rows, size = x.shape
     y = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     block = next_power_of_2(size)
-    options = {"num_warps": warps_for(block), **dependent_launch(x.device)}
+    options = {"num_warps": warps_for(block), **dependent_launch(x.device, num_rows)}
     _rms_norm_kernel[(num_rows,)](x, weight, y, x.stride(0), size, eps, BLOCK=block, **options)
     return y
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels._launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels._launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -35,9 +35,7 @@ def _silu_mul_triton(gate_up: Tensor) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(next_power_of_2(size), _MAX_BLOCK)
-    _silu_mul_kernel[(num_rows, ceil_div(size, block))](
-        gate_up, out, gate_up.stride(0), size, BLOCK=block, **dependent_launch(gate_up.device)
-    )
+    _silu_mul_kernel[(num_rows, ceil_div(size, block))](gate_up, out, gate_up.stride(0), size, BLOCK=block)
     return out
 
 
@@ -48,15 +46,11 @@ def _silu_mul_kernel(
     stride: int,
     size: int,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ) -> None:
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)

@@ -57,6 +57,7 @@ def describe_settings(engine: Engine) -> dict[str, Any]:
         "num_steps": spec.num_steps,
         "topk": spec.topk,
         "num_draft_tokens": spec.width,
+        "narrower": list(spec.narrower),
         "acceptance": acceptance_of(engine),
         "depth": settings.scheduler.depth,
         "max_running_requests": settings.scheduler.max_running_requests,

@@ -3,8 +3,9 @@
     python -m overlap_spec.bench.tables README.md kernels/overlap_spec_kernels/README.md [--check]
 
 A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the current
-directory; what is between is replaced. `<!-- table: PATH as targets -->` sets a throughput report beside its targets.
- With --check nothing is written, and the status is 1 if something would be.
+directory; what is between is replaced. `<!-- table: PATH as VIEW -->` makes another table than the report's own:
+`targets` sets a throughput report beside its targets, `step_ops` shows that part of the kernels' report.
+With --check nothing is written, and the status is 1 if something would be.
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 from overlap_spec.bench.targets import Report, targets_of
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+UNTOLD = re.compile(r" --(?:commit|output) \S+")  # of a command: where the file was put, and what is said beside it
 METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
 NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
 
@@ -40,13 +42,14 @@ def _origin(report: Report) -> str:
     """Hardware, commit, versions and command: without them a figure is worth nothing."""
     run = report.get("run", report)
     device = run.get("gpu") or run["device"]
-    if device == "cpu":
+    if device in ("cpu", "none"):
         device = f"{run['cpu']}, {run['num_threads']} threads"
     versions = ", ".join(
         f"{name} {version}" for name, version in run["versions"].items() if name in ("torch", "triton")
     )
     synthetic = "" if report.get("acceptance", "real") in ("real", "") else f"{report['acceptance']}; "
-    return f"{synthetic}{device}; commit {run['commit']}; {versions}; `{run['command']}`"
+    command = UNTOLD.sub("", run["command"])
+    return f"{synthetic}{device}; commit {run['commit']}; {versions}; `{command}`"
 
 
 def _latency(report: Report) -> list[str]:
@@ -56,7 +59,7 @@ def _latency(report: Report) -> list[str]:
         if name not in report:
             continue
         part = report[name]
-        label = NAMES[name].format(**part["settings"]) if name in NAMES else part["engine"]
+        label = _label(name, part) if name in NAMES else part["engine"]
         speed = part["tokens_per_second"]
         ratio = f"{speed / baseline:.2f}" if baseline else ""
         first = part.get("first_token_ms_median", "")
@@ -69,9 +72,15 @@ def _throughput(report: Report) -> list[str]:
     rows = []
     for name in ("engine", "depth1", "plain"):
         if name in report:
-            label = NAMES[name].format(**report[name]["settings"])
+            label = _label(name, report[name])
             rows += [_batch_row(label, batch) for batch in report[name]["batches"]]
     return _table(["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"], rows)
+
+
+def _label(name: str, part: Report) -> str:
+    """One engine of a report. Its steps are as wide as the window, or narrower where that is faster."""
+    settings = part["settings"]
+    return NAMES[name].format(**settings) + (", adaptive" if settings.get("narrower") else "")
 
 
 def _batch_row(label: str, batch: Report) -> list[Any]:
@@ -119,13 +128,49 @@ def _kernels(report: Report) -> list[str]:
     return _table(["op", "model", "workload", "time, us", "GB/s", "share of copy"], rows)
 
 
+def _step_ops(report: Report) -> list[str]:
+    """One row per op and shape, one column per number of rows: time, speed and share in a cell."""
+    every = sorted({row["num_rows"] for row in report["step_measurements"]})
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in report["step_measurements"]:
+        cell = f"{row['time_us']:.3g} / {row['gb_per_s']:.0f} / {row['share']:.0%}"
+        lines.setdefault((row["op"], row["model"], row["workload"]), {})[row["num_rows"]] = cell
+    rows = [
+        [f"`{op}`", model, workload, *(cells.get(num_rows, "") for num_rows in every)]
+        for (op, model, workload), cells in lines.items()
+    ]
+    return _table(["op", "model", "shape", *map(str, every)], rows)
+
+
+def _round_trip(report: Report) -> list[str]:
+    rows = [
+        [
+            "polls" if row["polls"] else "sleeps",
+            *(row[name] for name in ("batch", "depth", "device_us", "answer_us", "answer_p90_us", "beyond_us")),
+        ]
+        for row in report["figures"]
+    ]
+    head = ["", "batch", "steps in flight", "device, us a step", "answer, us (median)", "p90", "step less device, us"]
+    return _table(head, rows)
+
+
+def _step_profile(report: Report) -> list[str]:
+    rows = [
+        [row["method"], *(row[name] for name in ("batch", "step_ms", "one_at_a_time_ms", "nodes"))]
+        for row in report["figures"]
+    ]
+    return _table(["", "batch", "step, ms", "the same one at a time, ms", "graph nodes"], rows)
+
+
 def _table(head: list[str], rows: list[list[Any]]) -> list[str]:
     cells = [head, ["---", *["---:"] * (len(head) - 1)], *([_cell(value) for value in row] for row in rows)]
     return ["| " + " | ".join(row) + " |" for row in cells]
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}".removesuffix(".0")
 
 
 RENDERERS: dict[str, Callable[[Report], list[str]]] = {
@@ -136,6 +181,9 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "step": _step,
     "draft_noise": _draft_noise,
     "kernels": _kernels,
+    "step_ops": _step_ops,
+    "round_trip": _round_trip,
+    "step_profile": _step_profile,
 }
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's loop: settle what has arrived, plan ahead, then speak, then sleep.
+"""The scheduler's loop: plan ahead, speak, sleep, then settle what has arrived.
 
 Not here: sockets (`actor.py`) and every decision (`planner.py`, `ledger.py`, `admission.py`). Depth is the
 number of steps in flight: at 2, plan N+1 is sent before result N is dispatched; 1 is the synchronous engine.
@@ -68,18 +68,22 @@ class Scheduler:
 
     async def run(self) -> None:
         """Serve until Shutdown. Cancellation: loses nothing that was received."""
-        while True:
-            for message in self.links.inbox.drain():
-                self.dispatch(message)
-            if self.stopping:
-                return self.speak()
+        while not self.stopping:
             self.plan_ahead()
             self.speak()  # deltas leave after the plan has left
             assert self.inflight or self.roster.idle, "asleep with work that nothing will wake"
             self.reporter.asleep()
             message = await self.links.inbox.recv()
             self.reporter.awake()
+            self.take([message, *self.links.inbox.drain()])
+        self.speak()
+
+    def take(self, messages: list[ToScheduler]) -> None:
+        """Apply what has arrived: requests first, then results, and plan after each: two of them may be out at once."""
+        for message in sorted(messages, key=lambda message: isinstance(message, StepResult)):
             self.dispatch(message)
+            if isinstance(message, StepResult) and not self.stopping:
+                self.plan_ahead()
 
     def plan_ahead(self) -> None:
         """Fill the pipeline: N+1 is queued before N is read."""

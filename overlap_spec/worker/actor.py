@@ -118,6 +118,7 @@ async def main(context: ActorContext) -> None:
     tracer = _step_tracer(context, executor)
     Worker(executor, inbox, context.step_outlet("scheduler"), Patience(settings.spin_s), tracer).run()
     tracer.finish()
+    executor.close()
 
 
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:

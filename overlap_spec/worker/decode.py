@@ -65,8 +65,8 @@ class DecodeStep:
         batch, window, tokens = self._slots.windows(slots, width, self._page_size, sampling)
         rows = window_rows(batch, window.positions, self._page_size)
         output = self._target.forward(tokens, rows)
-        self.parts.mark("verify")
         drawn = self.method.verifier.verify(window, self._target.scores(output.stream), batch)
+        self.parts.mark("verify")  # after the head, which computes scores only when they are asked for
         committed = self._slots.commit(batch, window, drawn)
         if width == 1 < self._slots.width:
             self.method.proposer.defer(batch, output, committed.verdict)

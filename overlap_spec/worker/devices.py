@@ -57,6 +57,10 @@ class Device(Protocol):
         """Mark this point of the stream. Sync: never."""
         ...
 
+    def finish(self) -> None:
+        """Wait until everything that was enqueued is through. Sync: of course; not while steps are served."""
+        ...
+
 
 class CpuMoment:
     """A reading of the host's clock."""
@@ -99,6 +103,9 @@ class CpuDevice:
 
     def now(self) -> Moment:
         return CpuMoment()
+
+    def finish(self) -> None:
+        """It is."""
 
 
 class CudaMoment:
@@ -175,6 +182,9 @@ class CudaDevice:
 
     def now(self) -> Moment:
         return CudaMoment(self._events)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
 
 def _pinned(num_ints: int) -> Tensor:

@@ -68,7 +68,8 @@ class Executor:
         return handle
 
     def close(self) -> None:
-        """Let go of what was captured."""
+        """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
+        self.device.finish()
         self.decoder, self.prefiller = self.decode_step, self.prefill_step
 
     def _decode(self, handle: StepHandle, on_published: OnPublished) -> None:

@@ -8,7 +8,7 @@ input for step N + 1 runs after step N, and so does whatever overwrites its outp
 
 There is a pair for every batch size, width and kind of sampling; at width 1 there is no draft. One more graph per batch
 size lets the draft catch up after steps of width 1. A graph has a fixed number of rows. A smaller batch is padded with
-the dummy slot, whose page table is all page 0 and whose length is put back to 0 before every step.
+the dummy slot, whose page table is all page 0 and whose length is put back to 0 by every step.
 """
 
 import bisect

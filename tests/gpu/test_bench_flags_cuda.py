@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from device_watch import sync_mode_warns, synchronization_is_an_error
+from given_scores import GivenScores, commit
+from torch import Tensor
 
 from overlap_spec.models.dummy import DummyWeights
-from overlap_spec.spec.compiled import CompiledVerifier
+from overlap_spec.spec.compiled import compiled_draw
 from overlap_spec.spec.interfaces import Verifier
+from overlap_spec.spec.sampler import Draw, draw_columns
 from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
-from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SamplingWork, SlotBatch, Verdict, Window
+from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Sampling, SamplingWork, SlotBatch, Window
 from overlap_spec.spec.verifier import ChainVerifier
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -27,19 +31,27 @@ def batch_on(device: torch.device, work: SamplingWork) -> SlotBatch:
     return SlotBatch(ints, ints + 10, ints[:, None].int(), sampling)
 
 
-def captured(verifier: Verifier, window: Window, logits: torch.Tensor, batch: SlotBatch) -> Verdict:
-    """The verdict of a replay, on inputs that came after the capture."""
+def on_cpu(drawn: Drawn) -> Drawn:
+    return Drawn(drawn.tokens.cpu(), None if drawn.accept_len is None else drawn.accept_len.cpu())
+
+
+def decided(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatch) -> Drawn:
+    return verifier.verify(window, GivenScores(logits), batch)
+
+
+def captured(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatch) -> Drawn:
+    """The decision of a replay, on inputs that came after the capture."""
     wanted = logits.clone()
     with torch.inference_mode():
         logits.zero_()
-        verifier.verify(window, logits, batch)  # compiles
+        decided(verifier, window, logits, batch)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            verdict = verifier.verify(window, logits, batch)
+            drawn = decided(verifier, window, logits, batch)
         logits.copy_(wanted)
         graph.replay()
-    return verdict
+    return drawn
 
 
 @pytest.mark.parametrize("work", SAMPLING_WORK, ids=["greedy", "sampled", "filtered"])
@@ -50,28 +62,29 @@ def test_captured_verdicts_are_the_eager_ones(work: SamplingWork, compiled: bool
     random = torch.Generator(device).manual_seed(5)
     batch = batch_on(device, work)
     logits = torch.randn(BATCH, WIDTH, VOCAB, generator=random, device=device)
-    verifier: Verifier = ChainVerifier(torch.arange(VOCAB, device=device))
-    if synthetic:
-        verifier = SimulatedVerifier(verifier, SyntheticAcceptance(2.5, device))
-    window = Window(torch.randint(0, VOCAB, (BATCH, WIDTH), generator=random, device=device))
-    expected = verifier.verify(window, logits, batch)
-    if not synthetic:  # let some guesses stand
-        window.tokens[:, 1] = expected.tokens[:, 0]
-        expected = verifier.verify(window, logits, batch)
-    found = captured(CompiledVerifier(verifier, BATCH) if compiled else verifier, window, logits, batch)
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.accept_len, expected.accept_len)
-    assert (found.accept_len >= 1).all()
+
+    def verifier_with(draw: Draw) -> Verifier:
+        chain = ChainVerifier(torch.arange(VOCAB, device=device), draw)
+        return SimulatedVerifier(chain, SyntheticAcceptance(2.5, device)) if synthetic else chain
+
+    positions = batch.lengths[:, None] + torch.arange(WIDTH, device=device)
+    window = Window(torch.randint(0, VOCAB, (BATCH, WIDTH), generator=random, device=device), positions)
+    eager = verifier_with(draw_columns)
+    window.tokens[:, 1] = decided(eager, window, logits, batch).tokens[:, 0]  # let some guesses stand
+    expected = decided(eager, window, logits, batch)
+    found = captured(verifier_with(compiled_draw(BATCH)) if compiled else eager, window, logits, batch)
+    assert torch.equal(found.tokens, expected.tokens)
+    accepted = [commit(window.tokens.cpu(), on_cpu(drawn)).accept_len for drawn in (found, expected)]
+    assert torch.equal(*accepted) and (accepted[0] >= 1).all()
 
 
+@sync_mode_warns
 def test_synthetic_acceptance_asks_the_device_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     batch = batch_on(device, SAMPLING_WORK[0])
     acceptance = SyntheticAcceptance(2.5, device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronization_is_an_error():
         later = acceptance.accept_len(replace(batch, lengths=batch.lengths + 5))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert set(later.tolist()) <= {1, 2}
 
 

@@ -7,6 +7,8 @@ those to be written, hold NaN.
 
 import pytest
 import torch
+from attention_cases import CLOSE, LLAMA, LONG, LONG_LENGTHS, SMOL, Case, every_group, name, other_widths, rare
+from device_watch import sync_mode_warns, synchronization_is_an_error
 from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs, to_device
 from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference
 from overlap_spec_kernels.paged_attention import paged_attention_reference
@@ -15,23 +17,6 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CLOSE = {
-    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
-    torch.bfloat16: {"rtol": 2**-7, "atol": 4e-3},
-    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
-}
-HEADS = [
-    HeadShape(2, 2, 8),
-    HeadShape(6, 3, 16),
-    HeadShape(9, 3, 64),
-    HeadShape(8, 8, 64),
-    HeadShape(5, 1, 80),
-    HeadShape(8, 1, 96),
-    HeadShape(32, 8, 128),
-    HeadShape(16, 2, 128),
-]
-SMOL, LLAMA = HeadShape(9, 3, 64), HeadShape(32, 8, 128)
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]
 
 
@@ -79,39 +64,26 @@ def check(inputs: DecodeInputs, num_programs: int | None = None) -> None:
     assert not scratch.counters.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("width", [1, 4])
-def test_head_shapes_and_pages(width: int, heads: HeadShape, page_size: int, dtype: torch.dtype) -> None:
-    inputs = decode_inputs(heads, width, LENGTHS, page_size, dtype)
-    check(inputs)
-    check(inputs, num_programs=1)
+@pytest.mark.parametrize("case", [*every_group(), *other_widths(), *rare()], ids=name)
+def test_shapes(case: Case) -> None:
+    """With the splits that the op chooses, and with as few and as many as there can be."""
+    inputs = decode_inputs(case.heads, case.width, LENGTHS, case.page_size, case.dtype)
+    for num_programs in (None, 1, 1024):
+        check(inputs, num_programs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [SMOL, LLAMA, HeadShape(8, 1, 96), HeadShape(8, 1, 128)])
-@pytest.mark.parametrize("width", [2, 3, 5, 8, 11, 16])
-def test_widths(width: int, heads: HeadShape, dtype: torch.dtype) -> None:
-    inputs = decode_inputs(heads, width, LENGTHS, 16, dtype)
-    check(inputs)
-    check(inputs, num_programs=1024)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [SMOL, LLAMA])
 def test_one_request_and_many(heads: HeadShape, dtype: torch.dtype) -> None:
     check(decode_inputs(heads, 4, [600], 16, dtype))
     check(decode_inputs(heads, 4, [torch.randint(2000, ()).item() for _ in range(64)], 16, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("lengths", [[131068], [32765, 3], [130]])
-def test_long_contexts(lengths: list[int], page_size: int, dtype: torch.dtype) -> None:
-    """The last: a short request in a page table for 128k."""
-    spare_pages = (131072 - max(lengths)) // page_size
-    inputs = decode_inputs(HeadShape(4, 1, 64), 4, lengths, page_size, dtype, spare_pages)
+@pytest.mark.parametrize("case", LONG, ids=name)
+@pytest.mark.parametrize("lengths", LONG_LENGTHS, ids=str)
+def test_long_contexts(lengths: list[int], case: Case) -> None:
+    spare_pages = (131072 - max(lengths)) // case.page_size
+    inputs = decode_inputs(case.heads, case.width, lengths, case.page_size, case.dtype, spare_pages)
     check(inputs)
     check(inputs, num_programs=1)
 
@@ -145,16 +117,13 @@ def test_200_launches_agree_bit_by_bit(heads: HeadShape, lengths: list[int], dty
     assert first.isfinite().all() and not scratch.counters.any()
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@sync_mode_warns
 def test_it_does_not_synchronize() -> None:
     inputs = on_gpu(decode_inputs(SMOL, 4, [70, 600], 16, torch.bfloat16))
     scratch = DecodeScratch.allocate(64, torch.device("cuda"))
     run(inputs, scratch)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronization_is_an_error():
         run(inputs, scratch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import CLOSE, LONG, LONG_LENGTHS, SMOL, Case, every_group, name, rare
+from device_watch import sync_mode_warns, synchronization_is_an_error
 from overlap_spec_kernels import add_rms_norm, paged_attention, rms_norm, rope_kv_write, silu_mul
 from overlap_spec_kernels._inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs, to_device
 from overlap_spec_kernels.paged_attention import _paged_attention_triton
@@ -15,14 +17,10 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CLOSE = {
-    torch.float32: {"rtol": 1e-5, "atol": 2e-6},
-    torch.bfloat16: {"rtol": 2**-7, "atol": 4e-3},
-    torch.float16: {"rtol": 2**-10, "atol": 1e-3},
-}
-ROWS = [1, 3, 7, 65]
-HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape(32, 8, 128)]
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [1, 7, 65]
+REQUESTS = [[(0, 1)], [(70, 3), (0, 3), (15, 3)], [(50, 9), (3, 9)]]  # decode and verify: alike
+CHUNKS = [[(0, 65)], [(5, 7), (0, 333), (19, 1)], [(130, 40)]]
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +63,7 @@ def test_silu_mul(size: int, num_rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("heads", "page_size"), [(SMOL, 16), (HeadShape(8, 1, 96), 64), (HeadShape(2, 2, 8), 1)])
 def test_rope_kv_write(heads: HeadShape, page_size: int, num_rows: int, dtype: torch.dtype) -> None:
     inputs = rope_inputs(heads, num_rows, page_size, dtype)
     arguments, expected = on_gpu(inputs), tuple(widened(value) for value in inputs)
@@ -82,32 +79,31 @@ def check_attention(inputs: AttentionInputs, dtype: torch.dtype, num_splits: int
     check(actual, expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("requests", [[(0, 1)], [(70, 3), (0, 3), (15, 3)], [(50, 9), (3, 9)]])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-def test_decode(page_size: int, heads: HeadShape, requests: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    inputs = attention_inputs(heads, requests, page_size, dtype)
-    check_attention(inputs, dtype)
-    check_attention(inputs, dtype, num_splits=1)
+@pytest.mark.parametrize("case", [*every_group(), *rare()], ids=name)
+def test_decode_and_prefill(case: Case) -> None:
+    """Also without splits."""
+    for requests in REQUESTS + CHUNKS:
+        inputs = attention_inputs(case.heads, requests, case.page_size, case.dtype)
+        check_attention(inputs, case.dtype)
+        check_attention(inputs, case.dtype, num_splits=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("requests", [[(0, 65)], [(5, 7), (0, 333), (19, 1)], [(130, 40)]])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("page_size", [1, 16, 256])
-def test_prefill(page_size: int, heads: HeadShape, requests: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    inputs = attention_inputs(heads, requests, page_size, dtype)
-    check_attention(inputs, dtype)
-    check_attention(inputs, dtype, num_splits=1)
+def test_a_page_as_long_as_a_prompt() -> None:
+    check_attention(attention_inputs(SMOL, CHUNKS[1], 256, torch.bfloat16), torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("requests", [[(9000, 4), (3, 4), (8192, 4)], [(8300, 70)]])
-def test_long_contexts_in_many_splits(requests: list[tuple[int, int]], dtype: torch.dtype) -> None:
-    inputs = attention_inputs(HeadShape(9, 3, 64), requests, 16, dtype, spare_pages=1000)
-    check_attention(inputs, dtype)
-    check_attention(inputs, dtype, num_splits=64)
+@pytest.mark.parametrize("case", LONG, ids=name)
+def test_long_contexts_in_many_splits(case: Case) -> None:
+    for lengths in LONG_LENGTHS:
+        requests = [(length, case.width) for length in lengths]
+        spare_pages = (131072 - max(lengths)) // case.page_size
+        inputs = attention_inputs(case.heads, requests, case.page_size, case.dtype, spare_pages)
+        check_attention(inputs, case.dtype)
+        check_attention(inputs, case.dtype, num_splits=64)
+
+
+def test_a_chunk_deep_in_a_context() -> None:
+    check_attention(attention_inputs(SMOL, [(8300, 70)], 16, torch.bfloat16, spare_pages=1000), torch.bfloat16)
 
 
 def test_float32_products_are_ieee() -> None:
@@ -118,7 +114,7 @@ def test_float32_products_are_ieee() -> None:
     assert (paged_attention(*on_gpu(inputs)).cpu() - exact).abs().max() < 2e-6
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@sync_mode_warns
 def test_no_op_synchronizes() -> None:
     rope = on_gpu(rope_inputs(HeadShape(9, 3, 64), 4, 16, torch.bfloat16))
     attention = on_gpu(attention_inputs(HeadShape(9, 3, 64), [(70, 4), (3, 4)], 16, torch.bfloat16))
@@ -131,11 +127,8 @@ def test_no_op_synchronizes() -> None:
         paged_attention(*attention)
 
     every_op()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronization_is_an_error():
         every_op()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_captured_graph_follows_its_inputs() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from device_watch import sync_mode_warns, synchronization_is_an_error
 from prompt_plans import SAMPLINGS, run
 from ring import RingConfig, tiny_loaded
 
@@ -41,12 +42,9 @@ def test_a_replay_is_the_eager_step(make: Make, sampling: SamplingParams) -> Non
     assert run(captured, sampling) == expected, "a replay left something behind"
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@sync_mode_warns
 def test_launching_never_synchronizes(make: Make) -> None:
     executor = make(True)
     run(executor, SAMPLINGS["greedy"])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronization_is_an_error():
         run(executor, SAMPLINGS["greedy"])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from solo import Solo, assert_equal_up_to_near_ties
+from device_watch import sync_mode_warns, synchronization_is_an_error
+from solo import Solo, assert_answers_equal
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
@@ -32,7 +33,9 @@ def files() -> ModelFiles:
 
 
 def answer(engine: Solo, prompt: list[int], seed: int) -> list[int]:
-    """Greedy tokens; every step has a width drawn from a generator, and catches up as the planner would."""
+    """Greedy tokens; every step has a width drawn from a generator, and catches up as the planner would.
+
+    They run past the end of the turn."""
     rng, width_max = random.Random(seed), engine._geometry.width
     pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
     reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
@@ -50,20 +53,17 @@ def answer(engine: Solo, prompt: list[int], seed: int) -> list[int]:
     return tokens[:NUM_TOKENS]
 
 
+@sync_mode_warns
 def test_any_sequence_of_widths_is_plain_decoding(files: ModelFiles) -> None:
     engine = Solo(files, dtype="float32", **CUDA)
     try:
         answer(engine, ROWS[0]["prompt_ids"], seed=99)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            answers = {
-                tuple(row["prompt_ids"]): answer(engine, row["prompt_ids"], i) for i, row in enumerate(ROWS[:10])
-            }
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert_equal_up_to_near_ties(ROWS[:10], lambda ids: answers[tuple(ids)], NUM_TOKENS)
+        with synchronization_is_an_error():
+            answers = [answer(engine, row["prompt_ids"], i) for i, row in enumerate(ROWS[:10])]
     finally:
         engine.close()
+    to_end_of_turn = [tokens[: len(row["tokens"])] for tokens, row in zip(answers, ROWS, strict=False)]
+    assert_answers_equal(ROWS[:10], to_end_of_turn, NUM_TOKENS)
 
 
 def test_a_step_of_width_1_costs_what_plain_decoding_does(files: ModelFiles, record_summary) -> None:

@@ -83,7 +83,8 @@ STEP_PATH_OF_WORKER = {
     for name in ("chunks", "decode", "devices", "executor", "handle", "loop", "packing", "prefill", "slots")
 }
 SYNCHRONIZING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
-HOST_SIDE = {  # functions of those files that are called for a result that is out, or that guard a ring too small
+HOST_SIDE = {  # functions of those files for a result that is out, for a ring too small, or for the end of the run
+    ("worker/devices.py", "finish"),
     ("worker/devices.py", "rows"),
     ("worker/devices.py", "upload"),
 }

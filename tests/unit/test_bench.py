@@ -87,7 +87,7 @@ def test_targets_beside_what_was_measured() -> None:
     table = render(report(), "targets")
     assert row_of(table, "plain, batch 1, ms a step") == ["1.17", "0.6", "0.4", "2", "0.585", "no"]
     chats = row_of(table, "EAGLE-3, chat20 to end of turn, batch 1, tok/s")
-    assert chats == ["", "2400.0", "3900.0", "3000.0", "", "yes"]
+    assert chats == ["", "2400", "3900", "3000", "", "yes"]
     worst = row_of(table, "EAGLE-3 / plain tok/s, worst of batch 1, 8, 32, 64")
     assert worst == ["0.58", "0.98", "1", "0.8", "1.379", "no"]
     assert row_of(table, "depth 2 / depth 1 tok/s, batch 64") == ["0.88", "1", "", "1.05", "1.193", "yes"]
@@ -130,3 +130,31 @@ def test_the_printed_tables_say_synthetic_and_show_every_figure(capsys: pytest.C
     assert "synthetic acceptance: 2.5 a step" in printed and "engine / plain" in printed and "4200.0" in printed
     _print(report())
     assert "synthetic" not in capsys.readouterr().out
+
+
+def test_step_ops_have_a_column_for_every_number_of_rows() -> None:
+    row = {"op": "linear_add", "model": "m", "workload": "down", "time_us": 11.31, "gb_per_s": 2969.4, "share": 0.7019}
+    report = {"gpu": "G", "commit": "c", "versions": {}, "command": "x", "measurements": []}
+    report["step_measurements"] = [row | {"num_rows": rows} for rows in (1, 4)] + [
+        row | {"num_rows": 16, "op": "select_rows"}
+    ]
+    table = render(report, "step_ops").splitlines()
+    assert table[0] == "| op | model | shape | 1 | 4 | 16 |"
+    assert table[2] == "| `linear_add` | m | down | 11.3 / 2969 / 70% | 11.3 / 2969 / 70% |  |"
+    assert table[3] == "| `select_rows` | m | down |  |  | 11.3 / 2969 / 70% |"
+
+
+def test_a_round_trip_says_which_cpu_and_whether_it_polled() -> None:
+    row = {"polls": True, "batch": 64, "depth": 2, "device_us": 400, "answer_us": 45.5, "answer_p90_us": 60.0}
+    run = {"device": "none", "cpu": "C", "num_threads": 8, "versions": {}, "commit": "c", "command": "x"}
+    lines = render({"benchmark": "round_trip", "run": run, "figures": [row | {"beyond_us": -0.1}]}).splitlines()
+    assert lines[2] == "| polls | 64 | 2 | 400 | 45.5 | 60 | -0.1 |"
+    assert lines[-1].startswith("C, 8 threads; commit c")
+
+
+def test_an_engine_whose_steps_may_be_narrower_says_so() -> None:
+    adaptive = report()
+    adaptive["engine"]["settings"]["narrower"] = [1, 2, 3]
+    table = render(adaptive)
+    assert table.count("| overlap-spec, EAGLE3 (3, 1, 4), adaptive |") == len(adaptive["engine"]["batches"]) > 0
+    assert "one step in flight, adaptive" not in table

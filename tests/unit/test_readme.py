@@ -9,7 +9,9 @@ import pytest
 
 from overlap_spec.bench.tables import MARKED, fill
 from overlap_spec.cli import COMMANDS
+from overlap_spec.cli.flags import flag_name
 from overlap_spec.cli.parser import Parser
+from overlap_spec.config_fields import config_fields
 
 ROOT = Path(__file__).parent.parent.parent
 READMES = (ROOT / "README.md", ROOT / "kernels/overlap_spec_kernels/README.md")
@@ -40,8 +42,14 @@ def test_every_result_says_where_it_comes_from() -> None:
 def test_flags_exist() -> None:
     prose = MARKED.sub("", READMES[0].read_text())
     prose = prose.replace("--speculative-*", "")  # all of them
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", prose))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", prose))
     assert named - NOT_OURS <= known_flags() | {"--help"}, named - NOT_OURS - known_flags()
+
+
+def test_every_flag_of_the_engine_is_named() -> None:
+    text = READMES[0].read_text()
+    missing = [flag_name(field.name) for field in config_fields() if f"`{flag_name(field.name)}`" not in text]
+    assert not missing
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import resource
 import threading
 import time
@@ -14,7 +16,17 @@ import pytest
 import uvloop
 import zmq
 
-from overlap_spec.messages import Abort, AbortReason, Phase, Shutdown, SlotWork, StepPlan, ToScheduler, ToWorker
+from overlap_spec.messages import (
+    Abort,
+    AbortReason,
+    Phase,
+    Shutdown,
+    SlotWork,
+    StepPlan,
+    StepResult,
+    ToScheduler,
+    ToWorker,
+)
 from overlap_spec.step_link import PACKET_BYTES, Patience, StepInbox, StepOutlet
 from overlap_spec.transport import Endpoints, ZmqInbox, ZmqOutlet
 
@@ -32,11 +44,13 @@ class Ends:
 
 
 @contextlib.contextmanager
-def ends(tmp_path: Path, union: Any = ToScheduler, spin_s: float = 0.0) -> Iterator[Ends]:
+def ends(
+    tmp_path: Path, union: Any = ToScheduler, spin_s: float = 0.0, patience: Patience | None = None
+) -> Iterator[Ends]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoints = Endpoints(tmp_path)
     zmq_inbox: ZmqInbox[Any] = ZmqInbox(context, endpoints.inbox("reader"), union)
-    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, Patience(spin_s))
+    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, patience or Patience(spin_s))
     steps: StepOutlet[Any] = StepOutlet(endpoints.steps("reader"))
     others: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("reader"))
     try:
@@ -90,18 +104,39 @@ def test_a_cancelled_reader_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, PACKET_BYTES - 256, PACKET_BYTES, 3 * PACKET_BYTES, 4 << 20])
 def test_a_thread_reads_messages_of_any_size_in_order(tmp_path: Path, num_bytes: int) -> None:
-    """Beyond the socket's buffer a send waits for its reader."""
+    """Some of them lie in files and some do not, and nobody reads before all are sent."""
     with ends(tmp_path, ToWorker) as link:
-        sent = [plan(step, num_bytes + 256 * step) for step in range(5)]
-        sender = threading.Thread(target=lambda: [link.steps.send(message) for message in sent])
-        sender.start()
+        sent = [plan(step, (num_bytes + 256 * step) * (step != 2)) for step in range(5)]
+        for message in sent:
+            link.steps.send(message)
+        descriptors = len(os.listdir("/proc/self/fd"))
         received: list[Any] = []
         while len(received) < len(sent):
             received += link.inbox.poll()
             if not received:
                 link.inbox.wait(5.0)
-        sender.join()
         assert received == sent
+        assert len(os.listdir("/proc/self/fd")) == descriptors + 1, "the connection, and no file that was read"
+
+
+def test_two_that_send_before_they_read_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Both ends of the ring's inner loop, in one thread: plans of 128k tokens one way, results of a full batch back."""
+    for role in ("worker", "scheduler"):
+        (tmp_path / role).mkdir()
+    with ends(tmp_path / "worker", ToWorker) as plans, ends(tmp_path / "scheduler") as results:
+        long = [plan(step, 4 * 131072) for step in (1, 2)]
+        full = [StepResult(step, [[128_000] * 9] * 4096, [8] * 4096, 0.1) for step in (1, 2)]
+        for one, other in zip(long, full, strict=True):
+            plans.steps.send(one)
+            results.steps.send(other)
+        assert plans.inbox.drain() == long
+        assert results.inbox.drain() == full
+
+
+def test_a_link_that_nobody_reads_fails_and_does_not_hang(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link, pytest.raises(BlockingIOError):
+        for step in range(10_000):
+            link.steps.send(plan(step, 1024))
 
 
 def test_a_thread_that_sleeps_is_woken_by_either_way(tmp_path: Path) -> None:
@@ -149,22 +184,77 @@ def test_without_patience_nobody_polls() -> None:
     assert not patience.lasts
 
 
+def test_patience_lasts_from_the_last_event(tmp_path: Path) -> None:
+    now = 100.0
+    patience = Patience(0.02, lambda: now)
+    assert not patience.lasts, "nothing has happened yet"
+    patience.renew()
+    for now, lasts in ((100.019, True), (100.021, False), (200.0, False)):
+        assert patience.lasts is lasts
+
+
+def test_a_reader_polls_while_its_patience_lasts_and_then_sleeps(tmp_path: Path, monkeypatch: Any) -> None:
+    """Whatever it waits for, a step that hangs for one. Every look at the clock takes a millisecond of its time."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    async def scenario() -> None:
+        with ends(tmp_path, patience=Patience(0.02, clock)) as link:
+            polls_before_sleep: list[int] = []
+            polls = 0
+            poll, sleep = link.inbox._poll, link.inbox._readable
+
+            def counted() -> None:
+                nonlocal polls
+                polls += 1
+                poll()
+
+            async def noted() -> None:
+                polls_before_sleep.append(polls)
+                await sleep()
+
+            monkeypatch.setattr(link.inbox, "_poll", counted)
+            monkeypatch.setattr(link.inbox, "_readable", noted)
+            for _ in range(2):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(link.inbox.recv(), 0.05)
+            assert polls_before_sleep[0] in range(15, 25)
+            assert polls in range(30, 50), "a connection that comes may wake it, but not to poll again"
+
+    asyncio.run(scenario())
+
+
 def test_a_sender_that_goes_leaves_what_it_sent(tmp_path: Path) -> None:
     with ends(tmp_path, ToWorker) as link:
         link.steps.send(plan(1, 0))
         link.steps.close()
         assert link.inbox.drain() == [plan(1, 0)]
-        started = time.monotonic()
         assert link.inbox.drain() == []  # finds the end of the connection
-        link.inbox.wait(0.05)
-        assert time.monotonic() - started > 0.04, "a connection that has ended must not keep its reader awake"
+        slept = []
+        for _ in range(3):  # ZeroMQ, which is connecting, may wake it once or twice
+            started = time.monotonic()
+            link.inbox.wait(0.05)
+            link.inbox.poll()
+            slept.append(time.monotonic() - started)
+        assert max(slept) > 0.04, "a connection that has ended must not keep its reader awake"
 
 
-def test_a_reader_that_has_gone_costs_nothing(tmp_path: Path) -> None:
-    with ends(tmp_path, ToWorker) as link:
-        link.steps.send(plan(1, 0))
-        link.inbox.drain()
+def test_a_reader_that_has_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first message, and after it."""
+    caplog.set_level(logging.INFO)
     outlet: StepOutlet[Any] = StepOutlet(Endpoints(tmp_path).steps("reader"))
-    for step in range(3):
-        outlet.send(plan(step, 0))
-    outlet.close()
+    with ends(tmp_path, ToWorker) as link:
+        outlet.send(plan(1, 0))
+        assert link.inbox.drain() == [plan(1, 0)]
+    for late in (outlet, StepOutlet(Endpoints(tmp_path).steps("reader"))):
+        caplog.clear()
+        for step in range(3):
+            late.send(plan(step, 4 * PACKET_BYTES * step))
+        late.close()
+        assert [record.message.split(" (")[0] for record in caplog.records] == [
+            f"nobody reads {tmp_path / 'reader.steps'} any more"
+        ]

@@ -9,7 +9,7 @@ import pytest
 
 from overlap_spec.messages import Phase, Shutdown, SlotWork, StepPlan, StepResult
 from overlap_spec.step_link import Patience
-from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.loop import GLANCE_S, Worker
 
 
 class FakeHandle:
@@ -72,10 +72,11 @@ def plan(step_id: int) -> StepPlan:
 
 
 STOP = [Shutdown(False)]
+NO_PATIENCE = Patience(0.0)
 
 
-def serve(executor: FakeExecutor, inbox: ScriptedInbox, scheduler: Sent, spin_s: float = 0.0) -> None:
-    Worker(executor, inbox, scheduler, Patience(spin_s)).run()  # type: ignore[arg-type]  # fakes
+def serve(executor: FakeExecutor, inbox: ScriptedInbox, scheduler: Sent, patience: Patience = NO_PATIENCE) -> None:
+    Worker(executor, inbox, scheduler, patience).run()  # type: ignore[arg-type]  # fakes
 
 
 def test_where_the_host_is_the_device_tokens_leave_before_the_draft_works() -> None:
@@ -123,10 +124,19 @@ def test_it_looks_after_steps_in_flight_and_sleeps_without_them() -> None:
     assert idle.waits == [None]
 
 
-def test_with_patience_it_polls_and_does_not_sleep() -> None:
-    inbox = ScriptedInbox([[plan(1)], *[[]] * 20, STOP])
-    serve(FakeExecutor(at_once=False), inbox, Sent(), spin_s=5.0)
-    assert inbox.waits == []
+@pytest.mark.parametrize(("at_once", "sleep"), [(True, None), (False, GLANCE_S)], ids=["idle", "a step hangs"])
+def test_it_polls_while_its_patience_lasts_and_then_sleeps(at_once: bool, sleep: float | None) -> None:
+    """20 ms after the last event it polls no more: without steps it sleeps, with one it looks after it now and then."""
+    now = 0.0
+
+    def pass_time() -> None:
+        nonlocal now
+        now += 0.001
+
+    inbox = ScriptedInbox([[plan(1)], *[[]] * 40, STOP], pass_time)
+    serve(FakeExecutor(at_once), inbox, Sent(), Patience(0.02, lambda: now))
+    assert inbox.waits == [sleep] * len(inbox.waits)
+    assert len(inbox.waits) in (20, 21, 22)
 
 
 def test_what_a_step_raises_ends_the_worker() -> None:

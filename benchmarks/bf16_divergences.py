@@ -1,0 +1,224 @@
+"""Where greedy decoding in bfloat16 leaves plain decoding, and whether rounding explains it: SmolLM2, 40 prompts.
+
+    python benchmarks/bf16_divergences.py --output benchmarks/results/bf16_divergences_h200.json
+
+The reference is plain decoding at batch 1. Plain decoding and EAGLE-3 (3, 1, 4) in larger batches compute the same rows
+in other shapes, whose sums are rounded otherwise, so a near-tie may go the other way. How much that is, is measured:
+every reference answer is read again, its tokens given, by forwards of 1 to 128 rows that each write their own KV.
+
+A divergence's margin is the reference's largest logit less that of the token taken instead, at the first place where
+two answers differ. Each of the two may be off by the noise: above twice the largest, a divergence is a fault, and the
+exit status is 1.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from solo import Solo  # noqa: E402  (a script: the path comes first)
+
+from overlap_spec.bench.report import describe_run, write_report  # noqa: E402
+from overlap_spec.config import EngineConfig, Machine, ModelFiles  # noqa: E402
+from overlap_spec.hub import resolve_model  # noqa: E402
+from overlap_spec.messages import SamplingParams  # noqa: E402
+from overlap_spec.models.interfaces import RowBatch, TargetModel  # noqa: E402
+from overlap_spec.models.kv_cache import KVCache  # noqa: E402
+from overlap_spec.models.loader import load_target  # noqa: E402
+from overlap_spec.resolve import resolve  # noqa: E402
+from overlap_spec.spec.rows import chunk_rows  # noqa: E402
+from overlap_spec.worker.build import prepare_place  # noqa: E402
+
+NUM_TOKENS, PAGE_SIZE, PAGES = 64, 16, 10  # pages of a request
+MOST_BATCH = 32
+GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0)
+NONE = {"speculative_algorithm": "NONE"}
+CHAIN = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+# Requests and rows of each: the first is the reference's, the last what EAGLE-3 verifies at batch 32.
+SHAPES = ((1, 1), (1, 4), (8, 1), (32, 1), (16, 4), (32, 4))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where an answer first differs from the reference."""
+
+    method: str
+    batch: int
+    prompt: int
+    position: int
+    reference_token: int
+    token: int
+    margin: float  # logits of the two, in the reference's shape
+    top2_margin: float  # its two largest logits
+
+
+class Reader:
+    """Reads answers whose tokens are known, in forwards of a given shape."""
+
+    def __init__(self, files: ModelFiles, device: str, dtype: str) -> None:
+        settings, _ = resolve(EngineConfig(device=device, dtype=dtype, **NONE), files, Machine(2, device == "cuda"))
+        self._place = prepare_place(settings)
+        torch_dtype = getattr(torch, dtype)
+        loaded = load_target(settings.model.files, torch_dtype, self._place)
+        cache = KVCache.allocate(loaded.kv_shape, 1 + MOST_BATCH * PAGES, PAGE_SIZE, torch_dtype, self._place)
+        self._target: TargetModel = loaded.attach(cache, PAGES * PAGE_SIZE)
+
+    def logits(self, prompts: list[list[int]], answers: list[list[int]], batch: int, width: int) -> Tensor:
+        """Logits of every answer's tokens, one answer after another. Shapes: -> [tokens, V] f32."""
+        parts = []
+        for first in range(0, len(prompts), batch):
+            group = slice(first, first + batch)
+            parts += self._read(prompts[group], answers[group], batch, width)
+        return torch.cat(parts)
+
+    def _read(self, prompts: list[list[int]], answers: list[list[int]], batch: int, width: int) -> list[Tensor]:
+        """One group, filled up to `batch` with its last request; a row past an answer's end is thrown away."""
+        count = len(prompts)
+        seats = [min(seat, count - 1) for seat in range(batch)]
+        tables = (1 + torch.arange(batch * PAGES, dtype=torch.int32, device=self._place)).view(batch, PAGES)
+        firsts = [self._prefill(prompts[at], tables[seat : seat + 1]) for seat, at in enumerate(seats)]
+        fed = [[*answers[at], *[0] * (NUM_TOKENS + width)] for at in seats]
+        steps = []
+        for start in range(0, NUM_TOKENS, width):
+            tokens = torch.tensor([row[start : start + width] for row in fed], device=self._place)
+            positions = torch.tensor([[len(prompts[at]) + start + i for i in range(width)] for at in seats])
+            rows = RowBatch(positions.view(-1).to(self._place), None, tables, None, width, True)
+            steps.append(self._forward(tokens.view(-1), rows).view(batch, width, -1))
+        after = torch.cat(steps, dim=1)  # after token i of the answer stands token i + 1
+        return [torch.cat((firsts[seat], after[seat, : len(answers[seat]) - 1])) for seat in range(count)]
+
+    def _prefill(self, prompt: list[int], table: Tensor) -> Tensor:
+        """Shapes: -> [1, V], the logits of the first token."""
+        positions = torch.arange(len(prompt), device=self._place)
+        starts = torch.tensor([0, len(prompt)], device=self._place)
+        rows = chunk_rows(table, torch.zeros_like(positions), positions, starts, len(prompt), PAGE_SIZE)
+        return self._forward(torch.tensor(prompt, device=self._place), rows)[-1:]
+
+    def _forward(self, tokens: Tensor, rows: RowBatch) -> Tensor:
+        with torch.inference_mode():
+            return self._target.scores(self._target.forward(tokens, rows).stream).logits()
+
+
+def noise_between_shapes(reader: Reader, prompts: list[list[int]], answers: list[list[int]], reference: Tensor) -> Any:
+    """How far logits of the same rows lie apart, over all of the vocabulary and over the reference's two best."""
+    leading = reference.topk(2).indices
+    figures, most = [], 0.0
+    for batch, width in SHAPES[1:]:
+        apart = (reader.logits(prompts, answers, batch, width) - reference).abs()
+        two = apart.gather(1, leading)
+        most = max(most, float(apart.max()))
+        figures.append(
+            {
+                "rows": batch * width,
+                "requests": batch,
+                "max": float(apart.max()),
+                "p99": percentile(apart, 0.99),
+                "median": percentile(apart, 0.5),
+                "leading_two_max": float(two.max()),
+                "leading_two_p99": percentile(two, 0.99),
+            }
+        )
+        print(figures[-1], flush=True)
+    return {"compared_with_rows": 1, "places": len(reference), "shapes": figures, "max": most}
+
+
+def percentile(values: Tensor, share: float) -> float:
+    """Of more values than torch.quantile takes."""
+    flat = values.flatten()
+    return float(flat.kthvalue(max(1, int(share * flat.numel()))).values)
+
+
+def divergences_of(
+    method: str, batch: int, answers: list[list[int]], references: list[list[int]], logits: list[Tensor]
+) -> list[Divergence]:
+    """At most one for each prompt: after it the prefixes differ."""
+    found = []
+    for prompt, (answer, reference, rows) in enumerate(zip(answers, references, logits, strict=True)):
+        differing = (i for i, (a, b) in enumerate(zip(answer, reference, strict=False)) if a != b)
+        place = next(differing, None)
+        if place is None:
+            assert len(answer) == len(reference), f"prompt {prompt}: equal tokens, another length"
+            continue
+        row, ours, theirs = rows[place], answer[place], reference[place]
+        two = row.topk(2).values
+        margins = round(float(row[theirs] - row[ours]), 5), round(float(two[0] - two[1]), 5)
+        found.append(Divergence(method, batch, prompt, place, theirs, ours, *margins))
+    return found
+
+
+def tokens_of(solo: Solo, prompts: list[list[int]], batch: int) -> list[list[int]]:
+    return [answer.tokens for answer in solo.answers(prompts, GREEDY, together=batch)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--commit")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=40)
+    arguments = parser.parse_args()
+    files, on_cuda = resolve_model(EngineConfig()), arguments.device == "cuda"
+    data = json.loads((ROOT / "tests/data/greedy64.json").read_text())["rows"]
+    prompts = [row["prompt_ids"] for row in data[: arguments.prompts]]
+    flags: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype, "depth": 2, "graphs": on_cuda}
+    answers: dict[tuple[str, int], list[list[int]]] = {}
+    for method, chosen in (("plain", NONE), ("eagle3", CHAIN)):
+        solo = Solo(files, batch=MOST_BATCH, **flags, **chosen)
+        for batch in (1, 8, MOST_BATCH):
+            answers[method, batch] = tokens_of(solo, prompts, batch)
+        solo.close()
+    references = answers.pop(("plain", 1))
+    reader = Reader(files, arguments.device, arguments.dtype)
+    reference = reader.logits(prompts, references, *SHAPES[0])
+    lengths = [len(tokens) for tokens in references]
+    read_again = reference.argmax(1).tolist()
+    expected = [token for tokens in references for token in tokens]
+    unlike = sum(a != b for a, b in zip(read_again, expected, strict=True))
+    noise = noise_between_shapes(reader, prompts, references, reference)
+    rows = list(reference.split(lengths))
+    found = [
+        d for (name, batch), given in answers.items() for d in divergences_of(name, batch, given, references, rows)
+    ]
+    bound = 2 * noise["max"]
+    above = [divergence for divergence in found if divergence.margin > bound]
+    device = torch.cuda.get_device_name() if on_cuda else arguments.device
+    run = describe_run(device, torch.get_num_threads(), arguments.commit)
+    run["command"] = f"python benchmarks/bf16_divergences.py --output {arguments.output}"
+    report = {
+        "benchmark": "bf16_divergences",
+        "run": run,
+        "dtype": arguments.dtype,
+        "prompts": len(prompts),
+        "tokens": NUM_TOKENS,
+        "reference_tokens_not_its_own_argmax": unlike,
+        "noise": noise,
+        "bound": bound,
+        "divergences_above_bound": len(above),
+        "largest_margin": max((divergence.margin for divergence in found), default=0.0),
+        "answers": [
+            {"method": name, "batch": batch, "divergences": sum((d.method, d.batch) == (name, batch) for d in found)}
+            for name, batch in answers
+        ],
+        "divergences": [asdict(divergence) for divergence in found],
+    }
+    write_report(arguments.output, report)
+    print(json.dumps({key: report[key] for key in ("answers", "bound", "largest_margin", "divergences_above_bound")}))
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

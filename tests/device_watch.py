@@ -1,0 +1,45 @@
+"""What must not happen on a GPU once an engine is ready: a sync on the launch path, a compilation, a cudaMalloc."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+# For tests that call `synchronization_is_an_error`.
+sync_mode_warns = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+
+
+@contextmanager
+def synchronization_is_an_error() -> Iterator[None]:
+    """Operations that make the host wait for the device raise, whichever thread launches them. Events may be waited
+    for: that is how results are read.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The Triton and Gluon functions that are compiled in the block, as it goes."""
+    import triton
+
+    compiled: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(str(what.get("fn")))
+    try:
+        yield compiled
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+
+
+def device_allocations() -> int:
+    """Calls of cudaMalloc by torch so far."""
+    return int(torch.cuda.memory_stats()["num_device_alloc"])
+
+
+def pinned_allocations() -> int:
+    """Calls of cudaHostAlloc by torch so far."""
+    return int(torch.cuda.host_memory_stats()["num_host_alloc"])

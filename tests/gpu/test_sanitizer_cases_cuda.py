@@ -1,0 +1,113 @@
+"""One awkward case of every kernel, small enough for compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
+        python -m pytest -m cuda tests/gpu/test_sanitizer_cases_cuda.py
+
+Without torch's caching, whatever is read or written outside a tensor is outside of an allocation. Sizes are odd, rows
+fewer than a tile's, page tables longer than what is owned. Values are checked elsewhere; here only that there are any.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels import (
+    DecodeScratch,
+    Norm,
+    add_rms_norm,
+    decode_attention,
+    draft_input,
+    fused_linear,
+    gather_window,
+    judge_chain,
+    linear_add,
+    linear_argmax,
+    linear_logits,
+    paged_attention,
+    place_guesses,
+    rms_norm,
+    rope_kv_write,
+    select_rows,
+    silu_mul,
+)
+from overlap_spec_kernels._inputs import HeadShape, attention_inputs, decode_inputs, rope_inputs, to_device
+from step_inputs import draws, slot_state, step_slots
+from torch import Tensor
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+FLOAT, BFLOAT = torch.float32, torch.bfloat16
+HEADS = HeadShape(6, 2, 96)
+
+
+def on_gpu(*values: Any) -> tuple[Any, ...]:
+    return tuple(to_device(value, "cuda") for value in values)
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(dtype).cuda()
+
+
+def rows_ops(dtype: torch.dtype) -> list[Tensor]:
+    x, weight = drawn(3, 60, dtype=dtype), drawn(60, dtype=dtype)
+    return [rms_norm(x, weight, 1e-5), *add_rms_norm(x, x, weight, 1e-5), silu_mul(x)]
+
+
+def rope(dtype: torch.dtype) -> list[Tensor]:
+    return [rope_kv_write(*on_gpu(*rope_inputs(HEADS, 7, 16, dtype)))]
+
+
+def paged(dtype: torch.dtype) -> list[Tensor]:
+    """Uneven chunks, and a window whose keys are split."""
+    requests = [[(5, 7), (0, 33), (19, 1)], [(300, 3), (0, 3)]]
+    return [paged_attention(*on_gpu(*attention_inputs(HEADS, r, 16, dtype, spare_pages=30))) for r in requests]
+
+
+def decode(dtype: torch.dtype) -> list[Tensor]:
+    """One split that takes everything, and many that are combined."""
+    outs = []
+    for num_programs in (1, 64):
+        *tensors, scale = on_gpu(*decode_inputs(HEADS, 3, [300, 0, 17], 16, dtype, spare_pages=30))
+        scratch = DecodeScratch.allocate(HEADS.head_dim, torch.device("cuda"), num_programs)
+        outs.append(decode_attention(*tensors, scratch, scale))
+    return outs
+
+
+def maps(dtype: torch.dtype) -> list[Tensor]:
+    """Widths that take each of the kernels: rows in registers, and streamed in chunks of 64 and 256."""
+    outs = []
+    for num_rows, size, inner in ((3, 192, 130), (17, 192, 130), (5, 1280, 72)):
+        x, residual = drawn(num_rows, size, dtype=dtype), drawn(num_rows, inner, dtype=dtype)
+        norm = Norm(drawn(inner, dtype=dtype), 1e-5)
+        stream = linear_add(x, drawn(inner, size, dtype=dtype), residual, norm)
+        outs += [stream.normalised(), fused_linear(stream, drawn(90, inner, dtype=dtype))]
+        outs += [fused_linear(x, drawn(66, size, dtype=dtype), gated=True)]
+        outs += [linear_logits(x, drawn(77, size, dtype=dtype)), linear_argmax(x, drawn(77, size, dtype=dtype)).float()]
+    return outs
+
+
+def step(dtype: torch.dtype) -> list[Tensor]:
+    """The ops around a step's forwards; of seven rows two are the dummy slot."""
+    state = slot_state(7, 5, 16)
+    slots = step_slots(state, 7)
+    window, wanted = draws("by chance", state.window[slots, :3])
+    length, windows, _ = on_gpu(*state)
+    at, lengths = on_gpu(slots, state.length[slots])
+    gathered = gather_window(at, *on_gpu(*state), 3, 16)
+    judged = judge_chain(*on_gpu(wanted, window), at, lengths, length, windows, state.dummy, None)
+    place_guesses(windows, at, torch.ones(2, 7, dtype=torch.int64, device="cuda"), state.dummy)
+    selected = select_rows(drawn(7, 3, 60, dtype=dtype), judged.accept_len)
+    norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
+    drafted = draft_input(torch.arange(7, device="cuda"), embedding, norm, selected, norm, 1e-5)
+    return [gathered.positions.float(), judged.published.float(), drafted]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("ops", [rows_ops, rope, paged, decode, maps, step], ids=lambda ops: ops.__name__)
+def test_every_kernel(ops: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    outs = ops(dtype)
+    torch.cuda.synchronize()
+    assert all(bool(out.isfinite().all()) for out in outs)

@@ -1,0 +1,60 @@
+"""The maps whose rows wait in registers, and the last step of a maximum, under Triton's interpreter.
+
+The streaming kernel is written in Gluon, which has no interpreter: tests/gpu/test_fused_linear_cuda.py.
+"""
+
+import pytest
+import torch
+from overlap_spec_kernels.fused_linear import (
+    _Addition,
+    _call,
+    _run_whole_rows,
+    _Tiling,
+    fused_linear_reference,
+    linear_add_reference,
+)
+from overlap_spec_kernels.linear_argmax import _best_kernel
+from overlap_spec_kernels.normed import Norm, Normed
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def tiling(block_n: int, parts: int, size_k: int) -> _Tiling:
+    return _Tiling(block_n, max(128, 1 << (size_k - 1).bit_length()), parts)
+
+
+@pytest.mark.parametrize(("block_n", "parts"), [(16, 4), (8, 8)])
+@pytest.mark.parametrize(("rows", "size_n", "size_k"), [(1, 24, 100), (3, 40, 576), (17, 33, 130), (16, 96, 1536)])
+def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, block_n: int, parts: int) -> None:
+    x, weight, residual = torch.randn(rows, size_k), torch.randn(size_n, size_k), torch.randn(rows, size_n)
+    norm = Norm(torch.rand(size_n) + 0.5, 1e-5)
+    call = _call(x, weight, False, _Addition(residual, norm), x.dtype, block_n)
+    _run_whole_rows(call, tiling(block_n, parts, size_k))
+    assert call.out is not None and call.weighted is not None
+    stream, expected = (
+        Normed(call.out, call.weighted, call.sums, norm.eps),
+        linear_add_reference(x, weight, residual, norm),
+    )
+    torch.testing.assert_close(stream.values, expected.values, **CLOSE)
+    torch.testing.assert_close(stream.normalised(), expected.weighted, **CLOSE)
+    after = torch.randn(48, size_n)
+    for gated in (False, True):
+        call = _call(stream, after, gated, None, x.dtype, 16)
+        _run_whole_rows(call, tiling(16, 4, size_n))
+        torch.testing.assert_close(call.out, fused_linear_reference(expected, after, gated), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("programs", [1, 5, 132])
+def test_the_first_of_the_best_wins(programs: int) -> None:
+    best = torch.randint(0, 3, (programs, 4)).float()
+    best_at = torch.randperm(programs * 4).view(programs, 4).int()
+    ids, out = torch.randperm(programs * 4), torch.empty(4, dtype=torch.int64)
+    _best_kernel[(4,)](best, best_at, ids, out, programs, MAPPED=True, PDL=False, BLOCK=256)
+    for row in range(4):
+        highest = best[:, row].max()
+        assert out[row] == ids[best_at[best[:, row] == highest, row].min().long()]

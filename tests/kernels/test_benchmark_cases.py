@@ -1,0 +1,51 @@
+"""The benchmark's step cases are well formed: they run, on a CPU, as twin against twin. Times need a GPU."""
+
+import pytest
+import torch
+from overlap_spec_kernels._cases import Shape, assert_alike
+from overlap_spec_kernels._inputs import HeadShape
+from overlap_spec_kernels._step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
+
+TINY = Shape(hidden=32, intermediate=48, heads=HeadShape(4, 2, 16), vocabulary=64, draft_vocabulary=24)
+PLACE = Place("cpu", rotated_bytes=10_000)
+STEP_OPS = {"fused_linear", "linear_add", "linear_logits", "linear_argmax", "decode_attention", "draft_input"}
+SLOT_OPS = {"gather_window", "judge_chain", "place_guesses"}
+
+
+def all_cases() -> list[StepCase]:
+    torch.manual_seed(0)
+    return [*step_cases("tiny", TINY, PLACE), *slot_cases(PLACE)]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[StepCase]:
+    return all_cases()
+
+
+def test_every_op_of_a_step_is_there_at_every_number_of_rows(cases: list[StepCase]) -> None:
+    assert {case.op for case in cases} == STEP_OPS | SLOT_OPS | {"select_rows"}
+    for case in cases:
+        same = [other.num_rows for other in cases if (case.op, case.workload) == (other.op, other.workload)]
+        assert tuple(same) == NUM_ROWS, case.op
+
+
+def test_cases_run_and_pass_their_checks(cases: list[StepCase]) -> None:
+    for case in cases:
+        case.check()
+        for call in case.calls[:2]:
+            call()
+        assert case.num_bytes > 0, case.op
+        case.check()  # a call that has written leaves its inputs as they have to be
+
+
+def test_weights_together_are_as_large_as_is_asked(cases: list[StepCase]) -> None:
+    maps = [case for case in cases if case.op in ("fused_linear", "linear_add")]
+    assert all(len({call.args[1].data_ptr() for call in case.calls}) == len(case.calls) for case in maps)
+    assert all(len(case.calls) * case.num_bytes > PLACE.rotated_bytes for case in maps)
+
+
+def test_a_wrong_result_is_found() -> None:
+    with pytest.raises(AssertionError):
+        assert_alike((torch.ones(3), torch.tensor([1])), (torch.ones(3), torch.tensor([2])))
+    with pytest.raises(AssertionError):
+        assert_alike(torch.ones(3), torch.ones(3) + 0.1)
