@@ -7,8 +7,8 @@ in other shapes, whose sums are rounded otherwise, so a near-tie may go the othe
 every reference answer is read again, its tokens given, by forwards of 1 to 128 rows that each write their own KV.
 
 A divergence's margin is the reference's largest logit less that of the token taken instead, at the first place where
-two answers differ. Each of the two may be off by the noise: above twice the largest, a divergence is a fault, and the
-exit status is 1.
+two answers differ. Each of the two logits may be off by the noise, of which the largest on a row's two leading tokens
+counts; above twice that a divergence is a fault, and the exit status is 1.
 """
 
 import argparse
@@ -24,20 +24,15 @@ from torch import Tensor
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from solo import Solo  # noqa: E402  (a script: the path comes first)
+from answer_reader import AnswerReader  # noqa: E402  (a script: the path comes first)
+from solo import Solo  # noqa: E402
 
 from overlap_spec.bench.report import describe_run, write_report  # noqa: E402
-from overlap_spec.config import EngineConfig, Machine, ModelFiles  # noqa: E402
+from overlap_spec.config import EngineConfig  # noqa: E402
 from overlap_spec.hub import resolve_model  # noqa: E402
 from overlap_spec.messages import SamplingParams  # noqa: E402
-from overlap_spec.models.interfaces import RowBatch, TargetModel  # noqa: E402
-from overlap_spec.models.kv_cache import KVCache  # noqa: E402
-from overlap_spec.models.loader import load_target  # noqa: E402
-from overlap_spec.resolve import resolve  # noqa: E402
-from overlap_spec.spec.rows import chunk_rows  # noqa: E402
-from overlap_spec.worker.build import prepare_place  # noqa: E402
 
-NUM_TOKENS, PAGE_SIZE, PAGES = 64, 16, 10  # pages of a request
+NUM_TOKENS = 64
 MOST_BATCH = 32
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0)
 NONE = {"speculative_algorithm": "NONE"}
@@ -65,61 +60,15 @@ class Divergence:
     top2_margin: float  # its two largest logits
 
 
-class Reader:
-    """Reads answers whose tokens are known, in forwards of a given shape."""
-
-    def __init__(self, files: ModelFiles, device: str, dtype: str) -> None:
-        settings, _ = resolve(EngineConfig(device=device, dtype=dtype, **NONE), files, Machine(2, device == "cuda"))
-        self._place = prepare_place(settings)
-        torch_dtype = getattr(torch, dtype)
-        loaded = load_target(settings.model.files, torch_dtype, self._place)
-        cache = KVCache.allocate(loaded.kv_shape, 1 + MOST_BATCH * PAGES, PAGE_SIZE, torch_dtype, self._place)
-        self._target: TargetModel = loaded.attach(cache, PAGES * PAGE_SIZE)
-
-    def logits(self, prompts: list[list[int]], answers: list[list[int]], batch: int, width: int) -> Tensor:
-        """Logits of every answer's tokens, one answer after another. Shapes: -> [tokens, V] f32."""
-        parts = []
-        for first in range(0, len(prompts), batch):
-            group = slice(first, first + batch)
-            parts += self._read(prompts[group], answers[group], batch, width)
-        return torch.cat(parts)
-
-    def _read(self, prompts: list[list[int]], answers: list[list[int]], batch: int, width: int) -> list[Tensor]:
-        """One group, filled up to `batch` with its last request; a row past an answer's end is thrown away."""
-        count = len(prompts)
-        seats = [min(seat, count - 1) for seat in range(batch)]
-        tables = (1 + torch.arange(batch * PAGES, dtype=torch.int32, device=self._place)).view(batch, PAGES)
-        firsts = [self._prefill(prompts[at], tables[seat : seat + 1]) for seat, at in enumerate(seats)]
-        fed = [[*answers[at], *[0] * (NUM_TOKENS + width)] for at in seats]
-        steps = []
-        for start in range(0, NUM_TOKENS, width):
-            tokens = torch.tensor([row[start : start + width] for row in fed], device=self._place)
-            positions = torch.tensor([[len(prompts[at]) + start + i for i in range(width)] for at in seats])
-            rows = RowBatch(positions.view(-1).to(self._place), None, tables, None, width, True)
-            steps.append(self._forward(tokens.view(-1), rows).view(batch, width, -1))
-        after = torch.cat(steps, dim=1)  # after token i of the answer stands token i + 1
-        return [torch.cat((firsts[seat], after[seat, : len(answers[seat]) - 1])) for seat in range(count)]
-
-    def _prefill(self, prompt: list[int], table: Tensor) -> Tensor:
-        """Shapes: -> [1, V], the logits of the first token."""
-        positions = torch.arange(len(prompt), device=self._place)
-        starts = torch.tensor([0, len(prompt)], device=self._place)
-        rows = chunk_rows(table, torch.zeros_like(positions), positions, starts, len(prompt), PAGE_SIZE)
-        return self._forward(torch.tensor(prompt, device=self._place), rows)[-1:]
-
-    def _forward(self, tokens: Tensor, rows: RowBatch) -> Tensor:
-        with torch.inference_mode():
-            return self._target.scores(self._target.forward(tokens, rows).stream).logits()
-
-
-def noise_between_shapes(reader: Reader, prompts: list[list[int]], answers: list[list[int]], reference: Tensor) -> Any:
+def noise_between_shapes(
+    reader: AnswerReader, prompts: list[list[int]], answers: list[list[int]], reference: Tensor
+) -> Any:
     """How far logits of the same rows lie apart, over all of the vocabulary and over the reference's two best."""
     leading = reference.topk(2).indices
-    figures, most = [], 0.0
+    figures = []
     for batch, width in SHAPES[1:]:
         apart = (reader.logits(prompts, answers, batch, width) - reference).abs()
         two = apart.gather(1, leading)
-        most = max(most, float(apart.max()))
         figures.append(
             {
                 "rows": batch * width,
@@ -132,7 +81,8 @@ def noise_between_shapes(reader: Reader, prompts: list[list[int]], answers: list
             }
         )
         print(figures[-1], flush=True)
-    return {"compared_with_rows": 1, "places": len(reference), "shapes": figures, "max": most}
+    most = {name: max(figure[name] for figure in figures) for name in ("max", "leading_two_max")}
+    return {"compared_with_rows": 1, "places": len(reference), "shapes": figures} | most
 
 
 def percentile(values: Tensor, share: float) -> float:
@@ -182,7 +132,7 @@ def main() -> int:
             answers[method, batch] = tokens_of(solo, prompts, batch)
         solo.close()
     references = answers.pop(("plain", 1))
-    reader = Reader(files, arguments.device, arguments.dtype)
+    reader = AnswerReader(files, arguments.device, arguments.dtype, MOST_BATCH)
     reference = reader.logits(prompts, references, *SHAPES[0])
     lengths = [len(tokens) for tokens in references]
     read_again = reference.argmax(1).tolist()
@@ -193,7 +143,7 @@ def main() -> int:
     found = [
         d for (name, batch), given in answers.items() for d in divergences_of(name, batch, given, references, rows)
     ]
-    bound = 2 * noise["max"]
+    bound = 2 * noise["leading_two_max"]
     above = [divergence for divergence in found if divergence.margin > bound]
     device = torch.cuda.get_device_name() if on_cuda else arguments.device
     run = describe_run(device, torch.get_num_threads(), arguments.commit)

@@ -5,6 +5,7 @@ on a CPU, where Triton is not installed.
 """
 
 import functools
+import importlib.metadata
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,7 @@ class GluonKernel(TritonKernel):
         return gluon.jit, {"gl": language, "ampere": ampere, "cuda": cuda}
 
 
+GLUON_SINCE = (3, 6)  # of Triton, as the kernels here use it
 _FEW_ROWS = 64  # of a step: with more, maps are a BLAS's, which lets nobody begin early, and dependence only costs
 
 
@@ -76,6 +78,16 @@ def dependent_launch(device: torch.device, num_rows: int = 1) -> dict[str, bool]
     """
     enabled = num_rows <= _FEW_ROWS and _can_depend(device)
     return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels in Gluon run there: it is young, and its names have moved from version to version."""
+    return _can_depend(device) and _has_gluon()
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2]) >= GLUON_SINCE
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels._launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2
+from overlap_spec_kernels._launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
 from overlap_spec_kernels.normed import Norm
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     for another; kernels of small ones begin late instead (`benchmarks/results/step-log.md`).
     """
     size_n, size_k = weight.shape
-    if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not dependent_launch(x.device)["PDL"]:
+    if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not runs_gluon(x.device):
         return None
     if size_k % 64 or x.stride(0) % 8:
         return None

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels._decode_attention_gluon import decode_attention_gluon_kernel
 from overlap_spec_kernels._decode_attention_kernel import decode_attention_kernel
 from overlap_spec_kernels._launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.paged_attention import paged_attention_reference
@@ -31,6 +32,18 @@ _BLOCK_BYTES = 16384  # of K, and of V, in one block
 _KEYS_PER_SPLIT = 8  # for each row of a tile: combining a split costs as much as reading about that many more keys
 _COMBINED_AT_ONCE = 8192  # numbers of the splits' outputs that a program holds while it combines
 _LOG2_E = 1.4426950408889634
+
+
+class _Ring(NamedTuple):
+    """How a program's keys pass through shared memory, where 16-bit heads and few rows allow it."""
+
+    warps: int
+    keys: int  # of a warp in one block; a block is no larger than the smallest split
+    stages: int  # blocks on their way
+
+
+_RINGS = {64: _Ring(4, 16, 3), 128: _Ring(4, 16, 3)}  # by head dimension: 48 KB and 96 KB
+_RING_PROGRAMS = 1  # times the scratch's programs, at most 2: with tiles of 16 rows it has room for that many
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,8 @@ def decode_attention(
     require(rest == 0 and 1 <= width <= _MAX_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each")
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     if runs_triton(qkv):
-        return _decode_attention_triton(qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled)
+        run = _decode_attention_gluon if _ring_for(qkv, k_cache, v_cache, width * group) else _decode_attention_triton
+        return run(qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled)
     return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale)
 
 
@@ -204,6 +218,63 @@ def _decode_attention_triton(
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * _padded_half(head_dim)), 1),
         num_warps=8 if qkv.dtype == torch.float32 else 4,
         num_stages=1,  # the kernel itself reads ahead
+        **dependent_launch(qkv.device, num_rows),
+    )
+    return out
+
+
+def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int) -> _Ring | None:
+    """For a tile of so many rows and heads; None where the Triton kernel stays."""
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not dependent_launch(qkv.device)["PDL"]:
+        return None
+    is_aligned = k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0  # what one thread copies
+    return _RINGS.get(k_cache.shape[3]) if is_aligned else None
+
+
+def _decode_attention_gluon(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    page_table: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scratch: DecodeScratch,
+    scale: float,
+    settled: bool = False,
+) -> Tensor:
+    num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
+    group = qkv.shape[1] // (num_kv_heads * head_dim) - 2
+    ring = _RINGS[head_dim]
+    tiling = _tiling(qkv, page_table, k_cache, group, _RING_PROGRAMS * scratch.counters.shape[0])
+    out = torch.empty((num_rows, num_kv_heads * group * head_dim), dtype=qkv.dtype, device=qkv.device)
+    decode_attention_gluon_kernel[(num_kv_heads * tiling.num_splits, num_requests)](
+        qkv,
+        cos_sin,
+        positions,
+        page_table,
+        k_cache,
+        v_cache,
+        out,
+        scratch.outputs,
+        scratch.weights,
+        scratch.counters,
+        scale * _LOG2_E,
+        qkv.stride(0),
+        page_table.stride(0),
+        page_table.shape[1] * page_size,
+        tiling.num_splits,
+        WIDTH=num_rows // num_requests,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD=head_dim,
+        PAGE_SIZE=page_size,
+        WARPS=ring.warps,
+        KEYS=ring.keys,
+        STAGES=ring.stages,
+        KEYS_PER_SPLIT=_KEYS_PER_SPLIT * tiling.block_m,
+        COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 numbers a thread
+        SETTLED=settled,
+        num_warps=ring.warps,
         **dependent_launch(qkv.device, num_rows),
     )
     return out
