@@ -36,6 +36,7 @@ async def main(endpoint: str) -> None:
         questions = [f"{number} plus {number} is" for number in range(8)]
         answers = await asyncio.gather(*(client.complete(question, GREEDY) for question in questions))
         print(f"{len(answers)} answers, {sum(len(answer.token_ids) for answer in answers)} tokens")
+        await asyncio.sleep(0.5)  # figures are reported when the work has ended, or once a second
         stats = await client.stats()
         print(f"{stats.requests_total} requests so far, {stats.aborted_total} aborted, {stats.steps_total} steps")
 

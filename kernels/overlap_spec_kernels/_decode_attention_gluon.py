@@ -219,8 +219,8 @@ def _attend_to_new(
     mma: gl.constexpr = acc.type.layout
     warp, m, new = _axes(acc.shape[0], 16, 16, mma)
     k, v = _operand(k_shared.permute([1, 0]), 1, mma), _operand(v_shared, 1, mma)
-    seen = (new <= m // GROUP) & (warp == 0)
-    acc, highest, denominator = _absorb(q, k, v, seen, acc, highest, denominator, scale_log2)
+    scores = _scores(q, k, (new <= m // GROUP) & (warp == 0), scale_log2, mma)
+    acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
     return acc, highest, denominator
 
 
@@ -243,6 +243,7 @@ def _attend_to_cache(
     for begin in range(first, end, stride):
         ampere.async_copy.wait_group(STAGES - 1)
         k = k_ring.index(stage).permute([0, 2, 1]).load(gl.DotOperandLayout(1, mma, 2))
+        scores = _scores(q, k, begin + key < end, scale_log2, mma)
         v = v_ring.index(stage).load(gl.DotOperandLayout(1, mma, 2))
         ahead = begin + STAGES * stride
         if ahead < end:
@@ -250,21 +251,25 @@ def _attend_to_cache(
             page = _load_pages(table_row_ptr, ahead + stride, end, PAGE_SIZE, WARPS, KEYS, copy)
         ampere.async_copy.commit_group()
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
-        acc, highest, denominator = _absorb(q, k, v, begin + key < end, acc, highest, denominator, scale_log2)
+        acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
     # Also zeros are copied: none may arrive where the ring's memory serves as something else.
     ampere.async_copy.wait_group(0)
     return acc, highest, denominator
 
 
 @GluonKernel
+def _scores(q: gl.tensor, k: gl.tensor, seen: gl.tensor, scale_log2: float, mma: gl.constexpr) -> gl.tensor:
+    """Shapes: q [warps, 16, d], k [warps, d, keys] -> [warps, 16, keys], log2 of the weights."""
+    zeros = gl.zeros([q.shape[0], 16, k.shape[2]], gl.float32, mma)
+    return gl.where(seen, ampere.mma_v2(q, k, zeros) * scale_log2, float("-inf"))
+
+
+@GluonKernel
 def _absorb(
-    q: gl.tensor, k: gl.tensor, v: gl.tensor, seen: gl.tensor, acc: gl.tensor, highest: gl.tensor,
-    denominator: gl.tensor, scale_log2: float,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    scores: gl.tensor, v: gl.tensor, acc: gl.tensor, highest: gl.tensor, denominator: gl.tensor
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """One step of a warp's online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in powers of two."""
     mma: gl.constexpr = acc.type.layout
-    scores = ampere.mma_v2(q, k, gl.zeros([q.shape[0], 16, k.shape[2]], gl.float32, mma)) * scale_log2
-    scores = gl.where(seen, scores, float("-inf"))
     new_highest = gl.maximum(highest, gl.max(scores, axis=2))
     p = gl.exp2(scores - gl.expand_dims(new_highest, 2))
     rescale = gl.exp2(highest - new_highest)

@@ -10,6 +10,9 @@ split reads first does not depend on the length; the last split also takes the n
 So no program reads from the cache what another writes in the same launch. The number of splits comes from shapes
 alone; how many of them are active, from the request's length on the device. The active split that arrives last at
 a counter combines their outputs, in the order of the splits, and puts the counter back to zero.
+
+Two kernels: on Hopper, up to 16 rows and heads of a common size in 16 bits pass their keys through shared memory
+(`_decode_attention_gluon`); for all else keys wait in registers (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ class Scheduler:
 
     def speak(self) -> None:
         """Send what the last events had to say."""
-        if report := self.reporter.poll():
-            self.outbox.insert(0, report)  # who asks for figures after its last token finds it counted
+        self._say(self.reporter.poll())
         if self.outbox:
             begun = self.links.trace.now()
             for message in self.outbox:

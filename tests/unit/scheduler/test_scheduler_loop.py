@@ -97,6 +97,21 @@ def test_depth_2_sends_plan_n_plus_1_before_it_dispatches_result_n():
     assert all(ahead[:-2])
 
 
+def test_a_plan_answers_each_of_two_results_that_are_out_at_once():
+    """And a request that has come with them is in the first of these plans."""
+    bench = Bench(make_ready(), depth=2)
+    bench.admit(make_admit(1, PROMPT, 40))
+    for _ in range(2):
+        bench.run_device()
+    settled: list[int] = []
+    dispatch = bench.scheduler.dispatch
+    bench.scheduler.dispatch = lambda message: (settled.append(len(bench.worker.drain())), dispatch(message))
+    bench.scheduler.take([*bench.results, make_admit(2, PROMPT, 40)])
+    assert settled == [0, 0, 1], "the request, the first result, and before the second the plan that answers the first"
+    assert len(bench.worker.drain()) == 1
+    assert bench.scheduler.planner.counters.prefilled_requests == 2
+
+
 def test_depth_1_never_does():
     pairs = orders(run_loop(1, [make_admit(1, PROMPT, 40), make_admit(2, PROMPT, 7)]))
     assert len(pairs) > 8
