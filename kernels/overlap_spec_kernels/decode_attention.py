@@ -45,7 +45,7 @@ class _Ring(NamedTuple):
     stages: int  # blocks on their way
 
 
-_RINGS = {64: _Ring(4, 16, 3), 128: _Ring(4, 16, 3)}  # by head dimension: 48 KB and 96 KB
+_RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB and 96 KB
 _RING_PROGRAMS = 1  # times the scratch's programs, at most 2: with tiles of 16 rows it has room for that many
 
 
