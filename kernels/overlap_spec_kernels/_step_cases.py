@@ -69,6 +69,7 @@ class Place(NamedTuple):
 
     device: str
     rotated_bytes: int
+    num_rows: tuple[int, ...] = NUM_ROWS
 
     def copies(self, num_bytes: int) -> int:
         """How many sets of so many bytes."""
@@ -96,7 +97,7 @@ def map_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
         ("gate, up", 2 * inner, True),
     ):
         weights = place.weights(size_n, size)
-        for num_rows in NUM_ROWS:
+        for num_rows in place.num_rows:
             stream = stream_of(size, num_rows, place.device)
             inputs = [(stream, weight, gated) for weight in weights]
             written = num_rows * (size_n // 2 if gated else size_n) * DTYPE.itemsize
@@ -104,7 +105,7 @@ def map_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
             yield case_of(fused_linear, fused_linear_reference, inputs, moved, name, num_rows)
     for name, size_k in (("output", attended), ("down", inner)):
         weights = place.weights(size, size_k)
-        for num_rows in NUM_ROWS:
+        for num_rows in place.num_rows:
             x, residual = (random_rows(place.device, num_rows, n) for n in (size_k, size))
             norm = Norm(1 + random_rows(place.device, size, scale=0.1), EPS)
             moved = size_of(weights[0]) + size_of(x) + 3 * size_of(residual) + size_of(norm.weight)
@@ -116,7 +117,7 @@ def head_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
     """Logits of the target; the largest logit of target and draft."""
     for name, size_n in (("head", shape.vocabulary), ("draft head", shape.draft_vocabulary)):
         weights = place.weights(size_n, shape.hidden)
-        for num_rows in NUM_ROWS:
+        for num_rows in place.num_rows:
             x = stream_of(shape.hidden, num_rows, place.device)
             inputs = [(x, weight) for weight in weights]
             read = size_of(weights[0]) + size_of(x.weighted)
@@ -139,7 +140,7 @@ def attention_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
     scratch = DecodeScratch.allocate(shape.heads.head_dim, torch.device(place.device))
     for num_keys in NUM_KEYS:
         spare = (CAPACITY - num_keys) // PAGE_SIZE - 1
-        for num_rows in NUM_ROWS:
+        for num_rows in place.num_rows:
             width = min(num_rows, WIDTH)
             lengths = [num_keys] * (num_rows // width)
             drawn = decode_inputs(shape.heads, width, lengths, PAGE_SIZE, DTYPE, spare)
@@ -164,13 +165,13 @@ def draft_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
     """What goes into the draft head, and which of its rows goes on."""
     size, device = shape.hidden, place.device
     embedding, norms = random_rows(device, shape.vocabulary, size), random_rows(device, 2, size)
-    for num_rows in NUM_ROWS:
+    for num_rows in place.num_rows:
         features = random_rows(device, num_rows, size)
         tokens = torch.randint(shape.vocabulary, (MOST_COPIES, num_rows), device=device)
         inputs = [(row, embedding, norms[0], features, norms[1], EPS) for row in tokens]
         moved = 4 * size_of(features) + size_of(norms)
         yield case_of(draft_input, draft_input_reference, inputs, moved, "norms, side by side", num_rows)
-    for num_slots in NUM_ROWS:
+    for num_slots in place.num_rows:
         rows = random_rows(device, num_slots, WIDTH, size)
         index = torch.randint(WIDTH, (num_slots,), device=device)
         moved = 2 * size_of(rows) // WIDTH
@@ -179,7 +180,7 @@ def draft_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
 
 def slot_cases(place: Place) -> Iterator[StepCase]:
     """The ops on slot rows, which are the same for every model."""
-    for num_slots in NUM_ROWS:
+    for num_slots in place.num_rows:
         slots = torch.randperm(num_slots, device=place.device)
         length = torch.full((num_slots + 1,), NUM_KEYS[0], device=place.device)
         window = torch.randint(4, (num_slots + 1, WIDTH), device=place.device)

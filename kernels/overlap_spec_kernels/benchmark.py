@@ -10,6 +10,7 @@ twin first. Bytes are those that must move once; the ceiling is a device copy me
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import sys
@@ -22,7 +23,7 @@ import torch
 
 from overlap_spec_kernels._cases import DTYPE, MODELS, PAGE_SIZE
 from overlap_spec_kernels._layer_cases import layer_cases
-from overlap_spec_kernels._step_cases import Place, StepCase, slot_cases, step_cases
+from overlap_spec_kernels._step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
 
 ROTATED_BYTES = 160 << 20  # more than twice the L2 cache of any GPU so far
 LAUNCHES = 64  # in a graph, at least
@@ -54,17 +55,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="overlap_spec_kernels.benchmark", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--commit", default="", help="recorded in the report")
+    parser.add_argument("--rows", type=int, nargs="+", default=NUM_ROWS, help="of step ops")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile and check step ops before the clock"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("overlap_spec_kernels.benchmark: no CUDA device")
-    report = run(arguments.commit)
+    report = run(arguments.commit, tuple(arguments.rows), arguments.jobs)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def run(commit: str) -> dict[str, Any]:
+def run(commit: str, num_rows: tuple[int, ...], jobs: int) -> dict[str, Any]:
     """Check and time every case. Raises: AssertionError where a kernel disagrees with its twin."""
     import triton
 
+    if jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            pool.starmap(check_share, [(share, jobs, num_rows) for share in range(jobs)], chunksize=1)
     torch.manual_seed(0)
     ceiling = copy_bandwidth()
     return {
@@ -82,7 +90,7 @@ def run(commit: str) -> dict[str, Any]:
         "copy_gb_per_s": ceiling,
         "rotated_bytes": ROTATED_BYTES,
         "measurements": [asdict(measurement) for measurement in measure_layer_ops(ceiling)],
-        "step_measurements": [asdict(measurement) for measurement in measure_step_ops(ceiling)],
+        "step_measurements": [asdict(measurement) for measurement in measure_step_ops(ceiling, num_rows)],
     }
 
 
@@ -94,9 +102,17 @@ def measure_layer_ops(ceiling: float) -> Iterator[Measurement]:
         yield printed(Measurement(*case[:4], time_us, *_speed(case.num_bytes, time_us, ceiling)))
 
 
-def measure_step_ops(ceiling: float) -> Iterator[StepMeasurement]:
+def check_share(share: int, jobs: int, num_rows: tuple[int, ...]) -> None:
+    """Compile and check every jobs-th step case: kernels are then in the cache on disk."""
+    torch.manual_seed(share)
+    for index, case in enumerate(all_step_cases(Place("cuda", 0, num_rows))):
+        if index % jobs == share:
+            case.check()
+
+
+def measure_step_ops(ceiling: float, num_rows: tuple[int, ...]) -> Iterator[StepMeasurement]:
     """Check and time them, printing each."""
-    place = Place("cuda", ROTATED_BYTES)
+    place = Place("cuda", ROTATED_BYTES, num_rows)
     for case in all_step_cases(place):
         case.check()
         time_us = graph_us(case.calls)
