@@ -1,9 +1,11 @@
-"""Which guesses should a draft make at temperature > 0? Accept length on the 20 chats, three ways of drawing them.
+"""Which guesses should a draft make at temperature > 0, and how should they be judged? Accept length on the 20 chats.
 
     python benchmarks/draft_noise.py --output benchmarks/results/draft_noise_cpu.json
 
 shared: with the noise that the target will use (what the engine does); greedy: the draft's argmax; independent: with
-noise of another seed. All three commit the same tokens, which the script checks; only accept length differs.
+noise of another seed. All three are judged by matching and commit the same tokens, which the script checks; only accept
+length differs. rejection: drawn from the draft and judged by coins (--speculative-use-rejection-sampling), which keeps
+the distribution and commits other tokens.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +47,11 @@ class OtherDraws:
         self._proposer = proposer
         self._way = way
         self.prefill, self.extend = proposer.prefill, proposer.extend
+        self.defer, self.catch_up = proposer.defer, proposer.catch_up
 
-    def propose(self, batch: SlotBatch) -> Tensor:
-        return self._proposer.propose(dataclasses.replace(batch, sampling=self._way(batch.sampling)))
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
+        drawn = dataclasses.replace(batch, sampling=self._way(batch.sampling))
+        return self._proposer.propose(drawn, learnt, num_guesses)
 
 
 def main() -> None:
@@ -54,6 +59,14 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     rows = json.loads((ROOT / "tests/data/greedy64.json").read_text())["rows"][:20]
+    figures = by_matching(rows) + by_rejection(rows)
+    run = describe_run("cpu", torch.get_num_threads())
+    run["command"] = f"python benchmarks/draft_noise.py --output {arguments.output}"
+    write_report(arguments.output, {"benchmark": "draft_noise", "run": run, "figures": figures})
+
+
+def by_matching(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The three ways of drawing guesses."""
     solo = Solo(resolve_model(EngineConfig()), device="cpu")
     step = solo.executor.decode_step
     method = step.method
@@ -62,21 +75,33 @@ def main() -> None:
         committed: dict[str, list[list[int]]] = {}
         for name, way in WAYS.items():
             step.method = dataclasses.replace(method, proposer=OtherDraws(method.proposer, way))
-            answers = [
-                solo.answer(
-                    row["prompt_ids"], SamplingParams(max_new_tokens=NUM_TOKENS, temperature=temperature, seed=i)
-                )
-                for i, row in enumerate(rows)
-            ]
-            committed[name] = [answer.tokens for answer in answers]
-            runs = [len(run) for answer in answers for run in answer.runs]
-            figures.append({"temperature": temperature, "draws": name, "accept_length": sum(runs) / len(runs)})
-            print(figures[-1], flush=True)
+            figure, committed[name] = measure(solo, rows, temperature, name)
+            figures.append(figure)
         assert committed["greedy"] == committed["shared"] == committed["independent"]
     solo.close()
-    run = describe_run("cpu", torch.get_num_threads())
-    run["command"] = f"python benchmarks/draft_noise.py --output {arguments.output}"
-    write_report(arguments.output, {"benchmark": "draft_noise", "run": run, "figures": figures})
+    return figures
+
+
+def by_rejection(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Guesses with coins of their own."""
+    solo = Solo(resolve_model(EngineConfig()), device="cpu", speculative_use_rejection_sampling=True)
+    figures = [measure(solo, rows, temperature, "rejection")[0] for temperature in TEMPERATURES]
+    solo.close()
+    return figures
+
+
+def measure(
+    solo: Solo, rows: list[dict[str, Any]], temperature: float, name: str
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """One way at one temperature: its figure, and the tokens."""
+    answers = [
+        solo.answer(row["prompt_ids"], SamplingParams(max_new_tokens=NUM_TOKENS, temperature=temperature, seed=i))
+        for i, row in enumerate(rows)
+    ]
+    runs = [len(run) for answer in answers for run in answer.runs]
+    figure = {"temperature": temperature, "draws": name, "accept_length": sum(runs) / len(runs)}
+    print(figure, flush=True)
+    return figure, [answer.tokens for answer in answers]
 
 
 if __name__ == "__main__":

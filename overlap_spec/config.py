@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Algorithm = Literal["NONE", "EAGLE3"]
+Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 DraftLoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -21,6 +21,11 @@ Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key a
 DEFAULT_MODEL = "smollm2"
 SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
 PLAIN: Algorithm = "NONE"
+TOKEN_MAPPED: tuple[Algorithm, ...] = ("EAGLE", "STANDALONE", "NEXTN")  # their head is whole, so rows of it do too
+LANGUAGE_MODEL_DRAFTS: tuple[Algorithm, ...] = ("STANDALONE",)  # their draft has a tokenizer of its own to compare
+LANGUAGE_MODEL_SPEC = (3, 1, 4)  # steps, topk, draft tokens of such a draft, whatever its target: SGLang's
+MTP: Algorithm = "NEXTN"  # a layer in the target's own checkpoint
+OWN_LAYER: tuple[Algorithm, ...] = ("EAGLE", MTP)  # without a draft path, these mean that layer
 DUMMY: Literal["dummy"] = "dummy"  # the load format of random weights
 MAX_STEPS = 8
 MIB = 1 << 20
@@ -96,9 +101,22 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speculative_draft_load_format: Annotated[
         DraftLoadFormat | None, Meta(description="format of the draft's weights; default: as --load-format")
     ] = None
+    speculative_token_map: Annotated[
+        Text | None, Meta(description="file, or repo/file on the hub, of the token ids that a draft may guess")
+    ] = None
     speculative_simulate_acc_len: (
         Annotated[float, Meta(ge=1, description="bench only: synthetic acceptance of X committed tokens a step")] | None
     ) = None
+    speculative_accept_threshold_single: (
+        Annotated[float, Meta(gt=0, le=1, description="a guess stands if the target's p is at least X; below 1: lossy")]
+        | None
+    ) = None
+    speculative_accept_threshold_acc: (
+        Annotated[float, Meta(gt=0, le=1, description="a guess stands with probability p / X; below 1: lossy")] | None
+    ) = None
+    speculative_use_rejection_sampling: Annotated[
+        bool, Meta(description="draw guesses and accept by min(1, p / q): the same distribution, not the same tokens")
+    ] = False
     speculative_num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS, description="draft depth")] | None = None
     speculative_eagle_topk: Annotated[int, Meta(ge=1, description="branching; 1 is a chain")] | None = None
     speculative_num_draft_tokens: (
@@ -148,6 +166,24 @@ class ModelSettings(Struct, frozen=True):
     max_len: int  # tokens in a sequence, prompt and output
 
 
+class AcceptSettings(Struct, frozen=True):
+    """How guesses are judged: by matching, which is exact, unless something else was asked for."""
+
+    rejection: bool = False
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+
+    @property
+    def thresholds(self) -> bool:
+        """Whether a guess may stand that the target did not draw: then the output's distribution changes."""
+        return self.threshold_single < 1 or self.threshold_acc < 1
+
+    def __str__(self) -> str:
+        if self.thresholds:
+            return f"thresholds single {self.threshold_single:g}, acc {self.threshold_acc:g}: LOSSY at temperature > 0"
+        return "rejection sampling (exact in distribution)" if self.rejection else "match (exact, token for token)"
+
+
 class SpecSettings(Struct, frozen=True):
     """Owner: worker. `width` W = num_draft_tokens: rows of the verify window, root included; 1 is plain decoding."""
 
@@ -158,6 +194,8 @@ class SpecSettings(Struct, frozen=True):
     width: int
     draft_load_format: str = "auto"
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending; none: it is fixed
+    token_map: str | None = None  # file of the target ids that the draft may guess
+    accept: AcceptSettings = AcceptSettings()
     simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from overlap_spec.actor import ROLES
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client_calls import Delta
-from overlap_spec.config import EngineConfig, Settings
+from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, EngineConfig, Settings
 from overlap_spec.config_fields import check_config
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import SamplingParams
@@ -164,6 +164,11 @@ class Engine:
         if settings.spec.draft_path is not None:
             draft_path = hub.resolve_draft(settings.spec.draft_path, self.progress, settings.spec.draft_load_format)
             settings = replace(settings, spec=replace(settings.spec, draft_path=draft_path))
+            if settings.spec.method in LANGUAGE_MODEL_DRAFTS:
+                notes += hub.check_draft_vocabulary(draft_path, files)
+        if settings.spec.token_map is not None:
+            token_map = hub.resolve_token_map(settings.spec.token_map, self.progress)
+            settings = replace(settings, spec=replace(settings.spec, token_map=token_map))
         return settings, notes
 
     def _remove_files(self, run_dir: RunDirectory) -> None:

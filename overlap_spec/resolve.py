@@ -4,12 +4,19 @@ Not here: what there is to ask (`config.py`). `resolve` is pure: the same reques
 settings. The one exception is what only the worker can measure (page count, chunk size), which travels in WorkerReady.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from overlap_spec.config import (
+    LANGUAGE_MODEL_DRAFTS,
+    LANGUAGE_MODEL_SPEC,
+    MTP,
+    OWN_LAYER,
     PLAIN,
+    TOKEN_MAPPED,
+    AcceptSettings,
+    Algorithm,
     CacheSettings,
     EngineConfig,
     LinkSettings,
@@ -42,6 +49,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
     spec = _with_bench_flags(_resolve_spec(config, files, notes), config, notes)
     rules = _resolve_rules(config, spec)
     spec = _with_widths(spec, config, rules)
+    spec = msgspec.structs.replace(spec, accept=_resolve_accept(config, spec))
     device = _resolve_device(config, machine)
     depth = 1 if config.disable_overlap_schedule else 2
     running = config.max_running_requests
@@ -185,22 +193,71 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
         config.speculative_num_draft_tokens,
     )
     method = config.speculative_algorithm
-    asked = (method, config.speculative_draft_model_path, *numbers)
+    asked = (method, config.speculative_draft_model_path, config.speculative_token_map, *numbers)
     if all(flag is None for flag in asked):
         if files.preset_spec is None:
             return SpecSettings(PLAIN, None, 0, 0, 1)
         preset, num_steps, topk, width = files.preset_spec
         return SpecSettings(preset, files.preset_draft, num_steps, topk, width)
     if method is None:
-        raise ConfigError("speculative_algorithm", "missing: another --speculative flag was given; name NONE or EAGLE3")
+        known = ", ".join(get_args(Algorithm))
+        raise ConfigError(
+            "speculative_algorithm", f"missing: another --speculative flag was given; name one of {known}"
+        )
     if method == PLAIN:
         _refuse_with_none(config)
         return SpecSettings(PLAIN, None, 0, 0, 1)
-    draft = config.speculative_draft_model_path or files.preset_draft
+    has_preset = files.preset_spec is not None and files.preset_spec[0] == method
+    draft = config.speculative_draft_model_path or (files.preset_draft if has_preset else None)
+    if draft is None and method in OWN_LAYER and _has_mtp_layer(files):
+        method, draft = MTP, files.weights
     if draft is None:
-        raise ConfigError("speculative_draft_model_path", f"{method} needs a draft head: give its directory or hub id")
+        raise ConfigError("speculative_draft_model_path", f"{method} needs a draft model: give its directory or hub id")
     num_steps, width = _resolve_numbers(config, files, notes)
-    return SpecSettings(method, draft, num_steps, 1, width)
+    return SpecSettings(method, draft, num_steps, 1, width, token_map=_resolve_token_map(config, method))
+
+
+def _has_mtp_layer(files: ModelFiles) -> bool:
+    """Whether the target's checkpoint brings what drafts for it; its config says so.
+
+    Raises: ConfigError if it brings a layer for each guess.
+    """
+    num_layers = files.config.get("num_nextn_predict_layers") or 0
+    if num_layers > 1:
+        raise ConfigError(
+            "speculative_algorithm",
+            f"the target brings {num_layers} MTP layers, one for each guess (--enable-multi-layer-eagle), which is not"
+            " supported yet; name a draft head with --speculative-draft-model-path",
+        )
+    return num_layers == 1
+
+
+def _resolve_token_map(config: EngineConfig, method: str) -> str | None:
+    path = config.speculative_token_map
+    if path is not None and method not in TOKEN_MAPPED:
+        raise ConfigError(
+            "speculative_token_map",
+            f"{method} heads have a vocabulary of their own, with a map in the checkpoint (d2t); leave it out, or use"
+            f" {' or '.join(TOKEN_MAPPED)}",
+        )
+    return path
+
+
+def _resolve_accept(config: EngineConfig, spec: SpecSettings) -> AcceptSettings:
+    """Matching, unless something else is asked for."""
+    single, acc = config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
+    accept = AcceptSettings(config.speculative_use_rejection_sampling, single or 1.0, acc or 1.0)
+    if accept == AcceptSettings():
+        return accept
+    threshold = f"speculative_accept_threshold_{'single' if accept.threshold_single < 1 else 'acc'}"
+    if accept.rejection and accept.thresholds:
+        raise ConfigError(threshold, "must be 1.0 with --speculative-use-rejection-sampling, which has no thresholds")
+    field = threshold if accept.thresholds else "speculative_use_rejection_sampling"
+    if spec.width == 1:
+        raise ConfigError(field, "has no effect without speculation; leave it out")
+    if config.enable_torch_compile:
+        raise ConfigError("enable_torch_compile", f"compiles a sampler that --{field.replace('_', '-')} does not use")
+    return accept
 
 
 def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
@@ -262,6 +319,10 @@ def _resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) 
         config.speculative_num_draft_tokens,
     )
     if steps is None and topk is None and tokens is None:
+        if config.speculative_algorithm in LANGUAGE_MODEL_DRAFTS:
+            steps, _, width = LANGUAGE_MODEL_SPEC
+            notes.append(f"speculative numbers set to {LANGUAGE_MODEL_SPEC}: the default of a language model as draft")
+            return steps, width
         if files.preset_spec is not None:
             _, steps, _, width = files.preset_spec
             return steps, width
@@ -312,6 +373,9 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "speculative_eagle_topk": spec.topk if speculating else None,
         "speculative_num_draft_tokens": spec.width if speculating else None,
         "speculative_adaptive": bool(spec.narrower),
+        "verification": str(spec.accept) if speculating else None,
+        "speculative_accept_threshold_single": spec.accept.threshold_single if speculating else None,
+        "speculative_accept_threshold_acc": spec.accept.threshold_acc if speculating else None,
     }
 
 

@@ -20,6 +20,16 @@ from overlap_spec.bench.report import describe_run
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default=None, help="of the source tree, where there is no git metadata")
     parser.addoption("--summaries", default=None, help="JSON file that full and cuda runs add their summaries to")
+    parser.addoption("--heads", default=None, help="directory of heads trained for the default target, one folder each")
+
+
+@pytest.fixture(scope="session")
+def heads(request: pytest.FixtureRequest) -> Path:
+    """The directory of trained heads; tests that need them are skipped without it."""
+    given = request.config.getoption("--heads")
+    if given is None:
+        pytest.skip("needs --heads DIR")
+    return Path(given)
 
 
 @pytest.fixture

@@ -62,10 +62,18 @@ class Endings:
 class PlainOracle:
     """Decodes one request at a time, in one slot, from an empty cache."""
 
-    def __init__(self, seed: int, codec: Codec, dtype: torch.dtype = torch.float64, place: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        seed: int,
+        codec: Codec,
+        dtype: torch.dtype = torch.float64,
+        place: torch.device = CPU,
+        family: str = "llama",
+    ) -> None:
         config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
         self._geometry = config.geometry()
-        self._executor: Executor = build_executor(tiny_loaded(seed, 0, dtype, place), self._geometry, place)
+        models = tiny_loaded(seed, 0, dtype, place, family=family)
+        self._executor: Executor = build_executor(models, self._geometry, place)
         self._endings = Endings(codec)
 
     def close(self) -> None:

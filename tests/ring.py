@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 from random_widths import RandomWidths
-from tiny_models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+from tiny_families import TINY_FAMILIES
+from tiny_methods import TINY_METHODS
+from tiny_models import CPU, load_tiny_target, tiny_target
 
 from overlap_spec.client_link import Arrival
-from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.config import AcceptSettings, CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
     Cancel,
     Finish,
@@ -37,7 +39,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.scheduler.invariants import check_invariants
 from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
-from overlap_spec.spec.methods import ChainDraft, NoDraft, method_named
+from overlap_spec.spec.methods import NoDraft, method_named
 from overlap_spec.step_link import Patience
 from overlap_spec.tokenizer.admission import Admission
 from overlap_spec.tokenizer.codec import Codec
@@ -55,21 +57,29 @@ PATIENCE_S = 30.0
 
 
 def tiny_loaded(
-    seed: int, num_steps: int, dtype: torch.dtype = torch.float64, place: torch.device = CPU, **shape: int
+    seed: int,
+    num_steps: int,
+    dtype: torch.dtype = torch.float64,
+    place: torch.device = CPU,
+    method: str = "EAGLE3",
+    family: str = "llama",
+    **shape: int,
 ) -> LoadedModels:
-    """A tiny target with an EAGLE-3 head for `num_steps` guesses; 0 steps: plain decoding. `shape`: of the target."""
-    checkpoint = tiny_target(seed, **shape)
+    """A tiny target with a `method` for `num_steps` guesses; 0 steps: plain decoding. `shape`: of the target."""
+    checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = load_tiny_target(checkpoint, dtype, place)
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
-    head = load_tiny_draft(tiny_eagle3(seed + 1, checkpoint), target)
-    return LoadedModels(target, ChainDraft(head, num_steps), method_named("EAGLE3"))
+    name, load = TINY_METHODS[method]
+    return LoadedModels(target, load(seed + 1, checkpoint, target, num_steps), method_named(name))
 
 
 @dataclass(frozen=True)
 class RingConfig:
     """What varies between rings."""
 
+    method: str = "EAGLE3"  # one of `TINY_METHODS`
+    family: str = "llama"  # one of `TINY_FAMILIES`: the target's
     num_steps: int = 3
     depth: int = 2
     page_size: int = 4
@@ -83,6 +93,7 @@ class RingConfig:
     place: torch.device = CPU
     graph_batch_sizes: tuple[int, ...] = ()
     warm: bool = False  # warmed up before it serves, as the worker process is
+    accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
 
     def geometry(self) -> Geometry:
@@ -249,7 +260,7 @@ class Ring:
         geometry = config.geometry()
         self._config = config
         self.ready = asyncio.Event()
-        self.executor: Executor = build_executor(models, geometry, config.place)
+        self.executor: Executor = build_executor(models, geometry, config.place, config.accept)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)

@@ -114,7 +114,7 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
     crowded = rng.random() < 0.25  # long answers that together exceed the pool: somebody must be preempted
     config = replace(random_config(rng, crowded), **engine)
     requests = random_requests(rng, rng.randint(4, 10), crowded)
-    models = tiny_loaded(models_seed, config.num_steps, config.dtype, config.place)
+    models = tiny_loaded(models_seed, config.num_steps, config.dtype, config.place, config.method, config.family)
     return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
 
 
@@ -198,7 +198,7 @@ def assert_nothing_leaked(ring: Ring) -> None:
 
 def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:
     """Run schedules 0, 1, ..; `engine` overrides what a ring is made of (device, dtype, graphs)."""
-    place = {name: engine[name] for name in ("dtype", "place") if name in engine}
+    place = {name: engine[name] for name in ("dtype", "place", "family") if name in engine}
     oracles = [PlainOracle(10 * seed, codec, **place) for seed in range(NUM_MODELS)]
     seen: Counter[str] = Counter()
     try:

@@ -24,6 +24,7 @@ from overlap_spec.models import eagle3_loader, llama_loader
 from overlap_spec.models.checkpoint import Checkpoint, Shape
 from overlap_spec.models.eagle3 import Eagle3Weights
 from overlap_spec.models.eagle3_config import Eagle3Config
+from overlap_spec.models.families import family_of
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.llama import LlamaWeights
 from overlap_spec.models.llama_config import LlamaConfig
@@ -114,6 +115,7 @@ def tiny_eagle3(
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
+        "sliding_window": None,
         "draft_vocab_size": draft_vocab,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(aux_layers)},
     }
@@ -187,14 +189,20 @@ def _layer(
         "mlp.down_proj": (hidden, inner),
     }
     into_stream = {"self_attn.o_proj", "mlp.down_proj"}
+    family = family_of(config)
+    bias = family.attention_bias(config)
+    mlp = family.mlp_bias and config.get("mlp_bias", False)
+    biased = {part for part in shapes if (mlp if "mlp" in part else bias.output if "o_proj" in part else bias.qkv)}
     tensors = {}
     for part, (rows, columns) in shapes.items():
         scale = (strength * 2 if part in into_stream else 1.0) * columns**-0.5
         tensors[f"{name}.{part}.weight"] = _normal(random, scale, rows, columns)
-        if config.get("attention_bias" if "attn" in part else "mlp_bias"):
+        if part in biased:
             tensors[f"{name}.{part}.bias"] = _normal(random, 0.1, rows)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         tensors[f"{name}.{norm}.weight"] = _around_one(random, hidden)
+    for norm in ("q_norm", "k_norm") if family.head_norms else ():
+        tensors[f"{name}.self_attn.{norm}.weight"] = _around_one(random, dim)
     return tensors
 
 

@@ -11,6 +11,7 @@ from overlap_spec_kernels.fused_linear import fused_linear, linear_add, linear_l
 from overlap_spec_kernels.gather_window import gather_window
 from overlap_spec_kernels.judge_chain import judge_chain
 from overlap_spec_kernels.linear_argmax import linear_argmax
+from overlap_spec_kernels.norm_heads import norm_heads
 from overlap_spec_kernels.normed import Norm, Normed, normalised
 from overlap_spec_kernels.paged_attention import paged_attention
 from overlap_spec_kernels.place_guesses import place_guesses
@@ -32,6 +33,7 @@ __all__ = [
     "linear_add",
     "linear_argmax",
     "linear_logits",
+    "norm_heads",
     "normalised",
     "paged_attention",
     "place_guesses",

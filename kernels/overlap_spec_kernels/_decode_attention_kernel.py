@@ -22,9 +22,12 @@ def decode_attention_kernel(
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
-    SETTLED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (KV head and split, request, tile of rows); m of a block is (row, head)."""
+    """Program (KV head and split, request, tile of rows); m of a block is (row, head).
+
+    WINDOW is 0 for rows that see all keys up to their own.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL and not SETTLED:
@@ -34,10 +37,14 @@ def decode_attention_kernel(
     first_row = request * WIDTH
     num_cached = tl.load(positions_ptr + first_row).to(tl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
-    key = split * BLOCK_N + tl.arange(0, BLOCK_N)
+    lowest_key = 0
+    if WINDOW:  # the first row's, on whose window the others' follow
+        lowest_key = tl.maximum(num_cached - (WINDOW - 1), 0)
+    first_key = lowest_key + split * BLOCK_N
+    key = first_key + tl.arange(0, BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < capacity, other=0)  # needs no length: one wait less
     # At least KEYS_PER_SPLIT >= BLOCK_N keys each, so that every active split has a block where one has.
-    active = tl.minimum(tl.maximum(tl.cdiv(num_cached, KEYS_PER_SPLIT), 1), num_splits)
+    active = tl.minimum(tl.maximum(tl.cdiv(num_cached - lowest_key, KEYS_PER_SPLIT), 1), num_splits)
     k_cache_ptr += kv_head * (2 * HALF)
     v_cache_ptr += kv_head * (2 * HALF)
     num_first = tl.where(split < active, num_cached, 0)  # keys that the first block may hold
@@ -62,10 +69,10 @@ def decode_attention_kernel(
                 new_k, new_v, k_cache_ptr, v_cache_ptr, table_row_ptr, num_cached + new, new_live,
                 NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF
             )  # fmt: skip
-        acc, highest, denominator = _attend_to_new(q, new_k, new_v, new, row, is_last, scale_log2)
+        acc, highest, denominator = _attend_to_new(q, new_k, new_v, new, row, is_last, scale_log2, WINDOW)
         output, weight = _attend_to_cache(
-            q, k, v, acc, highest, denominator, k_cache_ptr, v_cache_ptr, table_row_ptr, split * BLOCK_N,
-            active * BLOCK_N, num_cached, scale_log2, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_N, BLOCK_HALF
+            q, k, v, acc, highest, denominator, k_cache_ptr, v_cache_ptr, table_row_ptr, first_key,
+            active * BLOCK_N, num_cached, row, scale_log2, NUM_KV_HEADS, PAGE_SIZE, HALF, WINDOW, BLOCK_N, BLOCK_HALF
         )  # fmt: skip
         out_row = (first_row + row) * NUM_KV_HEADS + kv_head
         target_ptr = out_ptr + (out_row * GROUP + m % GROUP) * (2 * HALF)
@@ -151,8 +158,10 @@ def _attend_to_new(
     row: tl.tensor,
     is_last: tl.tensor,
     scale_log2: float,
+    WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Start the softmax, in the last split with the new keys up to each row's own; all rows see the first.
+    """Start the softmax, in the last split with the new keys up to each row's own; without a window all rows
+    see the first.
 
     Returns the sum of p V, the highest score, the sum of p.
     """
@@ -162,6 +171,8 @@ def _attend_to_new(
     if is_last:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(new[None, :] <= row[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(new[None, :] > row[:, None] - WINDOW, scores, float("-inf"))
         acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
     return acc, highest, denominator
 
@@ -200,14 +211,16 @@ def _attend_to_cache(
     first_key: tl.tensor,
     stride: tl.tensor,
     num_cached: tl.tensor,
+    row: tl.tensor,
     scale_log2: float,
     NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Every stride-th block of the cached keys, all of which every row sees; k and v hold the first.
+    """Every stride-th block of the cached keys; k and v hold the first. Without a window every row sees them all.
 
     Registers hold the next block while this one is multiplied, and the pages of the one after it.
     Returns the mean of V, weighted by 2^score, and log2 of the sum of the weights.
@@ -217,11 +230,15 @@ def _attend_to_cache(
     for _ in range(first_key, num_cached, stride):
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where((key < num_cached)[None, :], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(key[None, :] > (num_cached - WINDOW + row)[:, None], scores, float("-inf"))
         key += stride
         k, next_v = _load_block(k_ptr, v_ptr, page, key, num_cached, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF)
         page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
         acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
         v = next_v
+    if WINDOW:  # a split may hold no key of a row: a weight of nothing, of a number
+        denominator = tl.where(denominator > 0.0, denominator, 1.0)
     return acc / denominator[:, None], highest + tl.log2(denominator)
 
 

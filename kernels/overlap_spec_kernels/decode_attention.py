@@ -12,7 +12,7 @@ alone; how many of them are active, from the request's length on the device. The
 a counter combines their outputs, in the order of the splits, and puts the counter back to zero.
 
 Two kernels: on Hopper, up to 16 rows and heads of a common size in 16 bits pass their keys through shared memory
-(`_decode_attention_gluon`); for all else keys wait in registers (`_decode_attention_kernel`).
+(`_decode_attention_gluon`); for all else, windows among it, keys wait in registers (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -88,8 +88,11 @@ def decode_attention(
     scratch: DecodeScratch,
     scale: float,
     settled: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
+
+    With a window, over the last so many of them: max(0, p - window + 1)..p. Earlier keys are not read.
 
     W = T / B consecutive rows of qkv belong to request b, at consecutive positions, with every earlier key in the
     cache. Cache row = page * page_size + offset; page-table entries beyond a request's last position are never
@@ -115,10 +118,13 @@ def decode_attention(
     width, rest = divmod(num_rows, num_requests)
     require(rest == 0 and 1 <= width <= _MAX_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each")
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
+    require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(qkv):
-        run = _decode_attention_gluon if _ring_for(qkv, k_cache, v_cache, width * group) else _decode_attention_triton
-        return run(qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled)
-    return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale)
+        arguments = qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled
+        if window is None and _ring_for(qkv, k_cache, v_cache, width * group):
+            return _decode_attention_gluon(*arguments)
+        return _decode_attention_triton(*arguments, window)
+    return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window)
 
 
 def decode_attention_reference(
@@ -129,6 +135,7 @@ def decode_attention_reference(
     k_cache: Tensor,
     v_cache: Tensor,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """The two ops that it replaces, one after the other. Sync: reads positions and page_table on the host."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
@@ -139,7 +146,8 @@ def decode_attention_reference(
     cache_rows = (pages * page_size + places % page_size).flatten()
     q = rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache)
     row_starts = torch.arange(num_requests + 1, dtype=torch.int32, device=qkv.device) * places.shape[1]
-    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale).flatten(1)
+    out = paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window)
+    return out.flatten(1)
 
 
 def _padded_half(head_dim: int) -> int:
@@ -157,7 +165,9 @@ class _Tiling(NamedTuple):
     num_splits: int
 
 
-def _tiling(qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int) -> _Tiling:
+def _tiling(
+    qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int, window: int | None = None
+) -> _Tiling:
     """Fill tiles with heads first, then rows; then split the keys into as many programs as may run at once."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     width = qkv.shape[0] // num_requests
@@ -168,7 +178,8 @@ def _tiling(qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_pr
     crowded = block_m == _MAX_BLOCK_M or qkv.dtype == torch.float32  # large sums, or operands, in registers
     block_bytes = _BLOCK_BYTES // 2 if crowded else _BLOCK_BYTES
     block_n = min(max(block_bytes // (2 * _padded_half(head_dim) * qkv.element_size()), 16), 128)
-    most_splits = ceil_div(page_table.shape[1] * page_size, _KEYS_PER_SPLIT * block_m)
+    capacity = page_table.shape[1] * page_size
+    most_splits = ceil_div(capacity if window is None else min(capacity, window), _KEYS_PER_SPLIT * block_m)
     if num_requests == 1:
         num_programs = max(num_programs // 2, 1)  # a lone request has splits enough, and idle ones are in its way
     num_splits = min(num_programs // (num_requests * num_kv_heads * num_tiles), most_splits)
@@ -185,10 +196,11 @@ def _decode_attention_triton(
     scratch: DecodeScratch,
     scale: float,
     settled: bool = False,
+    window: int | None = None,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
     group = qkv.shape[1] // (num_kv_heads * head_dim) - 2
-    tiling = _tiling(qkv, page_table, k_cache, group, scratch.counters.shape[0])
+    tiling = _tiling(qkv, page_table, k_cache, group, scratch.counters.shape[0], window)
     out = torch.empty((num_rows, num_kv_heads * group * head_dim), dtype=qkv.dtype, device=qkv.device)
     decode_attention_kernel[(num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)](
         qkv,
@@ -218,6 +230,7 @@ def _decode_attention_triton(
         BLOCK_HALF=_padded_half(head_dim),
         KEYS_PER_SPLIT=_KEYS_PER_SPLIT * tiling.block_m,
         SETTLED=settled,
+        WINDOW=window or 0,
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * _padded_half(head_dim)), 1),
         num_warps=8 if qkv.dtype == torch.float32 else 4,
         num_stages=1,  # the kernel itself reads ahead

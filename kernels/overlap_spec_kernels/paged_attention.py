@@ -42,8 +42,12 @@ def paged_attention(
     max_rows: int,
     scale: float,
     uniform: bool,
+    window: int | None = None,
 ) -> Tensor:
-    """Let the row at position p attend to keys 0..p of its request: softmax(q K^T * scale) V.
+    """Let the row at position p attend to keys 0..p of its request, with a window to the last so many of them:
+
+    softmax(q K^T * scale) V over keys max(0, p - window + 1)..p (Beltagy et al. 2020, arXiv:2004.05150). Keys before
+    the first row's window are not read.
 
     Rows row_starts[b]..row_starts[b + 1] - 1 belong to request b, at ascending positions. No request has more than
     max_rows rows; uniform: each has exactly max_rows. Entries of the page table beyond a request's last position
@@ -65,9 +69,12 @@ def paged_attention(
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
     require(max_rows >= 1, "max_rows", "at least 1")
     require(not uniform or num_rows == num_requests * max_rows, "max_rows", "T / B where uniform")
+    require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(q):
-        return _paged_attention_triton(q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale)
-    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale)
+        return _paged_attention_triton(
+            q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window
+        )
+    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window)
 
 
 def paged_attention_reference(
@@ -78,6 +85,7 @@ def paged_attention_reference(
     row_starts: Tensor,
     positions: Tensor,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Attend request by request. Sync: reads row_starts, positions and page_table on the host."""
     starts = row_starts.tolist()
@@ -86,26 +94,33 @@ def paged_attention_reference(
         if begin == end:
             continue
         rows = positions[begin:end]
-        num_keys = int(rows[-1]) + 1
-        pages = page_table[request, : ceil_div(num_keys, k_cache.shape[1])]
-        k, v = _read_pages((k_cache, v_cache), pages, num_keys)
-        outputs.append(_attend(q[begin:end], k, v, rows, scale))
+        first_key, num_keys = 0 if window is None else max(int(rows[0]) - window + 1, 0), int(rows[-1]) + 1
+        first_page, offset = divmod(first_key, k_cache.shape[1])
+        pages = page_table[request, first_page : ceil_div(num_keys, k_cache.shape[1])]
+        k, v = _read_pages((k_cache, v_cache), pages, offset, offset + num_keys - first_key)
+        outputs.append(_attend(q[begin:end], k, v, rows - first_key, scale, window))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 
 
-def _read_pages(caches: tuple[Tensor, Tensor], pages: Tensor, num_keys: int) -> list[Tensor]:
-    """The first num_keys rows of a request, without a copy where its pages are consecutive."""
+def _read_pages(caches: tuple[Tensor, Tensor], pages: Tensor, begin: int, end: int) -> list[Tensor]:
+    """Rows begin..end - 1 of those pages, without a copy where they are consecutive."""
     first, count, page_size = int(pages[0]), pages.shape[0], caches[0].shape[1]
     if torch.equal(pages, torch.arange(first, first + count, dtype=pages.dtype, device=pages.device)):
-        begin = first * page_size
-        return [cache.view(-1, *cache.shape[2:])[begin : begin + num_keys] for cache in caches]
-    return [cache.index_select(0, pages).view(-1, *cache.shape[2:])[:num_keys] for cache in caches]
+        start = first * page_size
+        return [cache.view(-1, *cache.shape[2:])[start + begin : start + end] for cache in caches]
+    return [cache.index_select(0, pages).view(-1, *cache.shape[2:])[begin:end] for cache in caches]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Dense causal attention of one request. Shapes: q [n, nq, d], k, v [keys, nkv, d], positions [n] -> [n, nq, d]."""
-    # A single row sees every key that was read.
-    visible = torch.arange(k.shape[0], device=k.device) <= positions[:, None] if q.shape[0] > 1 else None
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
+    """Dense causal attention of one request; positions count from the first key.
+
+    Shapes: q [n, nq, d], k, v [keys, nkv, d], positions [n] -> [n, nq, d].
+    """
+    visible = None  # a single row sees every key that was read
+    if q.shape[0] > 1:
+        key = torch.arange(k.shape[0], device=k.device)
+        visible = key <= positions[:, None]
+        visible = visible if window is None else visible & (key > positions[:, None] - window)
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))  # [1, heads, rows, d]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -122,7 +137,9 @@ class _Tiling(NamedTuple):
     num_splits: int
 
 
-def _tiling(q: Tensor, k_cache: Tensor, page_table: Tensor, max_rows: int, num_splits: int | None) -> _Tiling:
+def _tiling(
+    q: Tensor, k_cache: Tensor, page_table: Tensor, max_rows: int, num_splits: int | None, window: int | None
+) -> _Tiling:
     """Fill tiles with heads first, then rows; then split the keys until the programs fill the GPU."""
     num_kv_heads = k_cache.shape[2]
     group = q.shape[1] // num_kv_heads
@@ -136,6 +153,7 @@ def _tiling(q: Tensor, k_cache: Tensor, page_table: Tensor, max_rows: int, num_s
         num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         num_programs = num_tiles * num_kv_heads * page_table.shape[0]
         capacity = page_table.shape[1] * k_cache.shape[1]
+        capacity = capacity if window is None else min(capacity, window + rows)
         num_splits = min(ceil_div(_PROGRAMS_PER_SM * num_sms, num_programs), ceil_div(capacity, block_n), _MAX_SPLITS)
     return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits)
 
@@ -150,9 +168,10 @@ def _paged_attention_triton(
     max_rows: int,
     scale: float,
     num_splits: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     (num_rows, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
-    tiling = _tiling(q, k_cache, page_table, max_rows, num_splits)
+    tiling = _tiling(q, k_cache, page_table, max_rows, num_splits, window)
     split = tiling.num_splits > 1
     out = stats = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if split:
@@ -177,6 +196,7 @@ def _paged_attention_triton(
         PAGE_SIZE=k_cache.shape[1],
         TILE_ROWS=tiling.rows,
         SPLIT=split,
+        WINDOW=window or 0,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_D=tiling.block_d,
@@ -217,11 +237,15 @@ def _paged_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (tile, KV head and split, request); m of a block is (row, head). SPLIT writes undivided sums, stats."""
+    """Program (tile, KV head and split, request); m of a block is (row, head). SPLIT writes undivided sums, stats.
+
+    WINDOW is 0 for rows that see all keys up to their own.
+    """
     kv_head = tl.program_id(1) // num_splits
     split = tl.program_id(1) % num_splits
     request = tl.program_id(2).to(tl.int64)
@@ -237,15 +261,18 @@ def _paged_attention_kernel(
         q_head_ptr = q_ptr + row * q_row_stride + head * q_head_stride
         q = tl.load(q_head_ptr[:, None] + column[None, :], mask=mask, other=0.0)
         position = tl.load(positions_ptr + row, mask=live, other=-1)
-        # This split's share of the keys 0..num_keys - 1, in whole blocks; the last ones may have none.
+        # This split's share of the keys that any row sees, in whole blocks; the last ones may have none.
         num_keys = tl.load(positions_ptr + end_row - 1).to(tl.int32) + 1
-        share = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N
-        first_key = split * share
+        lowest_key = 0
+        if WINDOW:
+            lowest_key = tl.maximum(tl.load(positions_ptr + first_row).to(tl.int32) - (WINDOW - 1), 0)
+        share = tl.cdiv(tl.cdiv(num_keys - lowest_key, num_splits), BLOCK_N) * BLOCK_N
+        first_key = lowest_key + split * share
         end_key = tl.minimum(num_keys, first_key + share)
         acc, highest, denominator = _attend_to_keys(
             q, position, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
             page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
-            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, BLOCK_M, BLOCK_N, BLOCK_D
+            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D
         )  # fmt: skip
         out_row = row * (NUM_KV_HEADS * GROUP) + head
         if SPLIT:
@@ -271,6 +298,7 @@ def _attend_to_keys(
     CACHE_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -293,6 +321,8 @@ def _attend_to_keys(
         k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=k_mask, other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         p = tl.exp2(scores - new_highest[:, None])
         rescale = tl.exp2(highest - new_highest)

@@ -39,6 +39,10 @@ def _settled(settings: Settings) -> dict[str, str]:
     rows = {"model": model.name, "method": spec.method + numbers}
     if spec.draft_path is not None:
         rows["draft model"] = spec.draft_path
+    if spec.token_map is not None:
+        rows["token map"] = spec.token_map
+    if spec.width > 1:
+        rows["verification"] = str(spec.accept)
     return rows | {
         "dtype, device": f"{model.dtype}, {model.device}",
         "steps in flight": f"{scheduler.depth}" + (" (overlapped)" if scheduler.depth > 1 else " (no overlap)"),

@@ -1,5 +1,6 @@
 """Turns what a user names (alias, directory, .gguf file, hub id) into local files. Not here: reading weights, torch."""
 
-from overlap_spec.hub.resolve import resolve_draft, resolve_model
+from overlap_spec.hub.resolve import resolve_draft, resolve_model, resolve_token_map
+from overlap_spec.hub.vocabulary import check_draft_vocabulary
 
-__all__ = ["resolve_draft", "resolve_model"]
+__all__ = ["check_draft_vocabulary", "resolve_draft", "resolve_model", "resolve_token_map"]

@@ -9,7 +9,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.progress import Progress, ignore_progress
-from overlap_spec.hub.snapshots import fetch_config, fetch_repository, fetch_tokenizer, looks_like_hub_id
+from overlap_spec.hub.snapshots import fetch_config, fetch_file, fetch_repository, fetch_tokenizer, looks_like_hub_id
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:
@@ -37,6 +37,21 @@ def resolve_draft(path: str, progress: Progress = ignore_progress, load_format: 
     if local.is_file():
         raise ConfigError("speculative_draft_model_path", f"{path} is a file; give the directory that holds it")
     return str(local if local.is_dir() else _repository("speculative_draft_model_path", path, load_format, progress))
+
+
+def resolve_token_map(path: str, progress: Progress = ignore_progress) -> str:
+    """The local file of a token map given as a path, or as `owner/name/file` on the hub.
+
+    Raises: ConfigError naming the flag.
+    """
+    field, local = "speculative_token_map", Path(path).expanduser()
+    if local.is_file():
+        return str(local)
+    owner, _, rest = path.partition("/")
+    name, _, file = rest.partition("/")
+    if local.exists() or not file or not looks_like_hub_id(f"{owner}/{name}"):
+        raise ConfigError(field, f"{path} is no file; give the path of one, or owner/name/file on the hub")
+    return str(fetch_file(field, f"{owner}/{name}", file, progress))
 
 
 def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:

@@ -46,6 +46,17 @@ def fetch_config(field: str, repo_id: str, progress: Progress) -> Path:
     return _fetch_metadata(field, repo_id, "config.json", progress)
 
 
+def fetch_file(field: str, repo_id: str, file: str, progress: Progress) -> Path:
+    """One file of a repository. Raises: ConfigError naming `field` if it is neither cached nor reachable."""
+    cached = _cached(repo_id)
+    if cached is not None and (cached / file).is_file():
+        return cached / file
+    path = _download(field, repo_id, (file,), progress) / file
+    if not path.is_file():
+        raise ConfigError(field, f"{repo_id} on the hub has no file {file}")
+    return path
+
+
 def _fetch_metadata(field: str, repo_id: str, wanted: str, progress: Progress) -> Path:
     cached = _cached(repo_id)
     if cached is not None and (cached / wanted).is_file():

@@ -1,6 +1,7 @@
 """Self-attention of one model over its paged KV cache. Not here: projections (the families) and page ownership.
 
-Every layer writes the K/V of its rows first; then the row at position p sees positions 0..p of its request.
+Every layer writes the K/V of its rows first; then the row at position p sees positions 0..p of its request,
+or in a layer with a window the last so many of them.
 """
 
 from dataclasses import dataclass
@@ -22,13 +23,24 @@ class PagedAttention:
     num_kv_heads: int
     head_dim: int
     scratch: DecodeScratch
+    windows: tuple[int | None, ...]  # by layer: keys that a row sees, its own included; None: all
 
     def __call__(self, layer: int, qkv: Tensor, rows: RowBatch, settled: bool = False) -> Tensor:
         """Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]. Writes the rows' K/V into the cache of `layer`."""
         k_cache, v_cache, scale = self.cache.k[layer], self.cache.v[layer], self.head_dim**-0.5
+        window = self.windows[layer]
         if rows.cache_rows is None or rows.row_starts is None:
             return decode_attention(
-                qkv, self.cos_sin, rows.positions, rows.page_table, k_cache, v_cache, self.scratch, scale, settled
+                qkv,
+                self.cos_sin,
+                rows.positions,
+                rows.page_table,
+                k_cache,
+                v_cache,
+                self.scratch,
+                scale,
+                settled,
+                window,
             )
         num_rows = qkv.shape[0]
         heads = qkv.view(num_rows, -1, self.head_dim)
@@ -44,5 +56,6 @@ class PagedAttention:
             rows.max_rows,
             scale,
             rows.uniform,
+            window,
         )
         return attended.view(num_rows, -1)

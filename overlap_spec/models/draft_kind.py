@@ -25,7 +25,7 @@ def draft_kind(shapes: Mapping[str, Shape]) -> DraftKind:
 
     EAGLE-3 normalises its features (`hidden_norm`) beside the embedding, EAGLE concatenates both in front of `fc`.
     """
-    if any("mtp_layers." in name for name in shapes):
+    if any("mtp_layers." in name or name.endswith(".eh_proj.weight") for name in shapes):
         return DraftKind.MTP
     if "layers.0.hidden_norm.weight" in shapes:
         return DraftKind.EAGLE_3

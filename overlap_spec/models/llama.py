@@ -14,6 +14,7 @@ from overlap_spec_kernels import DecodeScratch, Normed
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
+from overlap_spec.models.head_normed import HeadNormed
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers import GatedMLP, HeadScores, Linear, LinearMap, RMSNorm
@@ -26,7 +27,7 @@ class LlamaLayer:
     """Weights of one layer."""
 
     input_norm: RMSNorm
-    qkv: LinearMap  # [(n + 2 nkv) d, H]
+    qkv: LinearMap | HeadNormed  # [(n + 2 nkv) d, H]
     output: LinearMap  # [H, n d]
     post_norm: RMSNorm
     mlp: GatedMLP
@@ -121,7 +122,9 @@ def paged_attention_for(config: LlamaConfig, like: Tensor, cache: KVCache, num_p
     cos_sin = config.rope.table(num_positions, like.dtype, like.device)
     num_programs = None if like.is_cuda else 1
     scratch = DecodeScratch.allocate(config.head_dim, like.device, num_programs)
-    return PagedAttention(cache, cos_sin, config.num_heads, config.num_kv_heads, config.head_dim, scratch)
+    # A window that no position reaches the end of leaves out nothing, and costs something.
+    windows = tuple(None if window is None or window >= num_positions else window for window in config.windows)
+    return PagedAttention(cache, cos_sin, config.num_heads, config.num_kv_heads, config.head_dim, scratch, windows)
 
 
 def count_bytes(weights: object) -> int:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.families import FAMILIES, AttentionBias, Windows, family_of
 from overlap_spec.models.kv_cache import KVShape
+from overlap_spec.models.mtp_layouts import has_layer
 from overlap_spec.models.rope import RopeConfig
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,11 @@ class LlamaConfig:
     vocab_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    attention_bias: bool
+    attention_bias: AttentionBias
     mlp_bias: bool
+    head_norms: bool
+    windows: Windows
+    brings_draft: bool  # the checkpoint also holds a layer that drafts (`mtp_layouts.py`)
     rope: RopeConfig
     origin: str
 
@@ -39,11 +44,11 @@ class LlamaConfig:
         Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported.
         """
         _refuse_unsupported(config, origin)
+        family = family_of(config)
+        num_layers = _size(config, "num_hidden_layers", origin)
         hidden, heads = _size(config, "hidden_size", origin), _size(config, "num_attention_heads", origin)
         kv_heads = heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads", origin)
-        if config.get("head_dim") is None and hidden % heads:
-            raise CheckpointError(f"{origin}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = hidden // heads if config.get("head_dim") is None else _size(config, "head_dim", origin)
+        head_dim = _head_dim(config, family.head_dim, hidden, heads, origin)
         if heads % kv_heads:
             raise CheckpointError(
                 f"{origin}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -51,15 +56,18 @@ class LlamaConfig:
         return cls(
             hidden_size=hidden,
             intermediate_size=_size(config, "intermediate_size", origin),
-            num_layers=_size(config, "num_hidden_layers", origin),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=_size(config, "vocab_size", origin),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            attention_bias=family.attention_bias(config),
+            mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
+            head_norms=family.head_norms,
+            windows=family.windows(config, origin),
+            brings_draft=has_layer(config),
             rope=RopeConfig.from_hf(config, head_dim, origin),
             origin=origin,
         )
@@ -68,6 +76,14 @@ class LlamaConfig:
     def kv_shape(self) -> KVShape:
         """What a token takes in this model's cache."""
         return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+
+
+def _head_dim(config: Mapping[str, Any], default: int | None, hidden: int, heads: int, origin: str) -> int:
+    if config.get("head_dim") is not None:
+        return _size(config, "head_dim", origin)
+    if default is None and hidden % heads:
+        raise CheckpointError(f"{origin}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    return hidden // heads if default is None else default
 
 
 def _size(config: Mapping[str, Any], key: str, origin: str) -> int:
@@ -81,10 +97,6 @@ def _size(config: Mapping[str, Any], key: str, origin: str) -> int:
 def _refuse_unsupported(config: Mapping[str, Any], origin: str) -> None:
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise CheckpointError(f"{origin}: hidden_act {activation!r} is not supported; expected 'silu'")
-    if (window := config.get("sliding_window")) is not None:
-        raise CheckpointError(
-            f"{origin}: sliding_window {window} is not supported; only models without sliding-window attention are"
-        )
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
         raise CheckpointError(f"{origin}: quantization_config ({method}) is not supported; use unquantized weights")

@@ -4,6 +4,7 @@ A worker reads configs, loads weights, sizes its KV pool from the memory that is
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import torch
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models import eagle3_loader, llama_loader
-from overlap_spec.models.checkpoint import Checkpoint, TensorSource
+from overlap_spec.models import eagle3_loader, eagle_loader, llama_loader, mtp_loader
+from overlap_spec.models.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.draft_kind import DraftKind, draft_kind
 from overlap_spec.models.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.eagle3_config import Eagle3Config
+from overlap_spec.models.eagle_config import EagleConfig
 from overlap_spec.models.gguf_source import GgufSource
 from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.llama_config import ARCHITECTURES, LlamaConfig
+from overlap_spec.models.mtp_layouts import canonical_names, has_layer, layout_of
 from overlap_spec.models.sources import open_directory
+from overlap_spec.models.token_map import read_token_map
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -32,14 +36,17 @@ def read_target_config(files: ModelFiles) -> LlamaConfig:
     Raises: CheckpointError naming file and key, or the architecture that is not supported.
     """
     path = Path(files.weights)
-    origin = str(path / "config.json" if path.is_dir() else path)
-    found = files.config.get("architectures") or []
+    return _known_config(files.config, str(path / "config.json" if path.is_dir() else path))
+
+
+def _known_config(config: Mapping[str, Any], origin: str) -> LlamaConfig:
+    found = config.get("architectures") or []
     if not any(name in ARCHITECTURES for name in found):
         raise CheckpointError(
             f"{origin}: architecture {', '.join(map(str, found)) or 'missing'} is not supported;"
             f" supported: {', '.join(ARCHITECTURES)}"
         )
-    return LlamaConfig.from_hf(files.config, origin)
+    return LlamaConfig.from_hf(config, origin)
 
 
 def load_target(
@@ -73,11 +80,76 @@ def load_eagle3(
         config = _eagle3_config(path, target)
         target_ids = spread_target_ids(config.draft_vocab_size, target.vocab_size)
         return eagle3_loader.load_eagle3(config, DummyWeights(directory, dtype, device, progress, target_ids), target)
+    checkpoint = _open_head(path, DraftKind.EAGLE_3, dtype, device, progress, load_format)
+    return eagle3_loader.load_eagle3(_eagle3_config(path, target), checkpoint, target)
+
+
+def load_eagle(
+    directory: str,
+    target: LoadedTarget,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = ignore_progress,
+    load_format: str = "auto",
+    token_map: str | None = None,
+) -> LoadedDraft:
+    """Load the EAGLE or EAGLE-2 head of a target. `token_map`: file of the target tokens that it may guess.
+
+    A checkpoint with an MTP layer is run by the same method, as SGLang's documentation has it.
+
+    Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
+    """
+    path = Path(directory)
+    found = _read_json(path / "config.json")
+    if has_layer(found) and any(name in ARCHITECTURES for name in found.get("architectures") or ()):
+        return load_mtp(directory, target, dtype, device, progress, load_format, token_map)
+    target_ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
+    checkpoint: Weights
+    if load_format == DUMMY:
+        checkpoint = DummyWeights(directory, dtype, device, progress)
+    else:
+        checkpoint = _open_head(path, DraftKind.EAGLE_2, dtype, device, progress, load_format)
+    config = EagleConfig.from_hf(found, str(path / "config.json"))
+    return eagle_loader.load_eagle(config, checkpoint, target, target_ids)
+
+
+def load_mtp(
+    directory: str,
+    target: LoadedTarget,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = ignore_progress,
+    load_format: str = "auto",
+    token_map: str | None = None,
+) -> LoadedDraft:
+    """Load the MTP layer of a checkpoint, which may hold the target too. `token_map`: as for `load_eagle`.
+
+    Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if it has no such layer.
+    """
+    path = Path(directory)
+    target_ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
+    if load_format != DUMMY:
+        _open_head(path, DraftKind.MTP, dtype, device, ignore_progress, load_format)
+    found = _read_json(path / "config.json")
+    config, layout = _known_config(found, str(path / "config.json")), layout_of(found)
+    checkpoint: Weights
+    if load_format == DUMMY:
+        checkpoint = DummyWeights(directory, dtype, device, progress)
+    else:
+        source = open_directory(path, load_format)
+        checkpoint = Checkpoint(source, canonical_names(config.num_layers), dtype, device, progress)
+    return mtp_loader.load_mtp(config, layout, checkpoint, target, target_ids)
+
+
+def _open_head(
+    path: Path, wanted: DraftKind, dtype: torch.dtype, device: torch.device, progress: Progress, load_format: str
+) -> Checkpoint:
+    """The weights of a head, which its tensors must show to be of the kind that is wanted."""
     checkpoint = Checkpoint(open_directory(path, load_format), eagle3_loader.canonical_name, dtype, device, progress)
     kind = draft_kind({name: checkpoint.shape(name) for name in checkpoint.names()})
-    if kind is not DraftKind.EAGLE_3:
-        raise CheckpointError(f"{directory}: expected {DraftKind.EAGLE_3.value}, but this looks like {kind.value}")
-    return eagle3_loader.load_eagle3(_eagle3_config(path, target), checkpoint, target)
+    if kind is not wanted:
+        raise CheckpointError(f"{path}: expected {wanted.value}, but this looks like {kind.value}")
+    return checkpoint
 
 
 def _eagle3_config(path: Path, target: LoadedTarget) -> Eagle3Config:

@@ -19,7 +19,8 @@ import torch
 from overlap_spec_kernels import select_rows
 from torch import Tensor
 
-from overlap_spec.models.interfaces import DraftHead, RowBatch, TargetOutput
+from overlap_spec.models.interfaces import DraftHead, RowBatch, Scores, TargetOutput
+from overlap_spec.spec.coins import DraftProbs
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows
 from overlap_spec.spec.sampler import draw_after
@@ -61,8 +62,12 @@ class DeferredRows:
 class AutoregressiveProposer:
     """Learns the head's output at the last committed draft row, from which guess 1 is drawn."""
 
-    def __init__(self, head: DraftHead, page_size: int, deferred: DeferredRows) -> None:
+    def __init__(
+        self, head: DraftHead, page_size: int, deferred: DeferredRows, probs: DraftProbs | None = None
+    ) -> None:
+        """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
         self._head = head
+        self._probs = probs
         self._page_size = page_size
         self._deferred = deferred
 
@@ -87,13 +92,19 @@ class AutoregressiveProposer:
         self._head.forward(tokens, self._head.fuse(output), rows)
 
     def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
-        """Draw each guess with the noise the target will use at that position. Shapes: -> [num_guesses, B] i64."""
+        """Draw each guess, with the noise the target will use at that position. Shapes: -> [num_guesses, B] i64."""
         drafted = self._head.enter(learnt)
         guesses: list[Tensor] = []
         for i in range(num_guesses):
             if guesses:
                 rows = single_rows(batch, i - 1, self._page_size)
                 drafted = self._head.forward(guesses[-1], self._head.next_features(drafted), rows)
-            scores, last = self._head.scores(drafted), batch.lengths[:, None]
-            guesses.append(draw_after(scores, last, batch.sampling, self._head.target_ids, offset=i).squeeze(1))
+            guesses.append(self._guess(self._head.scores(drafted), batch, i))
         return torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots))
+
+    def _guess(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
+        """Shapes: scores of B rows -> [B] i64."""
+        if self._probs is not None:
+            return self._probs.draw(scores, batch, index)
+        last = batch.lengths[:, None]
+        return draw_after(scores, last, batch.sampling, self._head.target_ids, offset=index).squeeze(1)

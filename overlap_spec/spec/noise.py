@@ -29,9 +29,22 @@ def gumbel(seed: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     rows = mix64(mix64(seed + _GAMMA) ^ (positions * _GAMMA))
     bits = mix64(rows[:, None] ^ mix64(token_ids * _GAMMA + 1)[None, :])
-    # 53 bits and a half, so that neither logarithm ever meets 0 or 1.
-    uniform = (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(_unit(bits)))
+
+
+def uniform(seed: Tensor, positions: Tensor) -> Tensor:
+    """A number in (0, 1) for each row. Sync: never. Shapes: seed, positions alike, i64 -> f64."""
+    return _unit(mix64(mix64(seed + _GAMMA) ^ (positions * _GAMMA)))
+
+
+def stream(seed: Tensor, purpose: int) -> Tensor:
+    """Seeds of noise that is independent of the seeds' own, and of that for other purposes. Shapes: i64 -> i64."""
+    return mix64(mix64(seed) ^ purpose)
+
+
+def _unit(bits: Tensor) -> Tensor:
+    """53 bits and a half, so that neither end is ever met. Shapes: i64 -> f64."""
+    return (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -40,30 +40,45 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
     """
-    if sampling.work.masked:
-        logits = _mask_stop_ids(logits, positions, sampling, token_ids)
+    logits = allowed(logits, positions, sampling, token_ids)
     greedy = logits.argmax(-1)
     if not sampling.work.sampled:
         return greedy
+    drawn = torch.cat([_sample(logits, positions, sampling, token_ids, part) for part in slices(logits)])
+    return torch.where(sampling.temperature[:, None] > 0, drawn, greedy)
+
+
+def allowed(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+    """Logits of the tokens that may stand at `positions`, -inf for the others. Shapes: as in `draw_columns`."""
+    return _mask_stop_ids(logits, positions, sampling, token_ids) if sampling.work.masked else logits
+
+
+def slices(logits: Tensor) -> list[slice]:
+    """Slots to be drawn for at once. Shapes: logits [B, R, N]."""
     batch, rows, columns = logits.shape
     step = max(1, _SLICE // (rows * columns))
-    drawn = torch.cat(
-        [_sample(logits, positions, sampling, token_ids, slice(b, b + step)) for b in range(0, batch, step)]
-    )
-    return torch.where(sampling.temperature[:, None] > 0, drawn, greedy)
+    return [slice(b, b + step) for b in range(0, batch, step)]
+
+
+def log_weights(logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
+    """What is drawn from at temperature > 0, up to a constant: -inf for what the filters drop.
+
+    Shapes: logits [B, R, N] -> [b * R, N] f64 for the slots in `part`.
+    """
+    rows, columns = logits.shape[1:]
+    temperature = sampling.temperature[part].clamp(min=1e-6)  # greedy rows are replaced by the caller
+    scores = logits[part].reshape(-1, columns).double() / _per_row(temperature, rows)
+    if not sampling.work.filtered:
+        return scores
+    return scores.masked_fill(~_filter(scores, sampling, part, rows), -torch.inf)
 
 
 def _sample(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor, part: slice) -> Tensor:
     """Shapes: -> [b, R] for the slots in `part`."""
-    logits, positions = logits[part], positions[part]
-    rows, columns = logits.shape[1:]
-    temperature = sampling.temperature[part].clamp(min=1e-6)  # greedy rows are replaced by the caller
-    scores = logits.reshape(-1, columns).double() / _per_row(temperature, rows)
-    kept = _filter(scores, sampling, part, rows) if sampling.work.filtered else None
-    scores = scores + gumbel(_per_row(sampling.seed[part], rows).squeeze(1), positions.reshape(-1), token_ids)
-    if kept is not None:
-        scores = scores.masked_fill(~kept, -torch.inf)
-    return scores.argmax(-1).view(-1, rows)
+    rows = logits.shape[1]
+    seeds = _per_row(sampling.seed[part], rows).squeeze(1)
+    noise = gumbel(seeds, positions[part].reshape(-1), token_ids)
+    return (log_weights(logits, sampling, part) + noise).argmax(-1).view(-1, rows)
 
 
 def _filter(scores: Tensor, sampling: Sampling, part: slice, rows: int) -> Tensor:

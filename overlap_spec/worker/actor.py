@@ -109,6 +109,7 @@ async def main(context: ActorContext) -> None:
             "step_widths": " ".join(str(width) for width in geometry.step_widths),
             "start_up": f"{started_s:.1f} s, {started_s - capture_s:.1f} s without captures",
             "ceilings": _ceilings_fact(ceiling),
+            "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
             "acceptance": _acceptance_fact(settings.spec),
             "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
         }

@@ -1,16 +1,18 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor. Not here: what steps do."""
 
 import torch
+from torch import Tensor
 
-from overlap_spec.config import Settings
+from overlap_spec.config import AcceptSettings, Settings
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loader import load_target
+from overlap_spec.spec.coins import CoinVerifier, DraftProbs, Rejection, Thresholds
 from overlap_spec.spec.compiled import compiled_draw
 from overlap_spec.spec.interfaces import SpecMethod, Verifier
 from overlap_spec.spec.methods import EngineShape, method_named
-from overlap_spec.spec.sampler import draw_columns
+from overlap_spec.spec.sampler import Draw, draw_columns
 from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.spec.verifier import ChainVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
@@ -41,12 +43,15 @@ def build_executor(
     models: LoadedModels,
     geometry: Geometry,
     place: torch.device,
+    accept: AcceptSettings | None = None,
     simulated_accept_len: float | None = None,
     compile_max_batch: int = 0,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
-    `simulated_accept_len`: acceptance is synthetic (benchmarks). `compile_max_batch`: 0 compiles nothing.
+    `accept`: how guesses are judged; None: by matching. `simulated_accept_len`: acceptance is synthetic (benchmarks).
+    `compile_max_batch`: 0 compiles nothing.
+    Raises: ConfigError if the method's guesses cannot be judged as `accept` says.
     """
 
     def cache(shape: KVShape) -> KVCache:
@@ -62,14 +67,26 @@ def build_executor(
         device=place,
         hidden_size=target.hidden_size,
         max_deferred=geometry.max_deferred,
+        probs=DraftProbs() if accept is not None and accept.rejection else None,
     )
     proposer = models.proposer.attach(cache(models.proposer.kv_shape), shape)
     draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
-    verifier: Verifier = ChainVerifier(torch.arange(target.vocab_size, device=place), draw)
+    verifier = _verifier(accept, shape.probs, torch.arange(target.vocab_size, device=place), draw)
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier)
     return Executor(_device(place), slots, target, method, geometry.page_size)
+
+
+def _verifier(accept: AcceptSettings | None, probs: DraftProbs | None, token_ids: Tensor, draw: Draw) -> Verifier:
+    """Who judges guesses. Shapes: token_ids [V] i64."""
+    if accept is not None and accept.thresholds:
+        return CoinVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
+    if probs is None:
+        return ChainVerifier(token_ids, draw)
+    if not probs.allocated:
+        raise ConfigError("speculative_use_rejection_sampling", "this method's guesses are not drawn at random")
+    return CoinVerifier(Rejection(probs), token_ids)
 
 
 def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, LoadedModels]:
@@ -77,7 +94,10 @@ def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, L
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
     geometry = settle_geometry(settings, models, place)
-    executor = build_executor(models, geometry, place, settings.spec.simulated_accept_len, settings.compile_max_batch)
+    spec = settings.spec
+    executor = build_executor(
+        models, geometry, place, spec.accept, spec.simulated_accept_len, settings.compile_max_batch
+    )
     return executor, geometry, models
 
 

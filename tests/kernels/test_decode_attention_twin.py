@@ -21,7 +21,7 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag))
 
 
-def by_definition(inputs: DecodeInputs, heads: HeadShape) -> Tensor:
+def by_definition(inputs: DecodeInputs, heads: HeadShape, window: int | None = None) -> Tensor:
     """Writes the new rows into the caches of `inputs`, then attends key by key."""
     page_size, group = inputs.k_cache.shape[1], heads.num_heads // heads.num_kv_heads
     width = len(inputs.positions) // len(inputs.page_table)
@@ -30,25 +30,27 @@ def by_definition(inputs: DecodeInputs, heads: HeadShape) -> Tensor:
     for index, position in enumerate(inputs.positions.tolist()):
         pages = inputs.page_table[index // width].tolist()
         places = [(pages[key // page_size], key % page_size) for key in range(position + 1)]
+        seen = places if window is None else places[-window:]
         q, k, v = rows[index].split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads))
         inputs.k_cache[places[-1]] = torch.stack([rotated(head, inputs.cos_sin[position]) for head in k])
         inputs.v_cache[places[-1]] = v
         for head in range(heads.num_heads):
-            keys = torch.stack([inputs.k_cache[place][head // group] for place in places])
+            keys = torch.stack([inputs.k_cache[place][head // group] for place in seen])
             weights = torch.softmax(keys @ rotated(q[head], inputs.cos_sin[position]) * inputs.scale, dim=0)
-            out[index, head] = weights @ torch.stack([inputs.v_cache[place][head // group] for place in places])
+            out[index, head] = weights @ torch.stack([inputs.v_cache[place][head // group] for place in seen])
     return out.flatten(1)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("heads", [HeadShape(2, 2, 8), HeadShape(6, 2, 16)])
 @pytest.mark.parametrize("width", [1, 3])
-def test_decode_attention(width: int, heads: HeadShape, page_size: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 2, 8, 100])
+def test_decode_attention(window: int | None, width: int, heads: HeadShape, page_size: int) -> None:
     inputs = decode_inputs(heads, width, [17, 0, 15], page_size, torch.float64)
     other = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
     *tensors, scale = inputs
-    out = decode_attention(*tensors, DecodeScratch.allocate(heads.head_dim, CPU), scale)
-    torch.testing.assert_close(out, by_definition(other, heads), **CLOSE)
+    out = decode_attention(*tensors, DecodeScratch.allocate(heads.head_dim, CPU), scale, window=window)
+    torch.testing.assert_close(out, by_definition(other, heads, window), **CLOSE)
     torch.testing.assert_close(inputs.k_cache, other.k_cache, equal_nan=True, **CLOSE)
     torch.testing.assert_close(inputs.v_cache, other.v_cache, equal_nan=True, **CLOSE)
 
@@ -70,9 +72,10 @@ INPUTS = decode_inputs(HeadShape(6, 2, 32), 2, [9, 3], 4, torch.float32)
         ("k_cache", {"k_cache": INPUTS.k_cache.half()}),
         ("v_cache", {"v_cache": INPUTS.v_cache[1:]}),
         ("scratch", {"scratch": DecodeScratch.allocate(4, CPU)}),
+        ("window", {"window": 0}),
     ],
 )
-def test_refused_arguments_are_named(argument: str, replaced: dict[str, Tensor | DecodeScratch]) -> None:
+def test_refused_arguments_are_named(argument: str, replaced: dict[str, Tensor | DecodeScratch | int]) -> None:
     arguments = {**INPUTS._asdict(), "scratch": DecodeScratch.allocate(32, CPU), **replaced}
     with pytest.raises(ValueError, match=f"^{argument}:"):
         decode_attention(**arguments)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from overlap_spec_kernels import add_rms_norm, paged_attention, rms_norm, rope_kv_write, silu_mul
+from overlap_spec_kernels import add_rms_norm, norm_heads, paged_attention, rms_norm, rope_kv_write, silu_mul
 from overlap_spec_kernels._inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs
 from torch import Tensor
 
@@ -47,6 +47,20 @@ def test_silu_mul_takes_the_gate_first() -> None:
     torch.testing.assert_close(silu_mul(torch.cat((gate, up), dim=1)), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("heads", [HeadShape(3, 1, 8), HeadShape(8, 8, 96)])
+def test_norm_heads(heads: HeadShape) -> None:
+    num_heads, num_kv_heads, dim = heads
+    qkv = torch.randn(5, (num_heads + 2 * num_kv_heads) * dim).double()
+    query, key = torch.randn(dim).double(), torch.randn(dim).double()
+    expected = qkv.clone().unflatten(1, (-1, dim))
+    for head in range(num_heads + num_kv_heads):
+        for row in expected[:, head]:
+            row *= (query if head < num_heads else key) / (row.square().sum() / dim + 1e-3) ** 0.5
+    out = norm_heads(qkv, query, key, num_kv_heads, 1e-3)
+    assert out is qkv, "in place"
+    torch.testing.assert_close(out, expected.flatten(1), **CLOSE)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 8), HeadShape(8, 8, 96)])
 def test_rope_kv_write_rotates_pairs_of_the_two_halves(heads: HeadShape, page_size: int) -> None:
@@ -68,7 +82,7 @@ def test_rope_kv_write_leaves_other_cache_rows_alone() -> None:
         assert written.nonzero().flatten().tolist() == sorted(inputs.cache_rows.tolist())
 
 
-def dense_attention(inputs: AttentionInputs) -> Tensor:
+def dense_attention(inputs: AttentionInputs, window: int | None = None) -> Tensor:
     """One row and one head at a time, keys gathered one by one."""
     page_size, num_kv_heads = inputs.k_cache.shape[1:3]
     group = inputs.q.shape[1] // num_kv_heads
@@ -76,6 +90,7 @@ def dense_attention(inputs: AttentionInputs) -> Tensor:
     request_of = torch.repeat_interleave(inputs.row_starts.diff().long()).tolist()
     for row, (request, position) in enumerate(zip(request_of, inputs.positions.tolist(), strict=True)):
         places = [(int(inputs.page_table[request, key // page_size]), key % page_size) for key in range(position + 1)]
+        places = places if window is None else places[-window:]
         k = torch.stack([inputs.k_cache[place] for place in places])
         v = torch.stack([inputs.v_cache[place] for place in places])
         for head in range(inputs.q.shape[1]):
@@ -90,6 +105,18 @@ def dense_attention(inputs: AttentionInputs) -> Tensor:
 def test_paged_attention(requests: list[tuple[int, int]], heads: HeadShape, page_size: int) -> None:
     inputs = attention_inputs(heads, requests, page_size, torch.float64)
     torch.testing.assert_close(paged_attention(*inputs), dense_attention(inputs), **CLOSE)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("requests", [[(0, 1)], [(37, 4), (0, 4), (14, 4)], [(5, 7), (0, 33), (19, 1)]])
+@pytest.mark.parametrize("window", [1, 3, 8, 30])
+def test_paged_attention_in_a_window(window: int, requests: list[tuple[int, int]], page_size: int) -> None:
+    """Pages before the first row's window may belong to others: their keys are not read."""
+    inputs = attention_inputs(HeadShape(6, 2, 16), requests, page_size, torch.float64)
+    expected = dense_attention(inputs, window)
+    for request, (first, _) in enumerate(requests):
+        inputs.page_table[request, : max(first - window + 1, 0) // page_size] = 0  # a page of NaN
+    torch.testing.assert_close(paged_attention(*inputs, window=window), expected, **CLOSE)
 
 
 def test_paged_attention_over_consecutive_pages() -> None:
@@ -121,6 +148,11 @@ X, WEIGHT = torch.randn(3, 60), torch.randn(60)
         ("weight", lambda: rms_norm(X, WEIGHT[:59], 1e-5)),
         ("weight", lambda: rms_norm(X, WEIGHT.double(), 1e-5)),
         ("residual", lambda: add_rms_norm(X, X[:2], WEIGHT, 1e-5)),
+        ("qkv", lambda: norm_heads(X.t(), WEIGHT[:12], WEIGHT[:12], 1, 1e-5)),
+        ("qkv", lambda: norm_heads(X, WEIGHT[:12], WEIGHT[:12], 3, 1e-5)),
+        ("query_weight", lambda: norm_heads(X, WEIGHT[:12].double(), WEIGHT[:12], 1, 1e-5)),
+        ("key_weight", lambda: norm_heads(X, WEIGHT[:12], WEIGHT[:11], 1, 1e-5)),
+        ("window", lambda: paged_attention(*ATTENTION, window=0)),
         ("gate_up", lambda: silu_mul(X[:, :59])),
         ("q", lambda: rope_kv_write(*ROPE._replace(q=ROPE.q[..., :7]))),
         ("v", lambda: rope_kv_write(*ROPE._replace(v=ROPE.v[:4]))),

@@ -80,6 +80,19 @@ def test_explicit_flags_replace_the_preset_as_a_set() -> None:
     assert (spec.draft_path, spec.num_steps, spec.width) == ("/heads/other", 5, 6)
 
 
+def test_a_preset_head_is_for_its_own_method() -> None:
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path: "):
+        resolved(ALIAS, speculative_algorithm="EAGLE")
+    with pytest.raises(ConfigError, match="--speculative-algorithm: missing"):
+        resolved(ALIAS, speculative_token_map="map.pt")
+
+
+def test_a_token_map_reaches_the_worker() -> None:
+    flags = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/h", "speculative_token_map": "map.pt"}
+    spec = resolved(**flags).spec
+    assert (spec.method, spec.draft_path, spec.token_map) == ("EAGLE", "/h", "map.pt")
+
+
 def test_the_default_numbers_of_an_architecture_are_said() -> None:
     flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/heads/other"}
     settings, notes = resolve(EngineConfig(**flags), LLAMA, CPU)  # type: ignore[arg-type]  # a dict of mixed flags
@@ -110,6 +123,16 @@ def test_more_draft_tokens_than_a_chain_holds_are_lowered_with_a_note() -> None:
         ("speculative_algorithm", {"speculative_num_steps": 3}),
         ("speculative_draft_model_path", {"speculative_algorithm": "EAGLE3"}),
         ("speculative_num_steps", {"speculative_algorithm": "NONE", "speculative_num_steps": 3}),
+        ("speculative_algorithm", {"speculative_token_map": "map.pt"}),
+        ("speculative_token_map", {"speculative_algorithm": "NONE", "speculative_token_map": "map.pt"}),
+        (
+            "speculative_token_map",
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": "/h",
+                "speculative_token_map": "map.pt",
+            },
+        ),
         (
             "speculative_eagle_topk",
             {

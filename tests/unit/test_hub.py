@@ -16,7 +16,7 @@ from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.hub import resolve_draft, resolve_model, smollm2
+from overlap_spec.hub import resolve_draft, resolve_model, resolve_token_map, smollm2
 from overlap_spec.hub.progress import reporting_tqdm
 
 GGUF_NAME = Path(smollm2.MEMBER).name
@@ -135,6 +135,24 @@ def test_a_draft_and_a_tokenizer_come_from_the_cache_too(hub_cache: Path, tmp_pa
     tokenizer = write_tokenizer(cached_snapshot(hub_cache, "someone/words"))
     model = write_checkpoint(tmp_path / "model", tiny_target(1))
     assert resolve(model_path=str(model), tokenizer_path="someone/words").tokenizer_dir == str(tokenizer)
+
+
+def test_a_token_map_is_a_file_or_one_of_a_repository(hub_cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "map.pt").write_bytes(b"ids")
+    assert resolve_token_map(str(tmp_path / "map.pt")) == str(tmp_path / "map.pt")
+    snapshot = cached_snapshot(hub_cache, "someone/maps")
+    (snapshot / "by_size").mkdir()
+    (snapshot / "by_size" / "freq_32768.pt").write_bytes(b"ids")
+    assert resolve_token_map("someone/maps/by_size/freq_32768.pt") == str(snapshot / "by_size" / "freq_32768.pt")
+    for absent, words in (
+        ("someone/maps/freq_8.pt", "has no file freq_8.pt|could not be fetched"),
+        ("someone/nowhere/freq.pt", "someone/nowhere is no local path, is not in the hub cache"),
+        (str(tmp_path / "absent.pt"), "is no file; give the path of one, or owner/name/file"),
+        (str(tmp_path), "is no file"),
+        ("map.pt", "map.pt is no file"),
+    ):
+        with pytest.raises(ConfigError, match=f"--speculative-token-map: .*({words})"):
+            resolve_token_map(absent)
 
 
 def test_a_hub_id_that_is_nowhere(hub_cache: Path) -> None:

@@ -18,18 +18,19 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def run(inputs: DecodeInputs, num_programs: int) -> torch.Tensor:
+def run(inputs: DecodeInputs, num_programs: int, window: int | None = None) -> torch.Tensor:
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cpu"), num_programs)
     scratch.outputs.fill_(torch.nan)
     *tensors, scale = inputs
-    out = _decode_attention_triton(*tensors, scratch, scale)
+    out = _decode_attention_triton(*tensors, scratch, scale, window=window)
     assert not scratch.counters.any()
     return out
 
 
-def check(inputs: DecodeInputs, num_programs: int) -> None:
+def check(inputs: DecodeInputs, num_programs: int, window: int | None = None) -> None:
     expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
-    torch.testing.assert_close(run(inputs, num_programs), decode_attention_reference(*expected), **CLOSE)
+    out = decode_attention_reference(*expected, window)
+    torch.testing.assert_close(run(inputs, num_programs, window), out, **CLOSE)
     torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, **CLOSE)
     torch.testing.assert_close(inputs.v_cache, expected.v_cache, equal_nan=True, rtol=0, atol=0)
 
@@ -49,6 +50,16 @@ def test_other_heads(heads: HeadShape) -> None:
 
 def test_more_splits_than_are_combined_at_once() -> None:
     check(decode_inputs(HeadShape(2, 1, 128), 2, [1300, 129], 16, torch.float32), num_programs=20)
+
+
+@pytest.mark.parametrize("heads", [HeadShape(4, 2, 8), HeadShape(3, 1, 64)])
+@pytest.mark.parametrize(("window", "width"), [(1, 4), (3, 16), (100, 1), (100, 4), (290, 4)])
+def test_window(window: int, width: int, heads: HeadShape) -> None:
+    """Shorter than a page, than the new rows, than a split; pages before it may belong to others."""
+    inputs = decode_inputs(heads, width, [400, 0, 17], 16, torch.float32)
+    for request, pages in enumerate(inputs.page_table):
+        pages[: max(int(inputs.positions[request * width]) - window + 1, 0) // 16] = 0  # a page of NaN
+    check(inputs, SPLIT, window)
 
 
 def test_16_bit_heads() -> None:

@@ -16,11 +16,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def check(requests: list[tuple[int, int]], heads: HeadShape, page_size: int, num_splits: int) -> None:
+def check(
+    requests: list[tuple[int, int]], heads: HeadShape, page_size: int, num_splits: int, window: int | None = None
+) -> None:
     inputs = attention_inputs(heads, requests, page_size, torch.float32)
     *tensors, max_rows, scale, _ = inputs
-    out = _paged_attention_triton(*tensors, max_rows, scale, num_splits)
-    torch.testing.assert_close(out, paged_attention_reference(*tensors, scale), **CLOSE)
+    if window is not None:
+        for pages, (first, _) in zip(inputs.page_table, requests, strict=True):
+            pages[: max(first - window + 1, 0) // page_size] = 0  # a page of NaN: nobody's
+    out = _paged_attention_triton(*tensors, max_rows, scale, num_splits, window)
+    torch.testing.assert_close(out, paged_attention_reference(*tensors, scale, window), **CLOSE)
 
 
 @pytest.mark.parametrize("requests", DECODE)
@@ -36,6 +41,13 @@ def test_decode(requests: list[tuple[int, int]], heads: HeadShape, page_size: in
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_prefill(requests: list[tuple[int, int]], heads: HeadShape, page_size: int) -> None:
     check(requests, heads, page_size, num_splits=1)
+
+
+@pytest.mark.parametrize("requests", [DECODE[1], [(100, 17), (0, 5)]])
+@pytest.mark.parametrize("window", [1, 6, 50])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_window(requests: list[tuple[int, int]], window: int, num_splits: int) -> None:
+    check(requests, HeadShape(6, 3, 64), 4, num_splits, window)
 
 
 def test_prefill_in_splits() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from overlap_spec_kernels._inputs import HeadShape, rope_inputs
 from overlap_spec_kernels.add_rms_norm import _add_rms_norm_triton, add_rms_norm_reference
+from overlap_spec_kernels.norm_heads import _norm_heads_triton, norm_heads_reference
 from overlap_spec_kernels.rms_norm import _rms_norm_triton, rms_norm_reference
 from overlap_spec_kernels.rope_kv_write import _rope_kv_write_triton, rope_kv_write_reference
 from overlap_spec_kernels.silu_mul import _silu_mul_triton, silu_mul_reference
@@ -32,6 +33,16 @@ def test_add_rms_norm(num_rows: int, size: int) -> None:
     expected, expected_residual = add_rms_norm_reference(*arguments)
     assert torch.equal(new_residual, expected_residual)
     torch.testing.assert_close(y, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("heads", [HeadShape(3, 3, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)])
+def test_norm_heads(heads: HeadShape, num_rows: int) -> None:
+    num_heads, num_kv_heads, dim = heads
+    qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * dim)
+    weights = torch.randn(dim), torch.randn(dim), num_kv_heads, 1e-5
+    expected = norm_heads_reference(qkv.clone(), *weights)
+    torch.testing.assert_close(_norm_heads_triton(qkv, *weights), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)

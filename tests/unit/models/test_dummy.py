@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from paged_rows import Paged
+from tiny_families import TINY_FAMILIES
 from tiny_models import tiny_eagle3, tiny_target, write_checkpoint
 
 from overlap_spec.config import EngineConfig, ModelFiles
@@ -59,6 +60,18 @@ def test_logits_of_dummy_models_are_finite_and_not_all_alike(tmp_path: Path, dty
     for logits, size in ((model.scores(output.hidden).logits(), 128), (draft.scores(drafted).logits(), 112)):
         assert logits.shape == (8, size) and logits.isfinite().all()
         assert logits.argmax(1).unique().numel() > 1
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_every_architecture_has_dummies(tmp_path: Path, family: str) -> None:
+    checkpoint = tiny_target(seed=1, **TINY_FAMILIES[family])
+    target = load_target(dummy_files(write_config(tmp_path / "target", checkpoint.config)), torch.float32, CPU)
+    assert target.num_bytes == sum(tensor.nbytes for tensor in checkpoint.tensors.values()) // 2, "float64 there"
+    paged = Paged(num_requests=2)
+    cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float32, CPU)
+    model = target.attach(cache, 64)
+    logits = model.scores(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).logits()
+    assert logits.isfinite().all() and logits.argmax(1).unique().numel() > 1
 
 
 def test_shapes_and_dtypes_are_the_configs(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""Logits of the Llama family against transformers, prefilled in chunks and decoded through scattered pages."""
+"""Logits of every architecture against transformers, prefilled in chunks and decoded through scattered pages."""
 
 from typing import Any
 
 import pytest
 import torch
 from paged_rows import Paged
+from tiny_families import TINY_FAMILIES
 from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
@@ -32,20 +35,30 @@ CASES: dict[str, dict[str, Any]] = {
     "llama 3 rope": {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
     "yarn rope": {"rope_scaling": YARN},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "qwen3 with biases": TINY_FAMILIES["qwen3"] | {"attention_bias": True},
+    "qwen3 with another eps": TINY_FAMILIES["qwen3"] | {"rms_norm_eps": 0.1, "tie_word_embeddings": False},
+    "qwen2 with yarn": TINY_FAMILIES["qwen2"] | {"rope_scaling": YARN, "rope_theta": 1e6},
+    "a window of one key": TINY_FAMILIES["mistral"] | {"sliding_window": 1},
+    "windows by layer": TINY_FAMILIES["qwen3"]
+    | {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 LENGTHS = (33, 5)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
-    mistral = checkpoint.config["model_type"] == "mistral"
-    config_class, model_class = (MistralConfig, MistralForCausalLM) if mistral else (LlamaConfig, LlamaForCausalLM)
-    config = config_class(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
+    config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
     config._attn_implementation = "sdpa"  # keeps float64, where "eager" narrows to float32
-    model = model_class(config).to(dtype).eval()
-    missing = model.load_state_dict(checkpoint.tensors, strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    missing, unexpected = model.load_state_dict(checkpoint.tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    model.tie_weights()
     return model
 
 
@@ -71,8 +84,8 @@ def run(model: LlamaTarget, paged: Paged, tokens: list[Tensor], counts: list[int
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
-    monkeypatch.setattr(MistralRMSNorm, "forward", norm_in_own_dtype)
+    for norm in NORMS:
+        monkeypatch.setattr(norm, "forward", norm_in_own_dtype)
     checkpoint = tiny_target(3, context=1.0, **CASES[case])
     tokens = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     paged = Paged(num_requests=2)

@@ -127,6 +127,14 @@ def configured(**changes: Any) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
     return lambda c: TinyCheckpoint(c.config | changes, c.tensors)
 
 
+def mistral(**changes: Any) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
+    return configured(architectures=["MistralForCausalLM"], **changes)
+
+
+def qwen3(**changes: Any) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
+    return configured(architectures=["Qwen3ForCausalLM"], **changes)
+
+
 TARGET_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] = {
     "missing tensor": (without(Q_PROJ), r"layers\.1\.self_attn\.q_proj\.weight is missing, expected shape \[64, 32\]"),
     "wrong shape": (
@@ -146,6 +154,20 @@ TARGET_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]]
     "rope without factor": (configured(rope_scaling={"rope_type": "linear"}), "'linear' needs 'factor'"),
     "partial rope": (configured(partial_rotary_factor=0.5), "part of a head"),
     "sliding window": (configured(sliding_window=4096), "sliding_window 4096 is not supported"),
+    "bad window": (mistral(sliding_window="all"), "sliding_window must be null or a positive integer, found 'all'"),
+    "windows of some layers": (
+        mistral(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "layer_types that differ are not supported",
+    ),
+    "layer types": (
+        qwen3(use_sliding_window=True, sliding_window=8, layer_types=["chunked_attention"] * 2),
+        "layer_types must be 2 times 'sliding_attention' or 'full_attention'",
+    ),
+    "norms of heads": (qwen3(), r"layers\.0\.self_attn\.q_norm\.weight is missing, expected shape \[16\]"),
+    "biases": (
+        configured(architectures=["Qwen2ForCausalLM"]),
+        r"layers\.0\.self_attn\.q_proj\.bias is missing, expected shape \[64\]",
+    ),
     "activation": (configured(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "quantized": (configured(quantization_config={"quant_method": "gptq"}), "gptq"),
     "no hidden size": (configured(hidden_size=None), "hidden_size must be a positive integer, it is missing"),

@@ -1,0 +1,79 @@
+"""Compares the token ids of a target and of a language model that drafts for it. Not here: their weights.
+
+Guesses are ids: a draft of another vocabulary runs, is judged exactly, and has nothing accepted. What an id means is
+said by tokenizer.json; how many ids a model has, by its config.json, where families pad it to sizes of their own.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.config import ModelFiles
+from overlap_spec.errors import CheckpointError, ConfigError
+
+FIELD = "speculative_draft_model_path"
+
+
+def check_draft_vocabulary(draft: str, files: ModelFiles) -> list[str]:
+    """Compare the tokenizers, or the sizes where one of them is not there. Returns notes for the log.
+
+    Raises: ConfigError naming the flag and the first token that differs, CheckpointError naming the file.
+    """
+    if files.tokenizer_dir is None:
+        _check_sizes(draft, files)
+        return [f"draft {draft}: only the size of its vocabulary was compared with the target's: no tokenizer is read"]
+    ours, theirs = (_read_vocabulary(Path(path)) for path in (files.tokenizer_dir, draft))
+    if ours is None or theirs is None:
+        _check_sizes(draft, files)
+        missing = files.tokenizer_dir if ours is None else draft
+        return [f"draft {draft}: only the size of its vocabulary was compared: {missing} has no tokenizer.json"]
+    for token in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token) != theirs.get(token):
+            raise ConfigError(
+                FIELD,
+                f"{draft} has another vocabulary: token {token} is {_named(theirs, token)} there and"
+                f" {_named(ours, token)} in the target's {files.tokenizer_dir}; use a draft with the same tokenizer",
+            )
+    return []
+
+
+def _check_sizes(draft: str, files: ModelFiles) -> None:
+    size = _read_json(Path(draft) / "config.json").get("vocab_size")
+    if size != files.vocab_size:
+        raise ConfigError(
+            FIELD,
+            f"{draft} has a vocabulary of {size!r} tokens and the target one of {files.vocab_size}, and there are not"
+            " two tokenizers to compare token by token; use a draft with the same tokenizer",
+        )
+
+
+def _read_vocabulary(directory: Path) -> dict[int, str] | None:
+    """Every token by id, added ones included; None without a tokenizer.json."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    content = _read_json(path)
+    try:
+        vocabulary = content["model"]["vocab"]
+        tokens = (
+            {token: text for text, token in vocabulary.items()}
+            if isinstance(vocabulary, dict)
+            else {token: text for token, (text, _) in enumerate(vocabulary)}  # of a unigram model, with scores
+        )
+        return tokens | {added["id"]: added["content"] for added in content.get("added_tokens") or ()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a tokenizer with a vocabulary ({error!r})") from None
+
+
+def _named(tokens: dict[int, str], token: int) -> str:
+    return repr(tokens[token]) if token in tokens else "missing"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content

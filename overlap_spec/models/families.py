@@ -1,0 +1,103 @@
+"""What sets the supported architectures apart, as a table. Not here: the numbers of a checkpoint (`llama_config.py`).
+
+All are Llama's decoder: embedding, pre-norm attention with rotary positions, gated SiLU, RMSNorm.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_spec.errors import CheckpointError
+
+Windows = tuple[int | None, ...]  # by layer: how many keys a row sees, its own included; None: all of them
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBias:
+    """Which maps of attention have a bias."""
+
+    qkv: bool
+    output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture departs from the others. Functions take the config, as it is in config.json."""
+
+    attention_bias: Callable[[Mapping[str, Any]], AttentionBias]
+    windows: Callable[[Mapping[str, Any], str], Windows]  # (config, its file), one per layer
+    mlp_bias: bool = False  # true: where the config asks for it
+    head_norms: bool = False  # the heads of q and k are normalised, each by itself, before rotation
+    head_dim: int | None = None  # where the config names none; None: hidden size / heads
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """That of the first architecture that is known; `...Eagle` and `...Eagle3` heads have the layers of their own.
+
+    Others are Llama's: most heads are, whatever their target.
+    """
+    names = (str(name).removesuffix("3").removesuffix("Eagle") for name in config.get("architectures") or ())
+    return next((FAMILIES[name] for name in names if name in FAMILIES), FAMILIES["LlamaForCausalLM"])
+
+
+def _as_configured(config: Mapping[str, Any]) -> AttentionBias:
+    asked = bool(config.get("attention_bias", False))
+    return AttentionBias(asked, asked)
+
+
+def _on_inputs(config: Mapping[str, Any]) -> AttentionBias:
+    return AttentionBias(qkv=True, output=False)
+
+
+def _nowhere(config: Mapping[str, Any]) -> AttentionBias:
+    return AttentionBias(qkv=False, output=False)
+
+
+def _no_window(config: Mapping[str, Any], origin: str) -> Windows:
+    """Llama has none; a key that says otherwise means another model."""
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window", True):
+        raise CheckpointError(f"{origin}: sliding_window {window} is not supported for this architecture")
+    return (None,) * int(config["num_hidden_layers"])
+
+
+def _window_everywhere(config: Mapping[str, Any], origin: str) -> Windows:
+    """Mistral: a window in the config holds for every layer."""
+    window = _window(config, origin)
+    if window is not None and len(set(config.get("layer_types") or ())) > 1:
+        raise CheckpointError(f"{origin}: layer_types that differ are not supported for this architecture")
+    return (window,) * int(config["num_hidden_layers"])
+
+
+def _window_where_asked(config: Mapping[str, Any], origin: str) -> Windows:
+    """Qwen: only with `use_sliding_window`, and then in the layers that `layer_types` names, or in the upper ones."""
+    num_layers = int(config["num_hidden_layers"])
+    window = _window(config, origin) if config.get("use_sliding_window", False) else None
+    if window is None:
+        return (None,) * num_layers
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", _QWEN_FULL_LAYERS)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers or not set(kinds) <= {_SLIDING, _FULL}:
+        raise CheckpointError(f"{origin}: layer_types must be {num_layers} times {_SLIDING!r} or {_FULL!r}")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _window(config: Mapping[str, Any], origin: str) -> int | None:
+    window = config.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise CheckpointError(f"{origin}: sliding_window must be null or a positive integer, found {window!r}")
+    return window
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_QWEN_FULL_LAYERS = 28  # below them no layer has a window, where the config does not say
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(_as_configured, _no_window, mlp_bias=True),
+    "MistralForCausalLM": Family(_nowhere, _window_everywhere),
+    "Qwen2ForCausalLM": Family(_on_inputs, _window_where_asked),
+    "MiMoForCausalLM": Family(_on_inputs, _window_where_asked),
+    "Qwen3ForCausalLM": Family(_as_configured, _window_where_asked, head_norms=True, head_dim=128),
+}

@@ -1,0 +1,57 @@
+"""EAGLE with a token map through real processes, from flags to tokens: those of plain decoding."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_eagle import tiny_eagle
+from tiny_models import VOCAB, tiny_target, write_checkpoint
+
+from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec.errors import ActorDied
+
+SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+PLAIN: dict[str, object] = {"speculative_algorithm": "NONE"}
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """Flags of a head for `tiny_model`, and of a map of three quarters of its tokens."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("eagle"), tiny_eagle(2, tiny_target(1)))
+    torch.save(list(range(VOCAB - 1, VOCAB // 4, -1)), directory / "map.pt")
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(directory),
+        "speculative_token_map": str(directory / "map.pt"),
+        "speculative_num_steps": 3,  # fixed: a tiny target is faster without guesses, and adaptive steps would find out
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+
+
+def engine_of(tiny_model: Path, flags: dict[str, object]) -> Engine:
+    config = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
+    return Engine(EngineConfig(**config | flags))  # type: ignore[arg-type]  # mixed flags
+
+
+def test_tokens_are_those_of_plain_decoding(tiny_model: Path, eagle: dict[str, object]) -> None:
+    async def tokens(flags: dict[str, object]) -> list[int]:
+        async with engine_of(tiny_model, flags) as engine:
+            answer = await engine.client.complete("The sky is", SAMPLING)
+            assert flags is PLAIN or 0 < answer.usage.spec_verify_ct < 23, "of 24 tokens one is the prompt's"
+            return list(answer.token_ids)
+
+    assert asyncio.run(tokens(eagle)) == asyncio.run(tokens(PLAIN))
+
+
+def test_a_map_of_another_target_fails_the_start_by_its_file(
+    tiny_model: Path, eagle: dict[str, object], tmp_path: Path
+) -> None:
+    async def start() -> None:
+        async with engine_of(tiny_model, eagle | {"speculative_token_map": str(tmp_path / "map.pt")}):
+            pass
+
+    torch.save([1, VOCAB], tmp_path / "map.pt")
+    with pytest.raises(ActorDied, match=rf"map\.pt: found token id {VOCAB}, expected 0 to {VOCAB - 1}"):
+        asyncio.run(start())

@@ -1,0 +1,65 @@
+"""A language model as draft through real processes, from flags to tokens: those of plain decoding."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_target, write_checkpoint
+from tiny_standalone import tiny_language_draft
+from tiny_tokenizer import write_tokenizer
+
+from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec.errors import ConfigError
+
+SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+PLAIN: dict[str, object] = {"speculative_algorithm": "NONE"}
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_checkpoint(tmp_path_factory.mktemp("draft"), tiny_language_draft(2, tiny_target(1)))
+    return write_tokenizer(directory)
+
+
+def flags_of(draft: Path) -> dict[str, object]:
+    return {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(draft),
+        "speculative_num_steps": 3,  # fixed: a tiny target is faster without guesses, and adaptive steps would find out
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+
+
+def engine_of(tiny_model: Path, flags: dict[str, object]) -> Engine:
+    config = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
+    return Engine(EngineConfig(**config | flags))  # type: ignore[arg-type]  # mixed flags
+
+
+def test_tokens_are_those_of_plain_decoding(tiny_model: Path, draft: Path) -> None:
+    async def tokens(flags: dict[str, object]) -> list[int]:
+        async with engine_of(tiny_model, flags) as engine:
+            assert not [note for note in engine.notes if "vocabulary" in note], "its tokenizer was compared"
+            answer = await engine.client.complete("The sky is", SAMPLING)
+            assert answer.usage.spec_verify_ct < len(answer.token_ids) - 1, "no guess was right"
+            return list(answer.token_ids)
+
+    assert asyncio.run(tokens(flags_of(draft))) == asyncio.run(tokens(PLAIN))
+
+
+def test_without_a_tokenizer_sizes_are_compared_and_the_log_says_so(tiny_model: Path, draft: Path) -> None:
+    async def notes() -> list[str]:
+        async with engine_of(tiny_model, flags_of(draft) | {"skip_tokenizer_init": True}) as engine:
+            return engine.notes
+
+    assert any("only the size of its vocabulary" in note for note in asyncio.run(notes()))
+
+
+def test_another_vocabulary_ends_the_start_before_any_process(tiny_model: Path, tmp_path: Path) -> None:
+    async def start() -> None:
+        async with engine_of(tiny_model, flags_of(other)):
+            pass
+
+    other = write_tokenizer(write_checkpoint(tmp_path, tiny_language_draft(2, tiny_target(1), vocab=120)), 120)
+    with pytest.raises(ConfigError, match="token 120 is missing there and 'w120' in the target's"):
+        asyncio.run(start())

@@ -1,0 +1,57 @@
+"""Every other drafting method on a GPU, in graphs: random requests with aborts against solo plain decoding, in float32.
+
+As in tests/gpu/test_ring_cuda.py, nothing on the launch path may wait for the device while requests are served.
+"""
+
+import pytest
+import torch
+from device_watch import sync_mode_warns
+from plain_oracle import PlainOracle
+from ring import RingConfig, tiny_loaded
+from storm import run_requests, run_storm
+from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
+from tiny_methods import TINY_METHODS
+from tiny_tokenizer import write_tokenizer
+
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+NUM_SCHEDULES, NUM_REQUESTS = 15, 150
+OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(autouse=True)
+def _ieee() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_storm_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
+    seen = run_storm(
+        NUM_SCHEDULES, codec, method=method, dtype=torch.float32, place=PLACE, graph_batch_sizes=BATCH_SIZES
+    )
+    name = f"storm_graphs_{method.replace(' ', '_')}"
+    record_summary(name, {"schedules": NUM_SCHEDULES, **seen}, torch.cuda.get_device_name())
+
+
+@sync_mode_warns
+@pytest.mark.parametrize("method", OTHERS)
+def test_requests_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
+    more = {"method": method, "graph_batch_sizes": BATCH_SIZES, "widths_seed": 1}
+    config = RingConfig(**{**vars(FULL), **more})
+    models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE, method), {}
+    oracle = PlainOracle(20, codec, torch.float32, PLACE)
+    requests = mixed_requests(method, NUM_REQUESTS)
+    try:
+        seen = run_requests(requests, models, config, codec, oracle, method, watch_for(config, figures))
+    finally:
+        oracle.close()
+    assert seen["finished"] > NUM_REQUESTS // 2
+    figures |= {"requests": NUM_REQUESTS, "wrong": 0, **seen}
+    record_summary(f"requests_graphs_{method.replace(' ', '_')}", figures, torch.cuda.get_device_name())

@@ -1,0 +1,136 @@
+"""MTP layers found in their target's checkpoint: guesses and runs are those of tests/mtp_reference.py, step by step.
+
+On a tiny random checkpoint in float64, with transformers' Qwen2 as the loop's target; and in float32 on the default
+target with a layer trained for it (`--heads DIR` with `mtp/`), where what the loop did is committed
+(tests/data/mtp_chains.json). The default run takes 4 prompts x 32 tokens of these; `-m full` takes all 20 x 64.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from merged_mimo import merge
+from mtp_reference import DeepSeek, Mimo, ReferenceMtp, generate
+from solo import Solo, assert_equal_up_to_near_ties
+from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, check_chain, greedy
+from tiny_models import TinyCheckpoint, tiny_target, write_checkpoint
+from tiny_mtp import in_deepseek_layout, with_mtp
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.hub import resolve_model
+
+FEW_PROMPTS = 4
+PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
+
+
+def chain_of(files: ModelFiles, num_steps: int, method: str = "EAGLE", **more: Any) -> Solo:
+    return Solo(
+        files,
+        device="cpu",
+        speculative_algorithm=method,
+        speculative_num_steps=num_steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=num_steps + 1,
+        **more,
+    )
+
+
+def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
+    """Transformers' norm narrows float64 to float32."""
+    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def transformers_model(checkpoint: TinyCheckpoint) -> Any:
+    config = Qwen2Config(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
+    config._attn_implementation = "sdpa"
+    model = Qwen2ForCausalLM(config).to(torch.float64).eval()
+    assert not model.load_state_dict(checkpoint.tensors, strict=False).missing_keys
+    return model
+
+
+@pytest.mark.parametrize(
+    ("method", "num_steps", "layout"), [("EAGLE", 3, Mimo()), ("NEXTN", 5, Mimo()), ("EAGLE", 3, DeepSeek())]
+)
+def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
+    method: str, num_steps: int, layout: Mimo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_own_dtype)
+    checkpoint = with_mtp(8, tiny_target(7))
+    checkpoint = in_deepseek_layout(checkpoint) if isinstance(layout, DeepSeek) else checkpoint
+    write_checkpoint(tmp_path, checkpoint)
+    files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
+    target, tensors = transformers_model(checkpoint), checkpoint.tensors
+    embed = tensors["model.embed_tokens.weight"]
+    chains, rows = [], []
+    for prompt in PROMPTS:
+        mtp = ReferenceMtp(tensors, checkpoint.config, embed, tensors["lm_head.weight"], layout)
+        first, steps = generate(target, mtp, prompt, num_steps, FEW_TOKENS)
+        chains.append({"first": first, "steps": [vars(step) for step in steps]})
+        rows.append({"prompt_ids": prompt})
+    solo = chain_of(files, num_steps, method, dtype="float64")
+    try:
+        lengths = check_chain(solo, rows, chains, FEW_TOKENS)
+    finally:
+        solo.close()
+    assert len(set(lengths)) > 2
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ModelFiles]:
+    heads: Path = request.getfixturevalue("heads")
+    directory = tmp_path_factory.mktemp("mimo")
+    yield merge(resolve_model(EngineConfig()), heads / "mtp", directory)
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return json.loads((DATA / "greedy64.json").read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def chains() -> dict[str, list[dict[str, Any]]]:
+    return json.loads((DATA / "mtp_chains.json").read_text())["chains"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_steps", [3, 5])
+def test_a_trained_layer_drafts_as_the_written_out_loop(
+    merged: ModelFiles, rows: list[dict], chains: dict, num_steps: int
+) -> None:
+    solo = chain_of(merged, num_steps)
+    try:
+        lengths = check_chain(solo, rows[:FEW_PROMPTS], chains[str(num_steps)][:FEW_PROMPTS], FEW_TOKENS)
+    finally:
+        solo.close()
+    assert len(set(lengths)) > 2
+
+
+def test_two_steps_in_flight_and_small_pages_change_nothing(merged: ModelFiles, rows: list[dict]) -> None:
+    solo = chain_of(merged, 3, "NEXTN", depth=2, page_size=1)
+    try:
+        assert_equal_up_to_near_ties(rows[:2], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
+    finally:
+        solo.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_steps", [3, 5])
+def test_accept_length_is_the_written_out_loops(
+    merged: ModelFiles, rows: list[dict], chains: dict, num_steps: int, record_summary
+) -> None:
+    solo = chain_of(merged, num_steps)
+    try:
+        lengths = check_chain(solo, rows[:20], chains[str(num_steps)], ALL_TOKENS)
+    finally:
+        solo.close()
+    figures = {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
+    record_summary(f"smollm2_mtp_chain{num_steps}_cpu", figures)

@@ -1,0 +1,78 @@
+"""Coins instead of matching, through the whole ring: greedy requests as ever, sampled ones distributed as ever."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ring import RingConfig, running, tiny_loaded
+from tiny_tokenizer import write_tokenizer
+
+from overlap_spec.config import AcceptSettings
+from overlap_spec.messages import SamplingParams
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)
+REJECTION = AcceptSettings(rejection=True)
+THRESHOLDS = AcceptSettings(threshold_single=0.9, threshold_acc=0.9)
+PROMPT = [5, 17, 42, 9, 80]
+NUM_SAMPLES = 400
+SIGNIFICANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    return load_codec(write_tokenizer(directory))
+
+
+def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]) -> list[tuple[int, ...]]:
+    """Token ids, in order."""
+
+    async def ask_all() -> list[tuple[int, ...]]:
+        async with running(tiny_loaded(3, 3), config, codec) as ring:
+            waiting = [ring.ask(PROMPT, sampling) for sampling in requests]
+            return [tuple(answer.token_ids) for answer in await asyncio.gather(*waiting)]
+
+    return asyncio.run(ask_all())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("accept", [REJECTION, THRESHOLDS], ids=str)
+def test_greedy_requests_are_plain_decoding(accept: AcceptSettings, depth: int, codec: TextCodec) -> None:
+    greedy = [SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)]
+    config = replace(CONFIG, depth=depth)
+    assert answers(replace(config, accept=accept), codec, greedy) == answers(config, codec, greedy)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rejection_keeps_the_distribution(depth: int, codec: TextCodec) -> None:
+    """Three tokens, two choices each: as often as plain decoding draws them, which matching is token for token."""
+    requests = [
+        SamplingParams(max_new_tokens=3, temperature=1.5, top_k=2, seed=seed, ignore_eos=True)
+        for seed in range(NUM_SAMPLES)
+    ]
+    config = replace(CONFIG, depth=depth)
+    matched = Counter(answers(config, codec, requests))
+    drawn = Counter(answers(replace(config, accept=REJECTION), codec, [replace_seed(r) for r in requests]))
+    cells = sorted(matched.keys() | drawn.keys())
+    assert 4 <= len(cells) <= 8
+    counts = torch.tensor([[matched[cell], drawn[cell]] for cell in cells], dtype=torch.float64)
+    expected = counts.sum(1, keepdim=True) * counts.sum(0) / counts.sum()
+    g = 2 * torch.xlogy(counts, counts / expected).sum()
+    assert torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), g / 2) > SIGNIFICANCE
+
+
+def replace_seed(sampling: SamplingParams) -> SamplingParams:
+    """Another sample: the first token is drawn as ever, and would be the same."""
+    assert sampling.seed is not None
+    return SamplingParams(
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        seed=sampling.seed + NUM_SAMPLES,
+        ignore_eos=True,
+    )

@@ -1,0 +1,28 @@
+"""The storm for every other drafting method: a shorter one each, with all that must happen in it."""
+
+import pytest
+from storm import run_storm
+from tiny_methods import TINY_METHODS
+from tiny_tokenizer import write_tokenizer
+
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_storm.py
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_storm_of_40_schedules(codec: TextCodec, method: str) -> None:
+    run_storm(40, codec, method=method)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", OTHERS)
+def test_storm_of_400_schedules(codec: TextCodec, method: str, record_summary) -> None:
+    seen = run_storm(400, codec, method=method)
+    record_summary(f"storm_400_{method.replace(' ', '_')}", {"schedules": 400, **seen})

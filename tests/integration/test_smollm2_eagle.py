@@ -1,0 +1,96 @@
+"""EAGLE on real weights in float32: guesses and runs are those of tests/eagle_reference.py, step by step.
+
+What that loop did is committed (tests/data/eagle_chains.json). Needs `--heads DIR` with `eagle2/` and
+`token_map_16384.pt`. The default run takes 4 prompts x 32 tokens; `-m full` takes all 20 x 64.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from solo import Solo, assert_equal_up_to_near_ties
+from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, check_chain, greedy
+
+from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.hub import resolve_model
+
+FEW_PROMPTS = 4
+CHAINS = {"3": (3, False), "5": (5, False), "3 mapped": (3, True)}  # name in the file: draft steps, with a token map
+
+
+@pytest.fixture(scope="module")
+def files() -> ModelFiles:
+    return resolve_model(EngineConfig())
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    return json.loads((DATA / "greedy64.json").read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def chains() -> dict[str, list[dict[str, Any]]]:
+    return json.loads((DATA / "eagle_chains.json").read_text())["chains"]
+
+
+def eagle(files: ModelFiles, heads: Path, name: str, **more: Any) -> Solo:
+    num_steps, mapped = CHAINS[name]
+    return Solo(
+        files,
+        device="cpu",
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=str(heads / "eagle2"),
+        speculative_token_map=str(heads / "token_map_16384.pt") if mapped else None,
+        speculative_num_steps=num_steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=num_steps + 1,
+        **more,
+    )
+
+
+def accept_length(chain: list[dict[str, Any]]) -> float:
+    lengths = [len(step["committed"]) for row in chain for step in row["steps"]]
+    return sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_guesses_and_runs_are_the_written_out_loops(
+    files: ModelFiles, rows: list[dict], chains: dict, heads: Path, name: str
+) -> None:
+    solo = eagle(files, heads, name)
+    try:
+        lengths = check_chain(solo, rows[:FEW_PROMPTS], chains[name][:FEW_PROMPTS], FEW_TOKENS)
+    finally:
+        solo.close()
+    assert len(set(lengths)) > 2
+
+
+def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, rows: list[dict], heads: Path) -> None:
+    solo = eagle(files, heads, "3", depth=2, page_size=1)
+    try:
+        assert_equal_up_to_near_ties(rows[:2], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
+    finally:
+        solo.close()
+
+
+def test_accept_lengths_of_the_written_out_loop(chains: dict) -> None:
+    """What the head is worth on the 20 prompts, and that a third of the vocabulary costs it less than 2%."""
+    assert accept_length(chains["3"]) >= 2.0
+    assert accept_length(chains["5"]) > accept_length(chains["3"])
+    assert accept_length(chains["3 mapped"]) >= 0.98 * accept_length(chains["3"])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CHAINS)
+def test_accept_length_is_the_written_out_loops(
+    files: ModelFiles, rows: list[dict], chains: dict, heads: Path, name: str, record_summary
+) -> None:
+    solo = eagle(files, heads, name)
+    try:
+        lengths = check_chain(solo, rows[:20], chains[name], ALL_TOKENS)
+    finally:
+        solo.close()
+    figures = {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
+    record_summary(f"smollm2_eagle_chain{name.replace(' ', '_')}_cpu", figures)

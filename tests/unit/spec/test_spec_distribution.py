@@ -1,0 +1,224 @@
+"""Every exact verifier keeps the target's distribution: joint samples of three tokens against the product of its p.
+
+A target and a draft of four tokens are tables over prefixes; windows of three columns are proposed, judged and
+committed until three tokens stand, vectorised over samples: each is a slot with a seed of its own. G-test of 64 cells.
+Deliberately wrong samplers show that the test would notice.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from given_scores import GivenScores
+from overlap_spec_kernels.judge_chain import judge_chain
+from torch import Tensor
+
+from overlap_spec.spec import coins
+from overlap_spec.spec.coins import CoinVerifier, DraftProbs, Rejection, Thresholds
+from overlap_spec.spec.interfaces import Verifier
+from overlap_spec.spec.sampler import draw_after
+from overlap_spec.spec.types import Drawn, Sampling, SamplingWork, SlotBatch, Window
+from overlap_spec.spec.verifier import ChainVerifier
+
+VOCAB, LENGTH, WIDTH = 4, 3, 3
+TOKENS = torch.arange(VOCAB)
+DRAFT_IDS = torch.tensor([0, 2, 3])  # token 1 cannot be guessed
+SIGNIFICANCE = 1e-3
+CHUNK = 100_000
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Logits after every prefix of up to LENGTH + WIDTH tokens, by the prefix read as a number in base VOCAB."""
+
+    target: Tensor  # [prefixes, V]
+    draft: Tensor  # [prefixes, Vd]
+
+    @staticmethod
+    def drawn(seed: int) -> "Tables":
+        random = torch.Generator().manual_seed(seed)
+        size = VOCAB ** (LENGTH + 1) * 2
+        return Tables(
+            1.5 * torch.randn(size, VOCAB, generator=random, dtype=torch.float64),
+            1.5 * torch.randn(size, len(DRAFT_IDS), generator=random, dtype=torch.float64),
+        )
+
+    def expected(self) -> Tensor:
+        """Probabilities of the three tokens. Shapes: -> [V ** 3]."""
+        p = self.target.softmax(1)
+        joint = torch.ones(1, dtype=torch.float64)
+        prefixes = torch.ones(1, dtype=torch.int64)
+        for _ in range(LENGTH):
+            joint = (joint[:, None] * p[self.key(prefixes)]).reshape(-1)
+            prefixes = (prefixes[:, None] * VOCAB + TOKENS).reshape(-1)
+        return joint
+
+    def key(self, prefix: Tensor) -> Tensor:
+        """Beyond the third token it does not matter what the tables say."""
+        return prefix % len(self.target)
+
+
+def batch_of(seeds: Tensor, lengths: Tensor) -> SlotBatch:
+    size, ones = len(seeds), torch.ones(len(seeds), dtype=torch.float64)
+    none = torch.zeros(size, dtype=torch.int64)
+    work = SamplingWork(sampled=True, filtered=False, masked=False)
+    sampling = Sampling(ones, none + VOCAB, ones, ones * 0, seeds, none, none[:, None] - 1, work)
+    return SlotBatch(torch.arange(size), lengths, none[:, None].int(), sampling)
+
+
+def outcomes(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], seeds: Tensor) -> Tensor:
+    """The first three tokens of each sample, as one number. Shapes: seeds [n] i64 -> [n] i64."""
+    size = len(seeds)
+    prefix, lengths = torch.ones(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    tokens = torch.zeros(size, LENGTH + 2 * WIDTH, dtype=torch.int64)
+    for _ in range(LENGTH):
+        batch = batch_of(seeds, lengths)
+        paths, window = [prefix], torch.full((size, WIDTH), -1)
+        for i in range(WIDTH - 1):
+            window[:, i + 1] = guess(GivenScores(tables.draft[tables.key(paths[-1])]), batch, i)
+            paths.append(paths[-1] * VOCAB + window[:, i + 1])
+        positions = lengths[:, None] + torch.arange(WIDTH)
+        logits = tables.target[tables.key(torch.stack(paths, 1))]
+        drawn = verifier.verify(Window(window, positions), GivenScores(logits), batch)
+        judged = judge_chain(
+            drawn.tokens, window, batch.slots, lengths, lengths.clone(), window.clone(), size, drawn.accept_len
+        )
+        for column in range(WIDTH):
+            token = judged.tokens[:, column]
+            stands = token >= 0
+            tokens[torch.arange(size), lengths + column] = torch.where(stands, token, 0)
+            prefix = torch.where(stands, prefix * VOCAB + token, prefix)
+        lengths = judged.next_positions[0]
+    return (tokens[:, :LENGTH] * VOCAB ** torch.arange(LENGTH).flip(0)).sum(1)
+
+
+def p_value(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], num_samples: int, seed: int) -> float:
+    """Of a G-test of so many samples."""
+    counts = torch.zeros(VOCAB**LENGTH, dtype=torch.float64)
+    for begin in range(0, num_samples, CHUNK):
+        seeds = (seed << 40) + begin + torch.arange(min(CHUNK, num_samples - begin))
+        counts += outcomes(tables, verifier, guess, seeds).bincount(minlength=VOCAB**LENGTH)
+    expected = tables.expected() * num_samples
+    g = 2 * torch.xlogy(counts, counts / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), g / 2))
+
+
+def shared(scores: GivenScores, batch: SlotBatch, index: int) -> Tensor:
+    """Guesses with the target's noise."""
+    return draw_after(scores, batch.lengths[:, None], batch.sampling, DRAFT_IDS, index).squeeze(1)
+
+
+def rejection(size: int, rule: type[Rejection] = Rejection) -> tuple[Verifier, Callable[..., Tensor]]:
+    probs = DraftProbs()
+    probs.allocate(size, WIDTH - 1, DRAFT_IDS)
+    return CoinVerifier(rule(probs), TOKENS), probs.draw
+
+
+EXACT: dict[str, Callable[[], tuple[Verifier, Callable[..., Tensor]]]] = {
+    "match": lambda: (ChainVerifier(TOKENS), shared),
+    "thresholds at 1": lambda: (CoinVerifier(Thresholds(1.0, 1.0), TOKENS), shared),
+    "rejection": lambda: rejection(CHUNK),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "num_samples", [200_000, pytest.param(2_000_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
+)
+def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
+    verifier, guess = EXACT[name]()
+    assert p_value(Tables.drawn(5), verifier, guess, num_samples, seed=1) > SIGNIFICANCE / len(EXACT)
+
+
+class KeepsGuess(Rejection):
+    """Wrong: draws from p where a guess fell, as if q had taken nothing of it."""
+
+    def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
+        return p
+
+
+class ForgetsQ(Rejection):
+    """Wrong: accepts with probability p."""
+
+    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
+        return coins < p_guess
+
+
+class WrongRow:
+    """Wrong: the bonus is drawn one row too early."""
+
+    def __init__(self, inner: Verifier) -> None:
+        self._inner = inner
+
+    def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+        shifted = torch.cat((scores.given[:, :1], scores.given[:, :-1]), 1)
+        right = self._inner.verify(window, scores, batch)
+        return replace(self._inner.verify(window, GivenScores(shifted), batch), accept_len=right.accept_len)
+
+
+def reused_noise(size: int) -> tuple[Verifier, Callable[..., Tensor]]:
+    """Wrong: residuals are drawn with the noise that drew the guesses."""
+    verifier, guess = rejection(size)
+
+    class Reusing:
+        def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(coins, "RESIDUAL", coins.GUESS)
+                return verifier.verify(window, scores, batch)
+
+    return Reusing(), guess
+
+
+def wrong_row(size: int) -> tuple[Verifier, Callable[..., Tensor]]:
+    verifier, guess = rejection(size)
+    return WrongRow(verifier), guess
+
+
+WRONG: dict[str, Callable[[int], tuple[Verifier, Callable[..., Tensor]]]] = {
+    "residual keeps the guess": functools.partial(rejection, rule=KeepsGuess),
+    "q is forgotten": functools.partial(rejection, rule=ForgetsQ),
+    "the bonus of another row": wrong_row,
+    "noise used twice": reused_noise,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
+    size = 50_000
+    found = [
+        p_value(Tables.drawn(100 + seed), *WRONG[name](size), size, seed) < SIGNIFICANCE for seed in range(num_seeds)
+    ]
+    assert sum(found) >= 0.99 * num_seeds
+
+
+def test_thresholds_below_one_let_more_guesses_stand() -> None:
+    """And change the distribution, which is why they are called lossy."""
+    tables = Tables.drawn(5)
+    lossy = CoinVerifier(Thresholds(0.3, 0.5), TOKENS)
+    assert p_value(tables, lossy, shared, 50_000, seed=1) < SIGNIFICANCE
+    batch = batch_of(torch.arange(1000), torch.zeros(1000, dtype=torch.int64))
+    window = Window(torch.randint(0, VOCAB, (1000, WIDTH)), torch.arange(WIDTH).expand(1000, WIDTH))
+    scores = GivenScores(tables.target[:1].expand(WIDTH * 1000, VOCAB).view(1000, WIDTH, VOCAB))
+    exact = CoinVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, scores, batch).accept_len
+    more = lossy.verify(window, scores, batch).accept_len
+    assert exact is not None and more is not None and (more >= exact).all() and (more > exact).any()
+
+
+def test_greedy_slots_are_matched_under_any_rule() -> None:
+    tables = Tables.drawn(6)
+    batch = batch_of(torch.arange(6), torch.zeros(6, dtype=torch.int64))
+    temperature = torch.tensor([0.0, 1.0] * 3, dtype=torch.float64)
+    batch = replace(batch, sampling=replace(batch.sampling, temperature=temperature))
+    logits = tables.target[torch.arange(6 * WIDTH)].view(6, WIDTH, VOCAB)
+    largest = logits.argmax(2)
+    window = Window(
+        torch.cat((torch.zeros(6, 1, dtype=torch.int64), largest[:, :-1]), 1), torch.arange(WIDTH).expand(6, WIDTH)
+    )
+    for verifier in (rejection(6)[0], CoinVerifier(Thresholds(0.5, 0.5), TOKENS)):
+        drawn = verifier.verify(window, GivenScores(logits), batch)
+        assert drawn.accept_len is not None
+        assert drawn.accept_len[::2].tolist() == [WIDTH - 1] * 3
+        assert torch.equal(drawn.tokens[::2], largest[::2])
