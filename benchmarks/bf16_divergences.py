@@ -15,22 +15,18 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from _tests_path import ROOT
+from answer_reader import AnswerReader
+from solo import Solo
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from answer_reader import AnswerReader  # noqa: E402  (a script: the path comes first)
-from solo import Solo  # noqa: E402
-
-from overlap_spec.bench.report import describe_run, write_report  # noqa: E402
-from overlap_spec.config import EngineConfig  # noqa: E402
-from overlap_spec.hub import resolve_model  # noqa: E402
-from overlap_spec.messages import SamplingParams  # noqa: E402
+from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.config import EngineConfig
+from overlap_spec.hub import resolve_model
+from overlap_spec.messages import SamplingParams
 
 NUM_TOKENS = 64
 MOST_BATCH = 32

@@ -11,25 +11,23 @@ the distribution and commits other tokens.
 import argparse
 import dataclasses
 import json
+import shlex
+import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from _tests_path import ROOT
+from solo import Solo
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from solo import Solo  # noqa: E402  (a script: the path comes first)
-
-from overlap_spec.bench.report import describe_run, write_report  # noqa: E402
-from overlap_spec.config import EngineConfig  # noqa: E402
-from overlap_spec.hub import resolve_model  # noqa: E402
-from overlap_spec.messages import SamplingParams  # noqa: E402
-from overlap_spec.spec.interfaces import Proposer  # noqa: E402
-from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SlotBatch  # noqa: E402
+from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.config import EngineConfig
+from overlap_spec.hub import resolve_model
+from overlap_spec.messages import SamplingParams
+from overlap_spec.spec.interfaces import Proposer
+from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SlotBatch
 
 NUM_TOKENS = 64
 TEMPERATURES = (0.7, 1.0)
@@ -57,17 +55,19 @@ class OtherDraws:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True)
+    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--num-seeds", type=int, default=1, help="answers to each chat")
     arguments = parser.parse_args()
-    rows = json.loads((ROOT / "tests/data/greedy64.json").read_text())["rows"][:20]
-    figures = by_matching(rows) + by_rejection(rows)
-    run = describe_run("cpu", torch.get_num_threads())
-    run["command"] = f"python benchmarks/draft_noise.py --output {arguments.output}"
+    rows = json.loads((ROOT / "tests/data/greedy64.json").read_text())["rows"][:20] * arguments.num_seeds
+    figures = by_matching(rows, arguments.num_threads) + by_rejection(rows, arguments.num_threads)
+    run = describe_run("cpu", arguments.num_threads)
+    run["command"] = shlex.join(["python", "benchmarks/draft_noise.py", *sys.argv[1:]])
     write_report(arguments.output, {"benchmark": "draft_noise", "run": run, "figures": figures})
 
 
-def by_matching(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_matching(rows: list[dict[str, Any]], num_threads: int) -> list[dict[str, Any]]:
     """The three ways of drawing guesses."""
-    solo = Solo(resolve_model(EngineConfig()), device="cpu")
+    solo = start(num_threads)
     step = solo.executor.decode_step
     method = step.method
     figures = []
@@ -82,12 +82,19 @@ def by_matching(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return figures
 
 
-def by_rejection(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_rejection(rows: list[dict[str, Any]], num_threads: int) -> list[dict[str, Any]]:
     """Guesses with coins of their own."""
-    solo = Solo(resolve_model(EngineConfig()), device="cpu", speculative_use_rejection_sampling=True)
+    solo = start(num_threads, speculative_use_rejection_sampling=True)
     figures = [measure(solo, rows, temperature, "rejection")[0] for temperature in TEMPERATURES]
     solo.close()
     return figures
+
+
+def start(num_threads: int, **flags: object) -> Solo:
+    """The default target and head; its accept length does not depend on the number of threads."""
+    solo = Solo(resolve_model(EngineConfig()), device="cpu", **flags)
+    torch.set_num_threads(num_threads)  # after the engine has set its own
+    return solo
 
 
 def measure(
@@ -99,7 +106,13 @@ def measure(
         for i, row in enumerate(rows)
     ]
     runs = [len(run) for answer in answers for run in answer.runs]
-    figure = {"temperature": temperature, "draws": name, "accept_length": sum(runs) / len(runs)}
+    figure = {
+        "temperature": temperature,
+        "draws": name,
+        "accept_length": statistics.mean(runs),
+        "standard_error": statistics.stdev(runs) / len(runs) ** 0.5,
+        "verify_steps": len(runs),
+    }
     print(figure, flush=True)
     return figure, [answer.tokens for answer in answers]
 

@@ -92,7 +92,7 @@ async def main(context: ActorContext) -> None:
     case = json.loads((run_dir / CASE).read_text())
     executor = FakeExecutor(case["step_us"] / 1e6)
     results = context.step_outlet("scheduler")
-    Worker(executor, inbox, results, Patience(context.settings.spin_s)).run()  # type: ignore[arg-type]  # a fake
+    Worker(executor, inbox, results, Patience(context.settings.spin_s)).run()  # a fake
     (run_dir / FIGURES).write_text(json.dumps([(step.launched, step.done) for step in executor.decode_steps]))
 
 
@@ -168,9 +168,10 @@ def run() -> None:
     parser.add_argument("--output")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--commit")
+    parser.add_argument("--poll", action="store_true", help="poll, too, where an engine would not: cores are few")
     arguments = parser.parse_args()
     num_cores = inspect().num_cores
-    polling = (False, True) if num_cores >= SPIN_CORES else (False,)
+    polling = (False, True) if arguments.poll or num_cores >= SPIN_CORES else (False,)
     rows = []
     for spin in polling:
         for batch in (1, 64):
@@ -179,7 +180,7 @@ def run() -> None:
                 print(rows[-1], flush=True)
     if arguments.output:
         facts = describe_run("none", num_cores, arguments.commit)
-        facts["command"] = f"python benchmarks/round_trip.py --output {arguments.output}"
+        facts["command"] = f"python benchmarks/round_trip.py{' --poll' if arguments.poll else ''}"
         write_report(arguments.output, {"benchmark": "round_trip", "run": facts, "figures": rows})
 
 

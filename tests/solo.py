@@ -36,7 +36,7 @@ class Solo:
         self, files: ModelFiles, depth: int = 1, graphs: bool = False, batch: int = 1, **flags: object
     ) -> None:
         room = max(2048, ROOM * batch)
-        config = EngineConfig(max_total_tokens=room, max_running_requests=batch, **flags)  # type: ignore[arg-type]
+        config = EngineConfig(max_total_tokens=room, max_running_requests=batch, **flags)
         has_cuda = flags.get("device") == "cuda"
         settings, _ = resolve(config, files, Machine(2, has_cuda))
         self.executor: Executor

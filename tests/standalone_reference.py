@@ -7,23 +7,7 @@ any language model does: the row at position p holds the token of p and predicts
 from typing import Any
 
 import torch
-from eagle3_reference import Step
-
-
-class CachedModel:
-    """A transformers model and the KV of the tokens that it has read."""
-
-    def __init__(self, model: Any) -> None:
-        from transformers import DynamicCache
-
-        self._model = model
-        self._cache = DynamicCache()
-
-    def read(self, tokens: list[int], start: int) -> list[int]:
-        """Read tokens at positions start.., forgetting what stood there; the most probable token after each."""
-        self._cache.crop(start)
-        out = self._model(torch.tensor([tokens]), past_key_values=self._cache, use_cache=True)
-        return out.logits[0].argmax(-1).tolist()
+from reference_loop import CachedModel, Step, num_accepted
 
 
 def generate(
@@ -32,15 +16,15 @@ def generate(
     """Greedy decoding. Returns (first token, steps), ending when `num_tokens` are out."""
     target, draft = CachedModel(target_model), CachedModel(draft_model)
     with torch.no_grad():
-        first = target.read(prompt, 0)[-1]
+        first = target.read(prompt, 0)[0][-1]
         committed, num_read, steps = [*prompt, first], 0, []
         while len(committed) < len(prompt) + num_tokens:
-            guesses = [draft.read(committed[num_read:], num_read)[-1]]
+            guesses = [draft.read(committed[num_read:], num_read)[0][-1]]
             num_read = len(committed)  # right from here on; what the guesses leave behind is forgotten
             for _ in range(num_guesses - 1):
-                guesses.append(draft.read(guesses[-1:], num_read + len(guesses) - 1)[-1])
-            drawn = target.read([committed[-1], *guesses], len(committed) - 1)
-            accepted = next((i for i, guess in enumerate(guesses) if guess != drawn[i]), num_guesses)
+                guesses.append(draft.read(guesses[-1:], num_read + len(guesses) - 1)[0][-1])
+            drawn, _ = target.read([committed[-1], *guesses], len(committed) - 1)
+            accepted = num_accepted(guesses, drawn)
             steps.append(Step(guesses, accepted, drawn[: accepted + 1]))
             committed += drawn[: accepted + 1]
     return first, steps

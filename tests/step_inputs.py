@@ -13,6 +13,7 @@ VOCABULARY = 4
 PAGE_SIZES = [1, 16, 64]
 # (B, W, N): rows, width of the step, columns of the slots' windows
 SHAPES = [(1, 1, 1), (1, 4, 4), (3, 2, 4), (3, 5, 8), (7, 3, 3), (64, 1, 4), (64, 6, 6), (64, 7, 8), (64, 8, 8)]
+SHAPES_WITH_GUESSES = [(rows, width, columns) for rows, width, columns in SHAPES if width > 1]
 DRAWS = ["by chance", "all accepted", "none accepted", "no guesses", "some guesses"]
 
 

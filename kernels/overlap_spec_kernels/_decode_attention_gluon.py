@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia import ampere
     from triton.language.extra import cuda
 
+    barrier = gl.thread_barrier
+
 
 @GluonKernel
 def decode_attention_gluon_kernel(
@@ -352,7 +354,7 @@ def _arrive(counter_ptr: gl.tensor, active: gl.tensor) -> gl.tensor:
     them all, and makes those of the splits counted earlier visible to the thread and, through the barrier with
     which it hands the result to the others, to the program. Nobody counts after the last one, so it may reset.
     """
-    gl.thread_barrier()
+    barrier()
     is_last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == active - 1
     if is_last:
         gl.store(counter_ptr, 0)

@@ -29,13 +29,21 @@ class TritonKernel:
         self._function = function
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.compile_module()
+        return self._function.__globals__[self._function.__name__][grid]
+
+    def compile_module(self) -> None:
+        """Put compiled functions in place of this module's, and of what it imports from others."""
         jit, names = self._compiler()
         scope = self._function.__globals__
         scope.update(names)
         for name, value in list(scope.items()):
             if isinstance(value, TritonKernel):
-                scope[name] = jit(do_not_specialize=value.free_arguments())(value._function)
-        return scope[self._function.__name__][grid]
+                if value._function.__globals__ is not scope:
+                    value.compile_module()
+                    scope[name] = value._function.__globals__[name]
+                else:
+                    scope[name] = jit(do_not_specialize=value.free_arguments())(value._function)
 
     def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """What compiles the module's functions, and what they call by a name that the module lacks."""
@@ -59,13 +67,14 @@ class GluonKernel(TritonKernel):
     def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         from triton.experimental import gluon
         from triton.experimental.gluon import language
-        from triton.experimental.gluon.language.nvidia import ampere
+        from triton.experimental.gluon.language.nvidia import ampere, hopper
         from triton.language.extra import cuda
 
-        return gluon.jit, {"gl": language, "ampere": ampere, "cuda": cuda}
+        barrier = getattr(language, "barrier", None) or language.thread_barrier  # its name until Triton 3.6
+        return gluon.jit, {"gl": language, "ampere": ampere, "hopper": hopper, "cuda": cuda, "barrier": barrier}
 
 
-GLUON_SINCE = (3, 6)  # of Triton, as the kernels here use it
+_GLUON_SINCE = (3, 6)  # of Triton, as the kernels here use it
 _FEW_ROWS = 64  # of a step: with more, maps are a BLAS's, which lets nobody begin early, and dependence only costs
 
 
@@ -75,6 +84,7 @@ def dependent_launch(device: torch.device, num_rows: int = 1) -> dict[str, bool]
     Such a kernel takes `PDL: tl.constexpr`. It may read what no kernel writes (weights) at once; before anything else
     it must `tl.extra.cuda.gdc_wait()`, which returns when all kernels before it have ended and their writes are
     visible. Every program of it must wait, or the kernel after it could overtake the kernel before it.
+    With more than 64 rows it is an ordinary launch.
     """
     enabled = num_rows <= _FEW_ROWS and _can_depend(device)
     return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
@@ -87,7 +97,7 @@ def runs_gluon(device: torch.device) -> bool:
 
 @functools.cache
 def _has_gluon() -> bool:
-    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2]) >= GLUON_SINCE
+    return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2]) >= _GLUON_SINCE
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""The kernel of `fused_linear`, `linear_add` and `linear_argmax` for 16-bit weights. Not here: when it is used.
+"""The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for 16-bit weights.
+
+Not here: the ops, and the kernel that goes first where rows are short (`fused_linear`).
 
 A program streams its rows of W through a ring in shared memory, together with the columns of x that meet them. The
 ring is filled before x is there: nothing writes W. Each warp multiplies its own part of K, so a product is short; W is
@@ -7,8 +9,7 @@ the left operand, whose 16 rows are the smallest that a tensor core takes, and x
     ring      [stage] | parts of K, rows of W, K / parts |   16 bytes a thread, swizzled
     product   [parts, rows of W, rows of x] -> summed over parts when a row of W has passed
 
-It is written in Gluon because a Triton loop fills its ring after the wait: at 8B shapes Triton's best took 12.8 us for
-4096 x 4096 and 33.6 for 6144 x 4096 with a norm, this 11.3 and 14.1, of 7.9 and 11.9 that reading takes (one H200).
+It is written in Gluon because a Triton loop fills its ring after the wait (benchmarks/results/step-log.md, 3).
 """
 
 from __future__ import annotations
@@ -44,9 +45,41 @@ class Stream(NamedTuple):
     late: bool = False  # the next kernel begins when the last weights have been asked for, else at once
     per_sm: int = 16  # programs at most, which then take turns with the blocks of W
 
+    def num_programs(self, weight: Tensor, gated: bool) -> int:
+        """One per block of rows of W, or fewer."""
+        blocks = ceil_div(num_columns(weight, gated), self.block_n)
+        return min(blocks, self.per_sm * num_multiprocessors(weight.device))
+
+    def run(self, call: Call, programs: int) -> None:
+        """Launch. Sync: never."""
+        num_rows = call.x.shape[0]
+        rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
+        num_warps = self.warps_k * self.warps_n
+        _streamed_linear_kernel[(programs, ceil_div(num_rows, rows))](
+            *call.tensors(),
+            call.given(call.best),
+            call.given(call.best_at),
+            *call.sizes(),
+            SIZE_K=call.weight.shape[1],
+            SCALED=call.squares is not None,
+            GATED=call.gated,
+            ADD=call.residual is not None,
+            ARGMAX=call.best is not None,
+            ROWS=rows,
+            BLOCK_N=self.block_n,
+            BLOCK_K=self.block_k,
+            WARPS_K=self.warps_k,
+            WARPS_N=self.warps_n,
+            STAGES=self.stages,
+            LATE=self.late,
+            BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
+            num_warps=num_warps,
+            **dependent_launch(call.x.device),
+        )
+
 
 class Call(NamedTuple):
-    """One call's arguments and results. None where a call has no such thing."""
+    """One call's arguments and results. None where a call has no such thing; kernels then get x, and do not look."""
 
     x: Tensor  # [T, I]
     weight: Tensor  # [O, I]
@@ -60,6 +93,37 @@ class Call(NamedTuple):
     sums: Tensor | None = None  # [ceil(O / block_n), T] f32
     best: Tensor | None = None  # [programs, T] f32: a program's largest result, instead of all
     best_at: Tensor | None = None  # [programs, T] i32
+
+    @property
+    def num_squares(self) -> int:
+        """Parts of each row whose sums of squares make the scale."""
+        return 0 if self.squares is None else self.squares.shape[0]
+
+    def given(self, tensor: Tensor | None) -> Tensor:
+        """What a kernel gets for it."""
+        return self.x if tensor is None else tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What both kernels of maps begin with: x, W, squares, residual, norm, out, weighted, sums."""
+        norm = None if self.norm is None else self.norm.weight
+        optional = (self.squares, self.residual, norm, self.out, self.weighted, self.sums)
+        return (self.x, self.weight, *(self.given(tensor) for tensor in optional))
+
+    def sizes(self) -> tuple[float, ...]:
+        """What follows in both: row strides of x and residual, columns of the result, rows, `num_squares`, eps."""
+        residual_stride = 0 if self.residual is None else self.residual.stride(0)
+        columns = num_columns(self.weight, self.gated)
+        return self.x.stride(0), residual_stride, columns, self.x.shape[0], self.num_squares, self.eps
+
+
+def num_columns(weight: Tensor, gated: bool) -> int:
+    """Of a map's result."""
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
@@ -83,60 +147,6 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     if x.shape[0] > _MOST_LARGE:
         return None
     return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
-
-
-def num_programs(weight: Tensor, stream: Stream, gated: bool) -> int:
-    """One per block of rows of W, or fewer."""
-    num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
-    blocks = ceil_div(weight.shape[0] // 2 if gated else weight.shape[0], stream.block_n)
-    return min(blocks, stream.per_sm * num_sms)
-
-
-def run_stream(call: Call, stream: Stream, programs: int) -> None:
-    """Launch. Sync: never."""
-    x, unused = call.x, call.x
-    num_rows = x.shape[0]
-    size_n = call.weight.shape[0] // 2 if call.gated else call.weight.shape[0]
-    num_squares = 0 if call.squares is None else call.squares.shape[0]
-    rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
-    num_warps = stream.warps_k * stream.warps_n
-
-    def given(tensor: Tensor | None) -> Tensor:
-        return unused if tensor is None else tensor
-
-    _streamed_linear_kernel[(programs, ceil_div(num_rows, rows))](
-        x,
-        call.weight,
-        given(call.squares),
-        given(call.residual),
-        unused if call.norm is None else call.norm.weight,
-        given(call.out),
-        given(call.weighted),
-        given(call.sums),
-        given(call.best),
-        given(call.best_at),
-        x.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
-        size_n,
-        num_rows,
-        num_squares,
-        call.eps,
-        SIZE_K=call.weight.shape[1],
-        SCALED=call.squares is not None,
-        GATED=call.gated,
-        ADD=call.residual is not None,
-        ARGMAX=call.best is not None,
-        ROWS=rows,
-        BLOCK_N=stream.block_n,
-        BLOCK_K=stream.block_k,
-        WARPS_K=stream.warps_k,
-        WARPS_N=stream.warps_n,
-        STAGES=stream.stages,
-        LATE=stream.late,
-        BLOCK_U=max(next_power_of_2(num_squares), 32 // rows * num_warps),
-        num_warps=num_warps,
-        **dependent_launch(x.device),
-    )
 
 
 @GluonKernel
@@ -268,7 +278,8 @@ def _scale_of_rows(
     BLOCK_U: gl.constexpr, NUM_WARPS: gl.constexpr, flat: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """The scale of a norm, from the sums of squares of its parts. Shapes: -> [ROWS]."""
-    sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ROWS, ROWS], [NUM_WARPS, 1], [1, 0])
+    LANES: gl.constexpr = 32 if ROWS > 32 else ROWS
+    sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [NUM_WARPS, 1], [1, 0])
     part = gl.expand_dims(gl.arange(0, BLOCK_U, gl.SliceLayout(1, sums)), 1)
     m = gl.program_id(1) * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, sums)), 0)
     squares = gl.load(squares_ptr + part * num_rows + m, mask=(part < num_squares) & (m < num_rows), other=0.0)

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from overlap_spec_kernels._decode_attention_gluon import decode_attention_gluon_kernel
 from overlap_spec_kernels._decode_attention_kernel import decode_attention_kernel
-from overlap_spec_kernels._launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels._launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
 from overlap_spec_kernels.paged_attention import paged_attention_reference
 from overlap_spec_kernels.rope_kv_write import rope_kv_write_reference
 
-_MAX_WIDTH = 16  # new rows of a request: one side of a tensor-core product
+MAX_WIDTH = 16  # new rows of a request: one side of a tensor-core product
 _MAX_BLOCK_M = 64  # rows times heads of a tile
 _BLOCK_BYTES = 16384  # of K, and of V, in one block
 _KEYS_PER_SPLIT = 8  # for each row of a tile: combining a split costs as much as reading about that many more keys
@@ -46,7 +46,6 @@ class _Ring(NamedTuple):
 
 
 _RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB and 96 KB
-_RING_PROGRAMS = 1  # times the scratch's programs, at most 2: with tiles of 16 rows it has room for that many
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,20 +109,20 @@ def decode_attention(
     require(v_cache.dtype == qkv.dtype, "v_cache", "the dtype of qkv")
     require(qkv.dim() == 2 and qkv.stride(1) == 1, "qkv", "[T, (nq + 2 nkv) d] with a contiguous last dimension")
     group, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, num_kv_heads * head_dim)
-    require(rest == 0 and 1 <= group <= _MAX_WIDTH, "qkv", "1 to 16 query heads for each head of the cache")
+    require(rest == 0 and 1 <= group <= MAX_WIDTH, "qkv", "1 to 16 query heads for each head of the cache")
     require(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim and cos_sin.is_contiguous(), "cos_sin", "[P, d]")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
+    require(positions.is_contiguous(), "positions", "contiguous")
     width, rest = divmod(num_rows, num_requests)
-    require(rest == 0 and 1 <= width <= _MAX_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each")
+    require(rest == 0 and 1 <= width <= MAX_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each")
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(qkv):
-        arguments = qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled
-        if window is None and _ring_for(qkv, k_cache, v_cache, width * group):
-            return _decode_attention_gluon(*arguments)
-        return _decode_attention_triton(*arguments, window)
+        return _decode_attention_triton(
+            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled, window
+        )
     return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window)
 
 
@@ -166,7 +165,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(
-    qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int, window: int | None = None
+    qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int, window: int | None
 ) -> _Tiling:
     """Fill tiles with heads first, then rows; then split the keys into as many programs as may run at once."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
@@ -199,98 +198,50 @@ def _decode_attention_triton(
     window: int | None = None,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
-    group = qkv.shape[1] // (num_kv_heads * head_dim) - 2
+    width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2
     tiling = _tiling(qkv, page_table, k_cache, group, scratch.counters.shape[0], window)
+    grid = num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles
     out = torch.empty((num_rows, num_kv_heads * group * head_dim), dtype=qkv.dtype, device=qkv.device)
-    decode_attention_kernel[(num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)](
-        qkv,
-        cos_sin,
-        positions,
-        page_table,
-        k_cache,
-        v_cache,
-        out,
-        scratch.outputs,
-        scratch.weights,
-        scratch.counters,
-        scale * _LOG2_E,
-        qkv.stride(0),
-        page_table.stride(0),
-        page_table.shape[1] * page_size,
-        tiling.num_splits,
-        WIDTH=num_rows // num_requests,
+    arguments = (
+        *(qkv, cos_sin, positions, page_table, k_cache, v_cache, out),
+        *(scratch.outputs, scratch.weights, scratch.counters),
+        *(scale * _LOG2_E, qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, tiling.num_splits),
+    )
+    shared = {"WIDTH": width, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "SETTLED": settled}
+    shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
+    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group)):
+        decode_attention_gluon_kernel[grid](  # so few rows are one tile
+            *arguments,
+            HEAD=head_dim,
+            WARPS=ring.warps,
+            KEYS=ring.keys,
+            STAGES=ring.stages,
+            COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 numbers a thread
+            num_warps=ring.warps,
+            **shared,
+        )
+        return out
+    block_half = _padded_half(head_dim)
+    decode_attention_kernel[grid](
+        *arguments,
         TILE_ROWS=tiling.rows,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
         HALF=head_dim // 2,
-        PAGE_SIZE=page_size,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        BLOCK_W=_MAX_WIDTH,
-        BLOCK_HALF=_padded_half(head_dim),
-        KEYS_PER_SPLIT=_KEYS_PER_SPLIT * tiling.block_m,
-        SETTLED=settled,
+        BLOCK_W=MAX_WIDTH,
+        BLOCK_HALF=block_half,
         WINDOW=window or 0,
-        COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * _padded_half(head_dim)), 1),
+        COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * block_half), 1),
         num_warps=8 if qkv.dtype == torch.float32 else 4,
         num_stages=1,  # the kernel itself reads ahead
-        **dependent_launch(qkv.device, num_rows),
+        **shared,
     )
     return out
 
 
 def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int) -> _Ring | None:
     """For a tile of so many rows and heads; None where the Triton kernel stays."""
-    if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not dependent_launch(qkv.device)["PDL"]:
+    if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not runs_gluon(qkv.device):
         return None
     is_aligned = k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0  # what one thread copies
     return _RINGS.get(k_cache.shape[3]) if is_aligned else None
-
-
-def _decode_attention_gluon(
-    qkv: Tensor,
-    cos_sin: Tensor,
-    positions: Tensor,
-    page_table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scratch: DecodeScratch,
-    scale: float,
-    settled: bool = False,
-) -> Tensor:
-    num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
-    group = qkv.shape[1] // (num_kv_heads * head_dim) - 2
-    ring = _RINGS[head_dim]
-    tiling = _tiling(qkv, page_table, k_cache, group, _RING_PROGRAMS * scratch.counters.shape[0])
-    out = torch.empty((num_rows, num_kv_heads * group * head_dim), dtype=qkv.dtype, device=qkv.device)
-    decode_attention_gluon_kernel[(num_kv_heads * tiling.num_splits, num_requests)](
-        qkv,
-        cos_sin,
-        positions,
-        page_table,
-        k_cache,
-        v_cache,
-        out,
-        scratch.outputs,
-        scratch.weights,
-        scratch.counters,
-        scale * _LOG2_E,
-        qkv.stride(0),
-        page_table.stride(0),
-        page_table.shape[1] * page_size,
-        tiling.num_splits,
-        WIDTH=num_rows // num_requests,
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD=head_dim,
-        PAGE_SIZE=page_size,
-        WARPS=ring.warps,
-        KEYS=ring.keys,
-        STAGES=ring.stages,
-        KEYS_PER_SPLIT=_KEYS_PER_SPLIT * tiling.block_m,
-        COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 numbers a thread
-        SETTLED=settled,
-        num_warps=ring.warps,
-        **dependent_launch(qkv.device, num_rows),
-    )
-    return out

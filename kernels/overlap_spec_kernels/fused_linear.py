@@ -9,7 +9,9 @@ the weight is asked for before the kernel that writes the rows has ended:
     linear_logits  the same, in float32
     linear_add     v = residual + x W^T                and v times the next norm's weight, and its sums of squares
 
-Two kernels: short rows of W wait in registers (here), longer ones stream through shared memory (`_streamed_linear`).
+Three kernels: short rows of W wait in registers where those of x are few (here), others stream through shared memory
+(`_streamed_linear`), large weights for more rows in tiles (`_warpgroup_linear`). Where none of them is faster, a BLAS
+and the row kernels do: the twin.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from overlap_spec_kernels._launch import (
     require,
     runs_triton,
 )
-from overlap_spec_kernels._streamed_linear import Call, num_programs, run_stream, stream_for
+from overlap_spec_kernels._streamed_linear import Call, Stream, num_columns, stream_for
+from overlap_spec_kernels._warpgroup_linear import Tiles, tiles_for
 from overlap_spec_kernels.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.silu_mul import silu_mul
@@ -69,6 +72,7 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm) -> Norme
     require(residual.shape == (x.shape[0], weight.shape[0]), "residual", "[T, O]")
     require(residual.stride(1) == 1 and residual.dtype == x.dtype, "residual", "contiguous rows in the dtype of x")
     require(norm.weight.shape == weight.shape[:1] and norm.weight.dtype == x.dtype, "norm", "[O] in the dtype of x")
+    require(norm.weight.is_contiguous(), "norm", "contiguous")
     out = _launch(x, weight, False, _Addition(residual, norm), x.dtype)
     return linear_add_reference(x, weight, residual, norm) if out is None else out
 
@@ -119,7 +123,10 @@ _SHARED_BYTES = 200 << 10  # of a program: a little less than a recent GPU has
 
 
 def _tiling(x: Tensor, size_n: int, gated: bool) -> _Tiling | None:
-    """From shapes alone; None where rows are too many, or those of W too long. 16-bit gates are better streamed."""
+    """From shapes alone; None off a GPU, and where rows are too many, or those of W too long.
+
+    16-bit gates are better streamed.
+    """
     num_rows, size_k = x.shape
     whole_k = max(next_power_of_2(size_k), 128)
     if not runs_triton(x) or num_rows > _BLOCK_M or size_n > 8192:
@@ -130,18 +137,22 @@ def _tiling(x: Tensor, size_n: int, gated: bool) -> _Tiling | None:
     return _Tiling(8, whole_k, 8) if shared <= _SHARED_BYTES else None
 
 
+def cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
+    """How a map through shared memory is cut up; None where neither kernel applies."""
+    return stream_for(x, weight, gated) or tiles_for(x, weight, gated)
+
+
 def _launch(
     x: Tensor | Normed, weight: Tensor, gated: bool, add: _Addition | None, dtype: torch.dtype
 ) -> Normed | None:
-    """Run one of the two kernels, or neither: None."""
+    """Run one of the kernels, or none: None."""
     rows = rows_of(x)
-    size_n = weight.shape[0] // 2 if gated else weight.shape[0]
-    if tiling := _tiling(rows, size_n, gated):
+    if tiling := _tiling(rows, num_columns(weight, gated), gated):
         call = _call(x, weight, gated, add, dtype, tiling.block_n)
         _run_whole_rows(call, tiling)
-    elif stream := stream_for(rows, weight, gated):
-        call = _call(x, weight, gated, add, dtype, stream.block_n)
-        run_stream(call, stream, num_programs(weight, stream, gated))
+    elif cut := cut_for(rows, weight, gated):
+        call = _call(x, weight, gated, add, dtype, cut.block_n)
+        cut.run(call, cut.num_programs(weight, gated))
     else:
         return None
     assert call.out is not None
@@ -152,7 +163,7 @@ def _call(
     x: Tensor | Normed, weight: Tensor, gated: bool, add: _Addition | None, dtype: torch.dtype, block_n: int
 ) -> Call:
     rows, squares, eps = (x.weighted, x.squares, x.eps) if isinstance(x, Normed) else (x, None, 0.0)
-    num_rows, size_n = rows.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
+    num_rows, size_n = rows.shape[0], num_columns(weight, gated)
     out = rows.new_empty((num_rows, size_n), dtype=dtype)
     if add is None:
         return Call(rows, weight, squares, eps, gated, out)
@@ -161,29 +172,12 @@ def _call(
 
 
 def _run_whole_rows(call: Call, tiling: _Tiling) -> None:
-    x, unused = call.x, call.x
-    assert call.out is not None
-    num_rows, size_n = call.out.shape
-
-    def given(tensor: Tensor | None) -> Tensor:
-        return unused if tensor is None else tensor
-
+    num_rows, size_k = call.x.shape
+    size_n = num_columns(call.weight, call.gated)
     _whole_rows_kernel[(ceil_div(size_n, tiling.block_n), ceil_div(num_rows, _BLOCK_M))](
-        x,
-        call.weight,
-        given(call.squares),
-        given(call.residual),
-        unused if call.norm is None else call.norm.weight,
-        call.out,
-        given(call.weighted),
-        given(call.sums),
-        x.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
-        size_n,
-        num_rows,
-        0 if call.squares is None else call.squares.shape[0],
-        call.eps,
-        SIZE_K=x.shape[1],
+        *call.tensors(),
+        *call.sizes(),
+        SIZE_K=size_k,
         SCALED=call.squares is not None,
         GATED=call.gated,
         ADD=call.residual is not None,
@@ -191,9 +185,9 @@ def _run_whole_rows(call: Call, tiling: _Tiling) -> None:
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         PARTS=tiling.parts,
-        BLOCK_U=1 if call.squares is None else next_power_of_2(call.squares.shape[0]),
+        BLOCK_U=next_power_of_2(call.num_squares),
         num_warps=tiling.parts,
-        **dependent_launch(x.device),
+        **dependent_launch(call.x.device),
     )
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels._launch import TritonKernel, dependent_launch, next_power_of_2, require
-from overlap_spec_kernels._streamed_linear import Call, Stream, num_programs, run_stream, stream_for
-from overlap_spec_kernels.fused_linear import linear_logits_reference, require_map
+from overlap_spec_kernels._streamed_linear import Call, Stream
+from overlap_spec_kernels._warpgroup_linear import Tiles
+from overlap_spec_kernels.fused_linear import cut_for, linear_logits_reference, require_map
 from overlap_spec_kernels.normed import Normed, rows_of
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def linear_argmax(x: Tensor | Normed, weight: Tensor, ids: Tensor | None = None)
     rows = rows_of(x)
     require_map(rows, weight)
     require(ids is None or (ids.shape == weight.shape[:1] and ids.dtype == torch.int64), "ids", "[V] int64")
-    stream = stream_for(rows, weight, gated=False)
-    return _best_of_programs(rows, weight, ids, stream) if stream else linear_argmax_reference(x, weight, ids)
+    cut = cut_for(rows, weight, gated=False)
+    return _best_of_programs(rows, weight, ids, cut) if cut else linear_argmax_reference(x, weight, ids)
 
 
 def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | None) -> Tensor:
@@ -34,12 +35,12 @@ def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | No
     return columns if ids is None else ids[columns]
 
 
-def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, stream: Stream) -> Tensor:
+def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Stream | Tiles) -> Tensor:
     """A norm's scale is positive: it changes no row's order, and is left out."""
-    programs, num_rows = num_programs(weight, stream, False), rows.shape[0]
+    programs, num_rows = cut.num_programs(weight, False), rows.shape[0]
     best = rows.new_empty((programs, num_rows), dtype=torch.float32)
     best_at = rows.new_empty((programs, num_rows), dtype=torch.int32)
-    run_stream(Call(rows, weight, None, 0.0, False, best=best, best_at=best_at), stream, programs)
+    cut.run(Call(rows, weight, None, 0.0, False, best=best, best_at=best_at), programs)
     out = rows.new_empty((num_rows,), dtype=torch.int64)
     _best_kernel[(num_rows,)](
         best,

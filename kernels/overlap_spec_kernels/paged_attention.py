@@ -1,7 +1,8 @@
 """Causal attention of new rows to their own request's K and V, read through a page table.
 
-Not here: the write of K and V (`rope_kv_write`). One kernel serves decode, verification and prefill. A program
-takes a tile of rows of one request with all query heads that share a KV head, so K and V are read once for them:
+Not here: the write of K and V (`rope_kv_write`), and windows of few rows on a GPU (`decode_attention`). Requests may
+have any number of rows each: this serves prefill, and steps with uneven or many rows. A program takes a tile of rows of
+one request with all query heads that share a KV head, so K and V are read once for them:
 
     tile, 2 rows of a GQA group of 3        keys 0 .. p of the request
       m = 0 1 2 | 3 4 5   (row, head)       |- split 0 -|- split 1 -|- split 2 -|
@@ -44,10 +45,10 @@ def paged_attention(
     uniform: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Let the row at position p attend to keys 0..p of its request, with a window to the last so many of them:
+    """Let the row at position p attend to keys 0..p of its request: softmax(q K^T * scale) V.
 
-    softmax(q K^T * scale) V over keys max(0, p - window + 1)..p (Beltagy et al. 2020, arXiv:2004.05150). Keys before
-    the first row's window are not read.
+    With a window, to the last so many of them: max(0, p - window + 1)..p (Beltagy et al. 2020, arXiv:2004.05150).
+    Keys before the first row's window are not read.
 
     Rows row_starts[b]..row_starts[b + 1] - 1 belong to request b, at ascending positions. No request has more than
     max_rows rows; uniform: each has exactly max_rows. Entries of the page table beyond a request's last position

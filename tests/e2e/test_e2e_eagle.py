@@ -32,7 +32,7 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 def engine_of(tiny_model: Path, flags: dict[str, object]) -> Engine:
     config = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
-    return Engine(EngineConfig(**config | flags))  # type: ignore[arg-type]  # mixed flags
+    return Engine(EngineConfig(**config | flags))
 
 
 def test_tokens_are_those_of_plain_decoding(tiny_model: Path, eagle: dict[str, object]) -> None:

@@ -22,7 +22,7 @@ def test_tokens_are_those_of_plain_decoding(layout: Callable[[TinyCheckpoint], T
 
     async def tokens(**flags: object) -> list[int]:
         config = {"model_path": str(tmp_path), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
-        async with Engine(EngineConfig(**config | flags)) as engine:  # type: ignore[arg-type]  # mixed flags
+        async with Engine(EngineConfig(**config | flags)) as engine:
             answer = await engine.client.complete("The sky is", SAMPLING)
             assert "speculative_algorithm" not in flags or 0 < answer.usage.spec_verify_ct < 23
             return list(answer.token_ids)

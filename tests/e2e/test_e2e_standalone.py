@@ -33,7 +33,7 @@ def flags_of(draft: Path) -> dict[str, object]:
 
 def engine_of(tiny_model: Path, flags: dict[str, object]) -> Engine:
     config = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
-    return Engine(EngineConfig(**config | flags))  # type: ignore[arg-type]  # mixed flags
+    return Engine(EngineConfig(**config | flags))
 
 
 def test_tokens_are_those_of_plain_decoding(tiny_model: Path, draft: Path) -> None:

@@ -16,7 +16,6 @@ from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Sampling, SamplingWork, SlotBatch, Window
 from overlap_spec.spec.verifier import ChainVerifier
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 VOCAB, BATCH, WIDTH = 1000, 4, 4
 
 

@@ -15,8 +15,6 @@ from overlap_spec_kernels.paged_attention import paged_attention_reference
 from overlap_spec_kernels.rope_kv_write import rope_kv_write_reference
 from torch import Tensor
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]
 
 

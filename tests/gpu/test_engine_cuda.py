@@ -23,8 +23,6 @@ from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 DATA = Path(__file__).parent.parent / "data"
 NUM_TOKENS = 64
 BATCH = 32

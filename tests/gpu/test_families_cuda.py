@@ -7,8 +7,6 @@ from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 PLACE = torch.device("cuda", 0)
 
 

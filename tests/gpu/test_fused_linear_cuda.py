@@ -6,8 +6,6 @@ from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_
 from overlap_spec_kernels.fused_linear import fused_linear_reference
 from torch import Tensor
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16
 SMOL = [(960, 576), (576, 1536), (3072, 576)]  # [O, I] of weights
 LLAMA = (4096, 4096)
@@ -24,6 +22,7 @@ CHAINS = [
 HEADS = [
     *[(rows, 49152, 576, BFLOAT) for rows in (1, 16, 17, 40)],
     *[(rows, *shape, BFLOAT) for rows in (4, 32) for shape in ((32000, 4096), (1000, 64), (77, 128), (128256, 512))],
+    *[(rows, 32000, 4096, BFLOAT) for rows in (17, 64, 128)],
     *[(rows, 49152, 576, FLOAT) for rows in (4, 40)],
     (4, 1000, 64, FLOAT),
     (4, 77, 128, HALF),
@@ -69,6 +68,25 @@ def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, dtype: torc
     assert_near(fused_linear(stream, after, gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype])
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF])
+@pytest.mark.parametrize("rows", [16, 17, 32, 33, 64, 100, 128, 129])
+@pytest.mark.parametrize(("size_n", "size_k"), [(4096, 4096), (4100, 1024), (2100, 14336), (9000, 512)])
+def test_large_maps(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> None:
+    """Weights of which a program takes 64 or 128 rows at once, with K split among programs or not."""
+    x, weight = drawn(rows, size_k, dtype=dtype), drawn(size_n, size_k, dtype=dtype, scale=size_k**-0.5)
+    squares = torch.stack([x.float().square().sum(1) / 3] * 3)
+    scaled = Normed(x, x, squares, 1e-5)
+    expected = wide(scaled.normalised()) @ wide(weight).t()
+    assert_near(fused_linear(scaled, weight), expected, 2 * ERROR[dtype])
+    gate, up = expected.chunk(2, dim=1)
+    assert_near(fused_linear(scaled, weight, gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype])
+    residual, norm = drawn(rows, size_n, dtype=dtype), Norm(drawn(size_n, dtype=dtype, scale=0.1) + 1, 1e-5)
+    for _ in range(3):  # counters are left as they were
+        stream = linear_add(x, weight, residual, norm)
+        assert_near(stream.values, wide(residual) + wide(x) @ wide(weight).t(), ERROR[dtype])
+        assert_near(stream.normalised(), wide(stream.values, norm), ERROR[dtype])
+
+
 @pytest.mark.parametrize(("rows", "vocab", "size", "dtype"), HEADS)
 def test_argmax_is_that_of_the_logits(rows: int, vocab: int, size: int, dtype: torch.dtype) -> None:
     x, weight = drawn(rows, size, dtype=dtype), drawn(vocab, size, dtype=dtype)
@@ -99,10 +117,12 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(fused_linear(mixed, weight)[row], together[row])
 
 
-@pytest.mark.parametrize("rows", [1, 4, 32, 50])
-def test_dependent_launches_in_a_graph_follow_their_inputs(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "size", "inner"), [*[(rows, 576, 1536) for rows in (1, 4, 32, 50)], (4, 2048, 2560), (30, 2048, 2560)]
+)
+def test_dependent_launches_in_a_graph_follow_their_inputs(rows: int, size: int, inner: int) -> None:
     """Forty maps back to back: each may begin before the one before it has ended, and must not read too early."""
-    size, inner, dtype = 576, 1536, torch.bfloat16
+    dtype = torch.bfloat16
     x, norm = drawn(rows, size, dtype=dtype), Norm(torch.ones(size, device="cuda", dtype=dtype), 1e-5)
     gates = [drawn(2 * inner, size, dtype=dtype, scale=0.05) for _ in range(20)]
     downs = [drawn(size, inner, dtype=dtype, scale=0.05) for _ in range(20)]

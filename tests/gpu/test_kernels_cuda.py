@@ -15,8 +15,6 @@ from overlap_spec_kernels._inputs import AttentionInputs, HeadShape, attention_i
 from overlap_spec_kernels.paged_attention import _paged_attention_triton
 from torch import Tensor
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 7, 65]
 REQUESTS = [[(0, 1)], [(70, 3), (0, 3), (15, 3)], [(50, 9), (3, 9)]]  # decode and verify: alike

@@ -15,8 +15,6 @@ from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 NUM_SCHEDULES, NUM_REQUESTS = 15, 150
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]
 

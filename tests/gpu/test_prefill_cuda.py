@@ -13,8 +13,6 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.warmup import capture_graphs, warm_up
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 Make = Callable[[bool], Executor]
 
 

@@ -19,8 +19,6 @@ from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 Watch = Callable[[], AbstractContextManager[object]]
 
 NUM_SCHEDULES, NUM_REQUESTS, NUM_16_BIT = 30, 250, 250

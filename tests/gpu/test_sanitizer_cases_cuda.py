@@ -35,8 +35,6 @@ from overlap_spec_kernels._inputs import HeadShape, attention_inputs, decode_inp
 from step_inputs import draws, slot_state, step_slots
 from torch import Tensor
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 HEADS = HeadShape(6, 2, 96)
 

@@ -16,6 +16,7 @@ from step_inputs import (
     DRAWS,
     PAGE_SIZES,
     SHAPES,
+    SHAPES_WITH_GUESSES,
     VOCABULARY,
     SlotState,
     covered_pages,
@@ -24,8 +25,6 @@ from step_inputs import (
     step_slots,
 )
 from torch import Tensor
-
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 DTYPES = [torch.float32, torch.bfloat16]
 CLOSE = {
@@ -82,10 +81,8 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     same(moved[5], state.window, "window")
 
 
-@every_shape
+@pytest.mark.parametrize("num_rows, width, columns", SHAPES_WITH_GUESSES)
 def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
-    if width == 1:
-        pytest.skip("a window of one has no guesses")
     state = slot_state(num_rows, columns, PAGE_SIZE)
     guesses = torch.randint(-1, VOCABULARY, (width - 1, num_rows + 1))[:, :num_rows]
     arguments = state.window, step_slots(state, num_rows), guesses, state.dummy

@@ -6,15 +6,12 @@ SmolLM2's GGUF is taken from the cache directory of the default model. Run by ha
 import asyncio
 
 import pytest
-import torch
 
 from overlap_spec.bench.step import TracedRun, traced_run
 from overlap_spec.bench.step_summary import device_steps
 from overlap_spec.bench.workload import Workload
 from overlap_spec.config import EngineConfig
 from overlap_spec.tracing import GPU, SCHEDULER, WORKER, Record
-
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 CLOCK_S = 50e-6  # by which the two clocks may differ
 CHAIN = {

@@ -20,8 +20,6 @@ from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, St
 from overlap_spec.worker.geometry import MAX_DEFERRED
 from overlap_spec.worker.warmup import _step_seconds, measure_steps
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-
 ROWS = json.loads((Path(__file__).parent.parent / "data" / "greedy64.json").read_text())["rows"]
 NUM_TOKENS = 64
 CUDA: dict[str, Any] = {"device": "cuda", "graphs": True}

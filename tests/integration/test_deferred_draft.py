@@ -70,9 +70,9 @@ class Bench:
 def draft_cache(proposer: Proposer) -> KVCache:
     """The draft's own cache."""
     if isinstance(proposer, StandaloneProposer):
-        return proposer._model._model._attention.cache  # type: ignore[attr-defined]  # of a tiny Llama
+        return proposer._model._model._attention.cache  # of a tiny Llama
     assert isinstance(proposer, AutoregressiveProposer)
-    return proposer._head._attention.cache  # type: ignore[attr-defined]  # of the draft head
+    return proposer._head._attention.cache  # of the draft head
 
 
 @pytest.fixture(params=["EAGLE3", "EAGLE", "STANDALONE", "STANDALONE of fewer tokens"])

@@ -53,6 +53,6 @@ def test_maxima_are_looked_up() -> None:
         ("ids", lambda: linear_argmax(X, WEIGHT, torch.arange(5))),
     ],
 )
-def test_refused_arguments_are_named(argument: str, call) -> None:  # type: ignore[no-untyped-def]
+def test_refused_arguments_are_named(argument: str, call) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: expected"):
         call()

@@ -13,7 +13,7 @@ FILES = ModelFiles(
 
 
 def settle(has_cuda: bool = False, **asked: object) -> AcceptSettings:
-    config = EngineConfig(**asked)  # type: ignore[arg-type]
+    config = EngineConfig(**asked)
     return resolve(config, FILES, Machine(num_cores=2, has_cuda=has_cuda))[0].spec.accept
 
 
@@ -56,4 +56,4 @@ def test_settled_flags_tell_the_thresholds() -> None:
 )
 def test_what_does_not_go_together_is_refused_by_name(asked: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settle(**asked)  # type: ignore[arg-type]
+        settle(**asked)

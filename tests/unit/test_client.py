@@ -155,7 +155,7 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
                 ([{"role": "user", "content": "x", "weight": 2**70}], most(1), "prompt"),
             ):
                 with pytest.raises(RequestError) as caught:
-                    await client.complete(prompt, sampling)  # type: ignore[arg-type]  # bad on purpose
+                    await client.complete(prompt, sampling)  # bad on purpose
                 assert caught.value.field == field
             deltas = client.generate("twice", most(3000), "same")
             await anext(deltas)

@@ -152,7 +152,7 @@ def test_a_message_that_cannot_be_read_fails_the_client(tmp_path: Path) -> None:
     async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
         call = asyncio.create_task(client.complete("x"))
         await tokenizer.heard(Generate)
-        tokenizer.say(Stats())  # type: ignore[arg-type]  # bad on purpose
+        tokenizer.say(Stats())  # bad on purpose
         assert "cannot be read" in str(await failed_with(call, ActorDied))
 
     with_script(story, tmp_path)

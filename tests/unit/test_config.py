@@ -95,14 +95,14 @@ def test_a_token_map_reaches_the_worker() -> None:
 
 def test_the_default_numbers_of_an_architecture_are_said() -> None:
     flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/heads/other"}
-    settings, notes = resolve(EngineConfig(**flags), LLAMA, CPU)  # type: ignore[arg-type]  # a dict of mixed flags
+    settings, notes = resolve(EngineConfig(**flags), LLAMA, CPU)
     assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
     assert "(5, 1, 6)" in notes[0]
 
 
 def test_more_draft_tokens_than_a_chain_holds_are_lowered_with_a_note() -> None:
     flags = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}
-    settings, notes = resolve(EngineConfig(speculative_algorithm="EAGLE3", **flags), ALIAS, CPU)  # type: ignore[arg-type]  # mixed flags
+    settings, notes = resolve(EngineConfig(speculative_algorithm="EAGLE3", **flags), ALIAS, CPU)
     assert settings.spec.width == 4
     assert "from 9 to 4" in notes[0]
 
@@ -284,5 +284,5 @@ def test_named_graph_sizes_replace_the_automatic_ones() -> None:
 
 
 def test_plain_decoding_of_the_same_engine_drops_every_speculative_flag() -> None:
-    plain = without_speculation(EngineConfig(**HEAD, **NUMBERS, speculative_adaptive=True))  # type: ignore[arg-type]  # mixed flags
+    plain = without_speculation(EngineConfig(**HEAD, **NUMBERS, speculative_adaptive=True))
     assert resolve(plain, LLAMA, CPU)[0].spec.width == 1

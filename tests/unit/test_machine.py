@@ -44,7 +44,7 @@ class Driver:
         return self._init
 
     def cuDeviceGetCount(self, count: object) -> int:
-        ctypes.cast(count, ctypes.POINTER(ctypes.c_int))[0] = self._devices  # type: ignore[arg-type]
+        ctypes.cast(count, ctypes.POINTER(ctypes.c_int))[0] = self._devices
         return 0
 
 

@@ -8,7 +8,17 @@ from overlap_spec_kernels.judge_chain import _judge_chain_triton, judge_chain_re
 from overlap_spec_kernels.place_guesses import _place_guesses_triton, place_guesses_reference
 from overlap_spec_kernels.rms_norm import _rms_norm_triton
 from overlap_spec_kernels.select_rows import _select_rows_triton, select_rows_reference
-from step_inputs import DRAWS, PAGE_SIZES, SHAPES, VOCABULARY, covered_pages, draws, slot_state, step_slots
+from step_inputs import (
+    DRAWS,
+    PAGE_SIZES,
+    SHAPES,
+    SHAPES_WITH_GUESSES,
+    VOCABULARY,
+    covered_pages,
+    draws,
+    slot_state,
+    step_slots,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
@@ -61,10 +71,8 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     assert torch.equal(state.window, expected_state.window)
 
 
-@every_shape
+@pytest.mark.parametrize("num_rows, width, columns", SHAPES_WITH_GUESSES)
 def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
-    if width == 1:
-        pytest.skip("a window of one has no guesses")
     state = slot_state(num_rows, columns, page_size=16)
     expected = state.window.clone()
     slots = step_slots(state, num_rows)

@@ -113,7 +113,7 @@ def test_a_gguf_is_the_model_that_was_written(tied: bool, tmp_path: Path) -> Non
     loaded = load_target(given, torch.float64, CPU)
     expected = load_tiny_target(kept)
     tokens = [1, 30, 60, 90, 3, 4, 5]
-    torch.testing.assert_close(logits(loaded, tokens), logits(expected, tokens), atol=1e-12, rtol=0)  # type: ignore[arg-type]
+    torch.testing.assert_close(logits(loaded, tokens), logits(expected, tokens), atol=1e-12, rtol=0)
 
 
 def test_rope_scaling_of_metadata(tmp_path: Path) -> None:
@@ -147,7 +147,9 @@ DEFAULT_GGUF = Path(cache_directory()) / ALIAS / Path(MEMBER).name
 
 
 @pytest.mark.full  # transformers takes half a minute to read it
-@pytest.mark.skipif(not DEFAULT_GGUF.is_file(), reason="the default model has not been downloaded")
+@pytest.mark.skipif(
+    not DEFAULT_GGUF.is_file(), reason=f"compares the default model's file, and there is no {DEFAULT_GGUF}"
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_default_model_speaks_as_in_transformers() -> None:
     """Greedy tokens of the real file, transformers reading the same GGUF with its own code."""

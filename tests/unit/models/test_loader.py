@@ -50,7 +50,7 @@ def assert_same(loaded: LoadedTarget, checkpoint: TinyCheckpoint, dtype: torch.d
     assert torch.equal(loaded.embedding, expected.embedding)
     assert torch.equal(loaded.head.weight, expected.head.weight)
     units = torch.eye(loaded.hidden_size, dtype=dtype)  # a map of them is its weight, whatever form it has
-    assert torch.equal(loaded.layers[1].mlp.gate_up(units), expected.layers[1].mlp.gate_up(units))  # type: ignore[attr-defined]
+    assert torch.equal(loaded.layers[1].mlp.gate_up(units), expected.layers[1].mlp.gate_up(units))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

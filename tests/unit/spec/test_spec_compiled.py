@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize("work", SAMPLING_WORK, ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("max_batch", [2, 3], ids=["eager", "compiled"])
-def test_draws_are_the_same(make_batch, work: SamplingWork, max_batch: int) -> None:  # type: ignore[no-untyped-def]
+def test_draws_are_the_same(make_batch, work: SamplingWork, max_batch: int) -> None:
     draw = compiled_draw(max_batch)
     random = torch.Generator().manual_seed(3)
     batch = make_batch([10, 20, 30], temperature=0.8 if work.sampled else 0.0)
@@ -36,10 +36,10 @@ def test_draws_are_the_same(make_batch, work: SamplingWork, max_batch: int) -> N
             assert torch.equal(draw(logits, positions, sampling, torch.arange(64)), expected)
 
 
-def test_larger_batches_are_not_compiled(make_batch, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_larger_batches_are_not_compiled(make_batch, monkeypatch) -> None:
     compiled: list[int] = []
 
-    def compile_nothing(function, **options):  # type: ignore[no-untyped-def]
+    def compile_nothing(function, **options):
         return lambda logits, *rest: compiled.append(len(logits)) or function(logits, *rest)
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
@@ -51,7 +51,7 @@ def test_larger_batches_are_not_compiled(make_batch, monkeypatch) -> None:  # ty
 
 
 def settle(has_cuda: bool = True, **asked: object) -> Settings:
-    config = EngineConfig(speculative_algorithm="NONE", **asked)  # type: ignore[arg-type]
+    config = EngineConfig(speculative_algorithm="NONE", **asked)
     return resolve(config, FILES, Machine(num_cores=2, has_cuda=has_cuda))[0]
 
 

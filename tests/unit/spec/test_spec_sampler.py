@@ -40,7 +40,7 @@ def draw_one_position(logits: list[float], draws: int, **params: object) -> Tens
     """`draws` independent draws (one seed each) from the same logits. Shapes: -> counts [V]."""
     rows = torch.tensor(logits, dtype=torch.float64).expand(draws, 1, -1)
     positions = torch.full((draws, 1), 17)
-    tokens = draw(rows, positions, sampling(draws, **params), torch.arange(len(logits)))  # type: ignore[arg-type]
+    tokens = draw(rows, positions, sampling(draws, **params), torch.arange(len(logits)))
     return torch.bincount(tokens.flatten(), minlength=len(logits))
 
 

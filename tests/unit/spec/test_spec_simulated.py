@@ -37,7 +37,7 @@ def judge(mean: float, window: Tensor, batch: SlotBatch) -> JudgedChain:
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.3, 2.5, 3.9, 4.0])
-def test_the_mean_of_walks_is_the_one_asked_for(make_batch, mean: float) -> None:  # type: ignore[no-untyped-def]
+def test_the_mean_of_walks_is_the_one_asked_for(make_batch, mean: float) -> None:
     """16 requests of 200 steps, each from where the step before left it, as decoding walks."""
     batch = make_batch([100] * 16)
     seeds = torch.randint(0, 1 << 62, (16,), generator=torch.Generator().manual_seed(5))
@@ -52,24 +52,24 @@ def test_the_mean_of_walks_is_the_one_asked_for(make_batch, mean: float) -> None
     assert committed / (16 * 200) == pytest.approx(mean, rel=0.02)
 
 
-def test_guesses_that_stand_then_a_drawn_token(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_guesses_that_stand_then_a_drawn_token(make_batch) -> None:
     verdict = judge(3.0, torch.tensor([[9, 1, 2, 3], [9, 4, 5, 6]]), make_batch([10, 11]))
     assert verdict.accept_len.tolist() == [2, 2]
     assert verdict.tokens.tolist() == [[1, 2, DRAWN, -1], [4, 5, DRAWN, -1]]
 
 
-def test_no_more_than_was_guessed(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_no_more_than_was_guessed(make_batch) -> None:
     verdict = judge(4.0, torch.tensor([[9, 1, -1, -1], [9, -1, -1, -1], [9, 1, 2, 3]]), make_batch([10, 11, 12]))
     assert verdict.accept_len.tolist() == [1, 0, 3]
     assert verdict.tokens.tolist() == [[1, DRAWN, -1, -1], [DRAWN, -1, -1, -1], [1, 2, 3, DRAWN]]
 
 
-def test_a_narrower_window_clips(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_a_narrower_window_clips(make_batch) -> None:
     assert judge(4.0, torch.tensor([[9, 1]]), make_batch([10])).tokens.tolist() == [[1, DRAWN]]
     assert judge(4.0, torch.tensor([[9]]), make_batch([10])).tokens.tolist() == [[DRAWN]]
 
 
-def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> None:
     batch = make_batch(list(range(50, 82)))
     window = torch.arange(4).expand(32, 4)
     together = judge(2.5, window, batch).accept_len
@@ -89,7 +89,7 @@ def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> Non
     assert set(together.tolist()) == {1, 2}
 
 
-def test_the_drawn_token_is_the_targets(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_the_drawn_token_is_the_targets(make_batch) -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7, 8]]), 16).double()
     verifier = SimulatedVerifier(ChainVerifier(torch.arange(16)), SyntheticAcceptance(2.0, CPU))
     window = torch.tensor([[0, 1, 2, 3]])
@@ -97,8 +97,8 @@ def test_the_drawn_token_is_the_targets(make_batch) -> None:  # type: ignore[no-
     assert commit(window, drawn).tokens.tolist() == [[1, 6, -1, -1]]
 
 
-def settle(**asked: object):  # type: ignore[no-untyped-def]
-    return resolve(EngineConfig(**asked), FILES, Machine(num_cores=2, has_cuda=False))  # type: ignore[arg-type]
+def settle(**asked: object):
+    return resolve(EngineConfig(**asked), FILES, Machine(num_cores=2, has_cuda=False))
 
 
 def test_settings_and_notes_say_synthetic() -> None:

@@ -50,7 +50,7 @@ def peaked(tokens: list[list[int]], vocab: int) -> Tensor:
     return logits.scatter(2, torch.tensor(tokens)[:, :, None], 50.0)
 
 
-def test_verify_draws_at_the_position_after_each_column(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_verify_draws_at_the_position_after_each_column(make_batch) -> None:
     verifier = ChainVerifier(torch.arange(12))
     batch = make_batch([20, 30], temperature=1.0)
     positions = torch.tensor([[20, 21, 22], [30, 31, 32]])
@@ -59,7 +59,7 @@ def test_verify_draws_at_the_position_after_each_column(make_batch) -> None:  # 
     assert commit(window.tokens, drawn).tokens.tolist() == [[4, 5, 6], [7, 1, -1]]
 
 
-def test_greedy_draws_need_no_logits(make_batch) -> None:  # type: ignore[no-untyped-def]
+def test_greedy_draws_need_no_logits(make_batch) -> None:
     class Largest:
         def logits(self) -> Tensor:
             raise AssertionError("nobody needs them")

@@ -35,7 +35,7 @@ def test_what_does_not_fit_names_its_field(
     sampling: dict[str, object], prompt: list[int], limits: EngineLimits, field: str, words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as caught:
-        admission().settle(SamplingParams(**sampling), prompt, limits)  # type: ignore[arg-type]  # keywords of a struct
+        admission().settle(SamplingParams(**sampling), prompt, limits)
     assert caught.value.field == field
 
 

@@ -36,7 +36,7 @@ def ids(text: str) -> list[int]:
 
 
 def output(most: int = 100, **sampling: object) -> Output:
-    return Output(SamplingParams(**sampling), most, Letters())  # type: ignore[arg-type]  # keywords of a struct
+    return Output(SamplingParams(**sampling), most, Letters())
 
 
 def stop(token: int) -> Finish:

@@ -48,7 +48,7 @@ def told(story: Story, **options: object) -> None:
     """Run a story with a service of its own."""
 
     async def run() -> None:
-        async with serving(**options) as harness:  # type: ignore[arg-type]  # keywords of serving
+        async with serving(**options) as harness:
             await story(harness)
 
     asyncio.run(run())
@@ -142,7 +142,7 @@ def test_a_bad_request_is_rejected_with_its_field_and_leaves_nothing(
     prompt: TextPrompt | ChatPrompt | TokenPrompt, sampling: dict[str, object], field: str
 ) -> None:
     async def story(h: Harness) -> None:
-        h.say(Generate("a", prompt, SamplingParams(**sampling)))  # type: ignore[arg-type]  # keywords of a struct
+        h.say(Generate("a", prompt, SamplingParams(**sampling)))
         answer = await h.heard(Rejected)
         assert (answer.request_id, answer.code, answer.field) == ("a", ErrorCode.BAD_REQUEST, field)
         h.generate(request_id="a")  # the id is free, the service alive
@@ -384,7 +384,7 @@ def test_without_a_tokenizer_ids_are_served_and_text_is_refused() -> None:
 
 def test_a_failure_of_the_codec_is_that_requests_answer_alone(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(IdsOnly):
-        def render(self, prompt: ChatPrompt) -> str:  # type: ignore[override]  # it breaks before it returns
+        def render(self, prompt: ChatPrompt) -> str:  # it breaks before it returns
             raise ZeroDivisionError
 
     async def story(h: Harness) -> None:

@@ -69,7 +69,7 @@ class Harness:
         self, text: str | Sequence[int] = "Hi", request_id: str = "a", client: int = 1, **sampling: object
     ) -> None:
         prompt = TextPrompt(text) if isinstance(text, str) else TokenPrompt(pack_ids(text))
-        params = SamplingParams(**sampling)  # type: ignore[arg-type]  # keywords of a struct
+        params = SamplingParams(**sampling)
         self.say(Generate(request_id, prompt, params), client)
 
     def leave(self, client: int = 1) -> None:

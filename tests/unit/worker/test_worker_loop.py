@@ -76,7 +76,7 @@ NO_PATIENCE = Patience(0.0)
 
 
 def serve(executor: FakeExecutor, inbox: ScriptedInbox, scheduler: Sent, patience: Patience = NO_PATIENCE) -> None:
-    Worker(executor, inbox, scheduler, patience).run()  # type: ignore[arg-type]  # fakes
+    Worker(executor, inbox, scheduler, patience).run()  # fakes
 
 
 def test_where_the_host_is_the_device_tokens_leave_before_the_draft_works() -> None:

@@ -1,0 +1,111 @@
+"""The Gluon kernels compile for Hopper, as the engine launches them; no GPU is needed. They have no interpreter."""
+
+import re
+from typing import Any
+
+import pytest
+import triton
+from overlap_spec_kernels import _decode_attention_gluon, _streamed_linear, _warpgroup_linear
+from overlap_spec_kernels._launch import TritonKernel
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+HOPPER = GPUTarget("cuda", 90, 32)
+FLOAT32 = ("squares_ptr", "sums_ptr", "best_ptr", "cos_sin_ptr", "outputs_ptr", "weights_ptr", "partial_ptr")
+INTEGERS = {"best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64"}
+MAP = {
+    "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
+    "BLOCK_N": 16, "BLOCK_K": 256, "WARPS_K": 4, "WARPS_N": 1, "STAGES": 4, "BLOCK_U": 256, "SIZE_K": 4096,
+}  # fmt: skip
+SMALL = MAP | {"BLOCK_K": 64, "WARPS_K": 1, "STAGES": 8, "SIZE_K": 576, "BLOCK_U": 64, "LATE": True}
+MAPS: dict[str, dict[str, Any]] = {
+    "8B output": MAP | {"ADD": True, "STAGES": 12},
+    "8B gate, up": MAP | {"SCALED": True, "GATED": True, "STAGES": 8},
+    "SmolLM2, 64 rows": SMALL | {"SCALED": True, "ROWS": 32, "BLOCK_N": 32, "WARPS_N": 2},
+    "SmolLM2 head": SMALL | {"ARGMAX": True, "BLOCK_N": 64, "WARPS_N": 4},
+}
+TILES = {
+    "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "ROWS": 32, "BLOCK_N": 64,
+    "BLOCK_K": 128, "STAGES": 8, "SPLITS": 1, "WARPS": 4, "BLOCK_U": 64, "SIZE_K": 4096,
+}  # fmt: skip
+TILED: dict[str, dict[str, Any]] = {
+    "8B output, 32 rows": TILES | {"ADD": True, "SPLITS": 2},
+    "8B gate, up, 32 rows": TILES | {"SCALED": True, "GATED": True, "STAGES": 5},
+    "8B gate, up, 128 rows": TILES
+    | {"GATED": True, "ROWS": 128, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, "WARPS": 8},
+    "8B head, 32 rows": TILES | {"ARGMAX": True},
+    "8B map, 17 rows": TILES | {"SCALED": True, "ROWS": 32},
+}
+ATTENTION = {
+    "WIDTH": 4, "NUM_KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "PAGE_SIZE": 16, "WARPS": 4, "KEYS": 32, "STAGES": 2,
+    "KEYS_PER_SPLIT": 128, "COMBINED": 8, "SETTLED": True, "PDL": True,
+}  # fmt: skip
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "SmolLM2": ATTENTION,
+    "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
+    "page size 1, not settled": ATTENTION | {"PAGE_SIZE": 1, "SETTLED": False},
+}
+
+
+def assembly(module: Any, name: str, constants: dict[str, Any], num_warps: int) -> str:
+    """PTX of a kernel in bfloat16, with the alignments that its launch has."""
+    scope = vars(module)
+    kernel = scope[name]
+    if isinstance(kernel, TritonKernel):  # as its first launch would do
+        kernel.compile_module()
+    function = scope[name]
+    signature = {argument: type_of(argument, constants) for argument in function.arg_names}
+    aligned = [i for i, (argument, kind) in enumerate(signature.items()) if kind == "i32" and "num" not in argument]
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = GluonASTSource(
+        function,
+        signature,
+        constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned + pointers},
+    )
+    text: str = triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm["ptx"]
+    return text
+
+
+def type_of(argument: str, constants: dict[str, Any]) -> str:
+    """How a launch passes it."""
+    if argument in constants:
+        return "constexpr"
+    if argument.endswith("_tiles"):
+        rows = constants["BLOCK_N" if argument == "w_tiles" else "ROWS"]
+        return f"tensordesc<bf16[{rows},{constants['BLOCK_K']}],{NVMMASharedLayout(128, 16, 2)!r}>"
+    if argument.endswith("_ptr"):
+        return "*fp32" if argument in FLOAT32 else INTEGERS.get(argument, "*bf16")
+    return "fp32" if argument in ("eps", "scale_log2") else "i32"
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_streamed_maps(name: str) -> None:
+    constants = MAPS[name]
+    ptx = assembly(_streamed_linear, "_streamed_linear_kernel", constants, constants["WARPS_K"] * constants["WARPS_N"])
+    check(ptx)
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiled_maps(name: str) -> None:
+    """The copy engine brings the tiles, a warpgroup multiplies, and W is asked for before the wait."""
+    constants = TILED[name]
+    ptx = assembly(_warpgroup_linear, "_warpgroup_linear_kernel", constants, constants["WARPS"])
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ".local" not in ptx
+    assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention(name: str) -> None:
+    check(
+        assembly(_decode_attention_gluon, "decode_attention_gluon_kernel", ATTENTIONS[name], ATTENTIONS[name]["WARPS"])
+    )
+
+
+def check(ptx: str) -> None:
+    """It multiplies on tensor cores, copies 16 bytes at a time past the registers, and waits for the kernel before."""
+    assert "mma.sync" in ptx and ptx.count("griddepcontrol.wait") == 1
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
+    assert copies and set(copies) == {"0x10"}
+    assert ".local" not in ptx
