@@ -99,7 +99,7 @@ class Tiles(NamedTuple):
 def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
     """None where this kernel does not apply, or a BLAS is faster: rows are many, and tiles too few to share x's copies.
 
-    Measured on an H200: benchmarks/results/choosing/maps_of_many_rows_h200.json.
+    Measured on an H200: benchmarks/results/choosing/tiles_h200.json.
     """
     num_rows, size_k = x.shape
     if x.dtype not in _DTYPES or weight.nbytes < _LARGE or num_rows > _MOST_ROWS or not runs_gluon(x.device):
@@ -167,13 +167,7 @@ def _warpgroup_linear_kernel(
         for _chunk in range(0, CHUNKS):
             stage = step % STAGES
             hopper.mbarrier.wait(bars.index(stage), (step // STAGES) & 1)
-            x = x_ring.index(stage).permute((1, 0))
-            acc = hopper.warpgroup_mma(w_ring.index(stage), x, acc, is_async=True)
-            if GATED:
-                up = hopper.warpgroup_mma(up_ring.index(stage), x, up, is_async=True)
-                acc, up = hopper.warpgroup_mma_wait(num_outstanding=2, deps=[acc, up])
-            else:
-                acc = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+            acc, up = _multiply(w_ring.index(stage), up_ring.index(stage), x_ring.index(stage), acc, up, GATED)
             # The products of the step before have ended: its stage is filled for the step STAGES - 1 ahead.
             ahead = step + STAGES - 1
             _ask_for_tile(w_ring, up_ring, bars, w_tiles, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
@@ -235,6 +229,22 @@ def _ask_for_x(
     k = (item % SPLITS * CHUNKS + step % CHUNKS) * ring.shape[2]
     stage = step % ring.shape[0]
     hopper.tma.async_copy_global_to_shared(tiles, [0, k], bars.index(stage), ring.index(stage), pred=step < num_steps)
+
+
+@GluonKernel
+def _multiply(
+    w: gl.shared_memory_descriptor, w_up: gl.shared_memory_descriptor, x: gl.shared_memory_descriptor, acc: gl.tensor,
+    up: gl.tensor, GATED: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """Begin to add a step's products; returns when those of the step before have ended."""
+    turned = x.permute((1, 0))
+    acc = hopper.warpgroup_mma(w, turned, acc, is_async=True)
+    if GATED:
+        up = hopper.warpgroup_mma(w_up, turned, up, is_async=True)
+        acc, up = hopper.warpgroup_mma_wait(num_outstanding=2, deps=[acc, up])
+    else:
+        acc = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+    return acc, up
 
 
 @GluonKernel
