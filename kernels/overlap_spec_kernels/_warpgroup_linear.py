@@ -106,12 +106,12 @@ def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
         return None
     if size_k % 256 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    few = ceil_div(weight.shape[0], 64) < _SPLIT_BELOW
     if num_rows <= 32:
-        return Tiles(64, 128, 5) if gated else Tiles(64, 128, 8, splits=2 if few else 1)
+        splits = 2 if ceil_div(weight.shape[0], 64) < _SPLIT_BELOW else 1
+        return Tiles(64, 128, 5) if gated else Tiles(64, 128, 8, splits)
     if gated:
         return Tiles(128, 64, 4, warps=8)
-    return Tiles(64, 128, 6) if num_rows <= 64 and not few else None
+    return Tiles(64, 128, 6) if num_rows <= 64 else None
 
 
 @functools.cache

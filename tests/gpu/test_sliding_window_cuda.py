@@ -85,7 +85,7 @@ def test_norm_heads(num_rows: int, heads: HeadShape, dtype: torch.dtype) -> None
     num_heads, num_kv_heads, dim = heads
     qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * dim).to(dtype)
     weights = [torch.randn(dim).to(dtype) for _ in range(2)]
-    wide = norm_heads_reference(qkv.float(), *(weight.float() for weight in weights), num_kv_heads, 1e-6)
+    wide = norm_heads_reference(qkv.float().clone(), *(weight.float() for weight in weights), num_kv_heads, 1e-6)
     actual = norm_heads(qkv.cuda(), *(weight.cuda() for weight in weights), num_kv_heads, 1e-6)
     torch.testing.assert_close(actual.cpu().float(), wide, **CLOSE[dtype])
 
