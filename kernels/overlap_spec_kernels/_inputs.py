@@ -7,6 +7,7 @@ that no request owns holds NaN: whoever reads one shows it.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels._launch import ceil_div
@@ -56,6 +57,20 @@ class DecodeInputs(NamedTuple):
     page_table: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    scale: float
+
+
+class TreeInputs(NamedTuple):
+    """Arguments of `tree_attention`, in its order, but for the window and scratch."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    prefix: Tensor
+    extra_rows: Tensor
+    mask: Tensor
+    positions: Tensor
     scale: float
 
 
@@ -119,6 +134,45 @@ def decode_inputs(
         page_table=attention.page_table,
         k_cache=attention.k_cache,
         v_cache=attention.v_cache,
+        scale=attention.scale,
+    )
+
+
+def tree_inputs(
+    heads: HeadShape,
+    width: int,
+    num_extra: int,
+    prefixes: list[int],
+    page_size: int,
+    dtype: torch.dtype,
+    spare_pages: int = 2,
+) -> TreeInputs:
+    """Draw the arguments of one layer on the CPU: each row sees about a third of the extra keys, the last row none.
+
+    Extra keys lie after the prefix, in any order; the cache rows of those that no row sees hold NaN.
+    """
+    attention = attention_inputs(heads, [(prefix, num_extra) for prefix in prefixes], page_size, dtype, spare_pages)
+    seen = torch.rand(len(prefixes), width, num_extra) < 1 / 3
+    seen[:, -1] = False
+    words = F.pad(seen, (0, -num_extra % 64)).unflatten(2, (-1, 64))
+    bits = torch.ones(64, dtype=torch.int64) << torch.arange(64)
+    rows = [
+        _cache_rows(pages, places[torch.randperm(num_extra)], page_size)
+        for pages, places in zip(attention.page_table, attention.positions.view(len(prefixes), -1), strict=True)
+    ]
+    extra_rows = torch.stack(rows)
+    for cache in (attention.k_cache, attention.v_cache):
+        cache.flatten(0, 1)[extra_rows[~seen.any(1)]] = torch.nan
+    depths = torch.randint(0, width, (len(prefixes), width))
+    return TreeInputs(
+        q=torch.randn(len(prefixes) * width, heads.num_heads, heads.head_dim).to(dtype),
+        k_cache=attention.k_cache,
+        v_cache=attention.v_cache,
+        page_table=attention.page_table,
+        prefix=torch.tensor(prefixes),
+        extra_rows=extra_rows,
+        mask=(words * bits).sum(3),
+        positions=(torch.tensor(prefixes)[:, None] + depths).flatten(),
         scale=attention.scale,
     )
 

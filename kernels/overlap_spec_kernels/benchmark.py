@@ -1,7 +1,8 @@
 """Times every op on one GPU: `python -m overlap_spec_kernels.benchmark --output FILE`.
 
-Not here: the steps of an engine, and what is timed (`_layer_cases.py`, `_step_cases.py`). Each op is compared with its
-twin first. Bytes are those that must move once; the ceiling is a device copy measured in the same run. Two clocks:
+Not here: the steps of an engine, and what is timed (`_layer_cases.py`, `_step_cases.py`, `_tree_cases.py`). Each op is
+compared with its twin first. Bytes are those that must move once; the ceiling is a device copy measured in the same
+run. Two clocks:
 
     layer ops   one launch at a time with a cold L2 cache, median
     step ops    launches in a row in one CUDA graph, as in a step: each begins while the one before it ends, and they
@@ -24,6 +25,7 @@ import torch
 from overlap_spec_kernels._cases import DTYPE, MODELS, PAGE_SIZE
 from overlap_spec_kernels._layer_cases import layer_cases
 from overlap_spec_kernels._step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
+from overlap_spec_kernels._tree_cases import tree_cases, tree_slot_cases
 
 ROTATED_BYTES = 160 << 20  # more than twice the L2 cache of any GPU so far
 LAUNCHES = 64  # in a graph, at least
@@ -126,7 +128,9 @@ def all_step_cases(place: Place) -> Iterator[StepCase]:
     """For every model, then for none."""
     for model, shape in MODELS.items():
         yield from step_cases(model, shape, place)
+        yield from tree_cases(model, shape, place)
     yield from slot_cases(place)
+    yield from tree_slot_cases(place)
 
 
 def printed(measurement: Measurement) -> Any:

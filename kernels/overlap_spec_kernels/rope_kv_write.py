@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels._launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
+from overlap_spec_kernels._launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -107,6 +107,7 @@ def _rope_kv_write_triton(
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,
         num_warps=1,
+        **dependent_launch(q.device, num_rows),
     )
     return out
 
@@ -134,11 +135,15 @@ def _rope_kv_write_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One program per row and group of heads: q's groups first, then those of k and v."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     column = tl.arange(0, BLOCK_HALF)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     angle_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * (2 * HALF) + column
     cos = tl.load(angle_ptr, mask=column < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle_ptr + HALF, mask=column < HALF, other=0.0).to(tl.float32)

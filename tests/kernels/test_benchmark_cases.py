@@ -5,16 +5,20 @@ import torch
 from overlap_spec_kernels._cases import Shape, assert_alike
 from overlap_spec_kernels._inputs import HeadShape
 from overlap_spec_kernels._step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
+from overlap_spec_kernels._tree_cases import tree_cases, tree_slot_cases
 
 TINY = Shape(hidden=32, intermediate=48, heads=HeadShape(4, 2, 16), vocabulary=64, draft_vocabulary=24)
 PLACE = Place("cpu", rotated_bytes=10_000)
 STEP_OPS = {"fused_linear", "linear_add", "linear_logits", "linear_argmax", "decode_attention", "draft_input"}
+TREE_OPS = {"tree_attention", "add_children", "expand_tree", "top_tokens", "move_cache_rows"}
+TREE_OPS |= {"gather_tree", "judge_tree", "select_tree", "place_tree"}
 SLOT_OPS = {"gather_window", "judge_chain", "place_guesses"}
 
 
 def all_cases() -> list[StepCase]:
     torch.manual_seed(0)
-    return [*step_cases("tiny", TINY, PLACE), *slot_cases(PLACE)]
+    trees = [*tree_cases("tiny", TINY, PLACE), *tree_slot_cases(PLACE)]
+    return [*step_cases("tiny", TINY, PLACE), *slot_cases(PLACE), *trees]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,7 @@ def cases() -> list[StepCase]:
 
 
 def test_every_op_of_a_step_is_there_at_every_number_of_rows(cases: list[StepCase]) -> None:
-    assert {case.op for case in cases} == STEP_OPS | SLOT_OPS | {"select_rows"}
+    assert {case.op for case in cases} == STEP_OPS | SLOT_OPS | TREE_OPS | {"select_rows"}
     for case in cases:
         same = [other.num_rows for other in cases if (case.op, case.workload) == (other.op, other.workload)]
         assert tuple(same) == NUM_ROWS, case.op
