@@ -4,7 +4,8 @@
 
 A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the current
 directory; what is between is replaced. `<!-- table: PATH as VIEW -->` makes another table than the report's own:
-`targets` sets a throughput report beside its targets, `step_ops` shows that part of the kernels' report.
+`targets` sets a throughput report beside its targets, `step_ops` shows that part of the kernels' report, and
+`methods_summary` has a row for each method and set of prompts.
 With --check nothing is written, and the status is 1 if something would be.
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.targets import Report, targets_of
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -116,7 +118,10 @@ def _scheduler(report: Report) -> list[str]:
 
 
 def _draft_noise(report: Report) -> list[str]:
-    rows = [[row["temperature"], row["draws"], round(row["accept_length"], 3)] for row in report["figures"]]
+    rows = [
+        [row["temperature"], row["draws"], f"{row['accept_length']:.3f} ± {row['standard_error']:.3f}"]
+        for row in report["figures"]
+    ]
     return _table(["temperature", "guesses drawn with", "accept length"], rows)
 
 
@@ -154,12 +159,30 @@ def _round_trip(report: Report) -> list[str]:
     return _table(head, rows)
 
 
+def _memory_guide(report: Report) -> list[str]:
+    rows = [[f"`{row['flag']}`", row["mib"], row["tokens"]] for row in report["figures"]]
+    return _table(["turned down", "gives back, MiB", "tokens in the KV pool"], rows)
+
+
 def _step_profile(report: Report) -> list[str]:
     rows = [
         [row["method"], *(row[name] for name in ("batch", "step_ms", "one_at_a_time_ms", "nodes"))]
         for row in report["figures"]
     ]
     return _table(["", "batch", "step, ms", "the same one at a time, ms", "graph nodes"], rows)
+
+
+def _methods(report: Report) -> list[str]:
+    return [*_table(FULL, full_rows(report)), *_notes(report)]
+
+
+def _methods_summary(report: Report) -> list[str]:
+    return [*_table(summary_head(report), summary_rows(report)), *_notes(report)]
+
+
+def _notes(report: Report) -> list[str]:
+    sentences = notes(report)
+    return ["", *(f"- {sentence}" for sentence in sentences)] if sentences else []
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> list[str]:
@@ -184,6 +207,9 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "step_ops": _step_ops,
     "round_trip": _round_trip,
     "step_profile": _step_profile,
+    "memory_guide": _memory_guide,
+    "methods": _methods,
+    "methods_summary": _methods_summary,
 }
 
 

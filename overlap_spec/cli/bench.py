@@ -1,4 +1,4 @@
-"""`overlap-spec bench latency|throughput|scheduler|step`: measure, print a table, write JSON.
+"""`overlap-spec bench latency|throughput|scheduler|step|methods`: measure, print a table, write JSON.
 
 Not here: how anything is measured (`bench/`). The flags of the engine are those of `serve`.
 """
@@ -15,22 +15,33 @@ from overlap_spec.bench.runs import run_latency, run_throughput
 from overlap_spec.bench.scheduler import measure_scheduler
 from overlap_spec.bench.step import run_step
 from overlap_spec.bench.workload import Workload
+from overlap_spec.cli.bench_methods import (
+    BATCH_SIZES,
+    add_methods_arguments,
+    check_methods_arguments,
+    measure_methods,
+    methods_status,
+    print_methods,
+)
 from overlap_spec.cli.bench_step import add_step_arguments, check_step_arguments, print_step
 from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.cli.parser import UsageError
 
 PLAIN_WIDTH = 140  # columns where stdout is no terminal
+PROMPTS = "chat20"
+THROUGHPUT_BATCHES = "1,8,64"
 SCHEDULER_BATCHES = (1, 8, 64, 256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, and the engine's flags."""
-    parser.add_argument("what", choices=("latency", "throughput", "scheduler", "step"), help="what to measure")
+    what = ("latency", "throughput", "scheduler", "step", "methods")
+    parser.add_argument("what", choices=what, help="what to measure")
     parser.add_argument("--output", metavar="FILE", help="write the figures to this JSON file")
-    parser.add_argument("--prompts", default="chat20", metavar="NAME", help="chat20, peer64, random or a JSON file")
+    parser.add_argument("--prompts", metavar="NAME", help="chat20 (default), copy20, peer64, random or a file")
     parser.add_argument("--num-tokens", type=int, default=256, metavar="N", help="tokens per answer at most")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency runs")
-    parser.add_argument("--batch-sizes", default="1,8,64", metavar="N,N,..", help="of throughput runs")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency and methods runs")
+    parser.add_argument("--batch-sizes", metavar="N,N,..", help="of throughput and methods runs")
     parser.add_argument("--with-plain", action="store_true", help="measure the engine without speculation too")
     parser.add_argument("--with-depth1", action="store_true", help="measure one step in flight too (throughput)")
     parser.add_argument(
@@ -39,12 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
     parser.add_argument("--commit", metavar="SHA", help="of the source, where there is no git metadata")
     add_step_arguments(parser)
+    add_methods_arguments(parser)
     add_engine_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     check_step_arguments(arguments)
+    check_methods_arguments(arguments)
     if arguments.what == "scheduler":
         run_facts = describe_run("cpu", 1, arguments.commit)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
@@ -56,18 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
     _print(report)
     if arguments.output:
         write_report(arguments.output, report)
-    return 0
+    return methods_status(report) if arguments.what == "methods" else 0
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.what == "methods":
+        return await measure_methods(arguments, _sizes(arguments.batch_sizes or BATCH_SIZES))
     config = engine_config(arguments, log_level="warning")
     if arguments.what == "step":
         return await run_step(config, _step_workload(arguments), arguments.trace)
     workload = Workload(
-        arguments.prompts,
+        arguments.prompts or PROMPTS,
         arguments.num_tokens,
         arguments.temperature,
-        _sizes(arguments.batch_sizes),
+        _sizes(arguments.batch_sizes or THROUGHPUT_BATCHES),
         arguments.commit,
         arguments.with_chats,
     )
@@ -83,7 +98,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _step_workload(arguments: argparse.Namespace) -> Workload:
     sizes = (arguments.batch_size or 1,)
-    return Workload(arguments.prompts, arguments.num_tokens, arguments.temperature, sizes, arguments.commit)
+    return Workload(arguments.prompts or PROMPTS, arguments.num_tokens, arguments.temperature, sizes, arguments.commit)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -104,6 +119,8 @@ def _print(report: dict[str, Any]) -> None:
         console.print(report["acceptance"])
     if "step" in report:
         return print_step(console, report)
+    if "methods" in report:
+        return print_methods(console, report)
     tables: dict[tuple[str, ...], Table] = {}  # one for all rows with the same columns
     for name, part in report.items():
         for row in _rows(name, part):

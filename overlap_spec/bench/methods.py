@@ -1,0 +1,145 @@
+"""`bench methods`: every drafting method on one machine in one run, each compared with plain decoding.
+
+Not here: what is to be run (`methods_plan.py`, `methods_records.py`), one load (`methods_load.py`), tables
+(`methods_table.py`). One engine is measured at a time, and stopped before the next. A record that does not run says why
+in the report: `skipped` (what it needs was not given), `refused` (the engine does not do it) or `failed` (it was given,
+and broke).
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from time import perf_counter
+from typing import Any
+
+from msgspec.structs import asdict
+
+from overlap_spec.bench.engines import describe_engine, describe_settings
+from overlap_spec.bench.methods_load import repeated, run_load, share_identical, warm_up
+from overlap_spec.bench.methods_plan import Cell, Comparison, Job, Session, bounded, groups_of, jobs_of, prompts_of
+from overlap_spec.bench.methods_records import (
+    PLAIN_RECORD,
+    Drafts,
+    MethodRecord,
+    Skipped,
+    check_record,
+    config_of,
+    in_force,
+)
+from overlap_spec.bench.workload import Workload, random_prompts
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine import Engine
+from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.messages import SamplingParams
+
+WARM_UP_ROWS = 1000  # random prompts from here on are never measured
+WARM_UP_TOKENS = 8
+MEMORY = ("weights_mib", "draft_weights_mib", "kv_bytes_per_token", "draft_kv_bytes_per_token")
+
+Report = dict[str, Any]
+
+
+async def run_methods(
+    config: EngineConfig, workload: Workload, comparison: Comparison, told: Callable[[Report], None]
+) -> Report:
+    """Measure plain decoding, then every record. `told` is given the report so far after each of them.
+
+    Raises: OverlapSpecError if plain decoding does not run.
+    """
+    session = Session(workload, comparison.num_runs, prompts_of(config, workload, comparison.num_prompts))
+    config = bounded(config, session)
+    lengths = {name: len(prompts) for name, prompts in session.prompts.items()}
+    measured = {"num_prompts": lengths, "batch_sizes": session.batch_sizes, "num_runs": session.num_runs}
+    report: Report = {"benchmark": "methods", "run": {}, "workload": workload.describe() | measured, "methods": []}
+    for group in groups_of(jobs_of(comparison.records, session), comparison.starts_at_once):
+        async with AsyncExitStack() as engines:
+            started = await asyncio.gather(*(_start(config, job.record, comparison.drafts, engines) for job in group))
+            for job, (entry, engine) in zip(group, started, strict=True):
+                if engine is not None:
+                    report["run"] = report["run"] or describe_engine(engine, workload.commit)
+                    await _measure_job(entry, job, engine, session)
+                add_entry(report["methods"], entry)
+                told(report)
+    return report
+
+
+def add_entry(entries: list[Report], entry: Report) -> None:
+    """Put an entry into the report: beside the others, or to the one of the same method.
+
+    Raises: OverlapSpecError without plain decoding, as there is nothing to compare with.
+    """
+    if entry["label"] == PLAIN_RECORD.label and entry["status"] != "ran":
+        raise OverlapSpecError(f"plain decoding does not run, and nothing can be compared with it: {entry['reason']}")
+    if not entries or entries[-1]["label"] != entry["label"]:
+        return entries.append(entry)
+    figures = [*entries[-1].get("figures", []), *entry.get("figures", [])]
+    if entry["status"] != "ran":
+        entries[-1] |= entry
+    if figures:
+        entries[-1]["figures"] = figures
+
+
+async def _start(
+    config: EngineConfig, record: MethodRecord, drafts: Drafts, engines: AsyncExitStack
+) -> tuple[Report, Engine | None]:
+    """A started engine, or why there is none, in the entry."""
+    entry: Report = {"label": record.label, "status": "ran", "flags": asdict(record)}
+    entry["load_average"] = round(os.getloadavg()[0], 1)  # of the minute before: says whether others had the machine
+    begun = perf_counter()
+    try:
+        asked = config_of(config, record, drafts)
+        entry["flags"] = asdict(in_force(record, await asyncio.to_thread(check_record, asked, record, drafts)))
+        engine = await engines.enter_async_context(Engine(asked))
+    except Skipped as reason:
+        return entry | {"status": "skipped", "reason": str(reason)}, None
+    except ConfigError as error:
+        return entry | {"status": "refused", "reason": str(error)}, None
+    except OverlapSpecError as error:
+        return entry | {"status": "failed", "reason": str(error)}, None
+    return entry | {"start_s": round(perf_counter() - begun, 2)}, engine
+
+
+async def _measure_job(entry: Report, job: Job, engine: Engine, session: Session) -> None:
+    """Fill in the entry; what was measured before a failure stays. Stops the engine."""
+    worker = engine.facts["worker"]
+    entry |= {"settings": describe_settings(engine), "memory": {name: worker.get(name) for name in MEMORY}}
+    entry["figures"] = figures = list[Report]()
+    try:
+        await _warm_up(engine, session)
+        for cell in job.cells:
+            figures.append(await _measure_cell(engine, session, cell, job))
+    except OverlapSpecError as error:
+        entry |= {"status": "failed", "reason": str(error)}
+    finally:
+        await engine.stop()
+
+
+async def _warm_up(engine: Engine, session: Session) -> None:
+    """The largest batch of prompts that are never measured, none longer than those that are."""
+    short = max(2, min(len(prompt) for prompts in session.prompts.values() for prompt in prompts))
+    cold = random_prompts(session.batch_sizes[-1], engine.settings.model.files.vocab_size, first=WARM_UP_ROWS)
+    sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
+    await warm_up(engine.client, [prompt[:short] for prompt in cold], sampling)
+
+
+async def _measure_cell(engine: Engine, session: Session, cell: Cell, job: Job) -> Report:
+    """One load, some times; the fastest run counts, and all are kept."""
+    name, batch = cell
+    distinct = session.prompts[name]
+    sent = list(repeated(distinct, batch))
+    runs = [await run_load(engine.client, sent, batch, session.sampling) for _ in range(job.num_runs)]
+    best = max(runs, key=lambda run: float(run.figures["tokens_per_second"])).figures
+    if job.record == PLAIN_RECORD:
+        session.plain[cell] = best["tokens_per_second"]
+        session.reference.setdefault(name, runs[0].answers[: len(distinct)])
+    return {
+        "prompts": name,
+        "batch": batch,
+        "num_requests": len(sent),
+        "num_repeated": len(sent) - len(distinct),
+        **best,
+        "ratio": round(best["tokens_per_second"] / session.plain[cell], 4),
+        "identical": min(share_identical(run.answers, session.reference[name]) for run in runs),
+        "runs": [run.figures for run in runs],
+    }

@@ -1,0 +1,126 @@
+"""Which methods `bench methods` compares: each a record of flags, as a table in `data/methods.json` has them.
+
+Not here: running them (`methods.py`). Whether a record can run is for the engine to say, in its own words.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from overlap_spec import hub, machine
+from overlap_spec.config import PLAIN, EngineConfig, Settings
+from overlap_spec.config_fields import check_config, config_from
+from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.resolve import resolve, without_speculation
+
+SHIPPED = Path(__file__).parent.parent / "data" / "methods.json"
+
+
+class MethodRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One row of the table. Numbers that are not given are the method's own. `adaptive`: steps may be narrower.
+
+    `learns`: it guesses what it has answered before, and so must not meet a prompt twice.
+    """
+
+    label: str
+    algorithm: str
+    num_steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    token_map: bool = False
+    adaptive: bool = False
+    learns: bool = False
+
+
+PLAIN_RECORD = MethodRecord("plain", PLAIN)  # always measured, and first: what the others are compared with
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a user has: draft models by algorithm (directories or hub ids), and a token map."""
+
+    paths: Mapping[str, str]
+    token_map: str | None = None
+
+
+class Skipped(OverlapSpecError):
+    """A record was not asked for, as what it needs was not given. Says which flag would."""
+
+
+def read_records(path: str | None) -> tuple[MethodRecord, ...]:
+    """The table in that JSON file, else the one that ships. Raises: ConfigError naming --methods."""
+    try:
+        records = msgspec.json.decode(Path(path or SHIPPED).read_bytes(), type=tuple[MethodRecord, ...])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError("methods", f"{path} is no table of methods: {error}") from None
+    labels = [PLAIN_RECORD.label, *(record.label for record in records)]
+    if len(set(labels)) < len(labels):
+        raise ConfigError("methods", f"{path}: labels must differ from each other and from {PLAIN_RECORD.label!r}")
+    return records
+
+
+def chosen(records: Sequence[MethodRecord], only: Sequence[str], drafts: Drafts) -> tuple[MethodRecord, ...]:
+    """Those of the algorithms in `only`, all of them if it is empty.
+
+    Raises: ConfigError for a name that no row has, and for a draft or a map that no row would use.
+    """
+    _check_names("only", only, records)
+    rows = tuple(record for record in records if not only or record.algorithm in only)
+    _check_names("draft", drafts.paths, rows)
+    if drafts.token_map is not None and not any(row.token_map for row in rows):
+        raise ConfigError("token_map", "no row that is measured uses one; leave it out")
+    return rows
+
+
+def _check_names(flag: str, names: Iterable[str], rows: Sequence[MethodRecord]) -> None:
+    known = sorted({row.algorithm for row in rows})
+    for name in names:
+        if name not in known:
+            raise ConfigError(flag, f"no row that is measured is of {name!r}; there are {', '.join(known)}")
+
+
+def config_of(config: EngineConfig, record: MethodRecord, drafts: Drafts) -> EngineConfig:
+    """The same engine with the record's method. Raises: ConfigError naming the flag, Skipped."""
+    if record.algorithm == PLAIN:
+        return without_speculation(config)
+    if record.token_map and drafts.token_map is None:
+        raise Skipped("needs --token-map FILE")
+    return config_from(
+        asdict(without_speculation(config))
+        | {
+            "speculative_algorithm": record.algorithm,
+            "speculative_draft_model_path": drafts.paths.get(record.algorithm),
+            "speculative_num_steps": record.num_steps,
+            "speculative_eagle_topk": record.topk,
+            "speculative_num_draft_tokens": record.num_draft_tokens,
+            "speculative_token_map": drafts.token_map if record.token_map else None,
+            "speculative_adaptive": record.adaptive,
+        }
+    )
+
+
+def check_record(config: EngineConfig, record: MethodRecord, drafts: Drafts) -> Settings:
+    """What a config made by `config_of` settles to, before anything is started. Raises: ConfigError, Skipped."""
+    flag = f"--draft {record.algorithm}=PATH"
+    lacks_draft = record.algorithm not in drafts.paths
+    try:
+        files = hub.resolve_model(check_config(config))
+        settings, _ = resolve(config, files, machine.inspect())
+    except ConfigError as error:
+        if lacks_draft and error.field == "speculative_draft_model_path":
+            raise Skipped(f"needs {flag}") from None
+        raise
+    if lacks_draft and settings.spec.method != record.algorithm:
+        raise Skipped(f"needs {flag}; without it, it is {settings.spec.method}, which has a row of its own")
+    return settings
+
+
+def in_force(record: MethodRecord, settings: Settings) -> MethodRecord:
+    """The record with the numbers that the engine has settled on."""
+    spec = settings.spec
+    if spec.width == 1:
+        return record
+    return replace(record, num_steps=spec.num_steps, topk=spec.topk, num_draft_tokens=spec.width)

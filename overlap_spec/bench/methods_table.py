@@ -1,0 +1,113 @@
+"""The tables of a methods report: every figure, or a line for each method. Not here: Markdown (`tables.py`)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+Report = dict[str, Any]
+Rows = list[list[Any]]
+
+BUSY = 2.0  # of the load that one engine makes
+
+FULL = [
+    "method",
+    "prompts",
+    "batch",
+    "accept length",
+    "step, ms",
+    "tok/s",
+    "against plain",
+    "same answers",
+    "weights, MiB",
+    "KV, bytes a token",
+]
+
+
+def full_rows(report: Report) -> Rows:
+    """One row for each method, set of prompts and batch size."""
+    return [
+        [
+            name_of(entry),
+            figures["prompts"],
+            figures["batch"],
+            figures["accept_length"],
+            figures["step_ms"],
+            figures["tokens_per_second"],
+            against_plain(figures["ratio"]),
+            f"{figures['identical']:.0%}",
+            *memory_of(entry),
+        ]
+        for entry in report["methods"]
+        for figures in _in_order(entry, report)
+    ]
+
+
+def _in_order(entry: Report, report: Report) -> list[Report]:
+    """By prompts, then by batch size; a method that learns was measured in another order."""
+    names = report["workload"]["prompts"].split(",")
+    return sorted(entry.get("figures", []), key=lambda row: (names.index(row["prompts"]), row["batch"]))
+
+
+def summary_head(report: Report) -> list[str]:
+    """The columns of `summary_rows`: a ratio for every batch size."""
+    batches = [f"batch {size}" for size in report["workload"]["batch_sizes"]]
+    return ["method", "prompts", "accept length", *batches, "same answers", *FULL[-2:]]
+
+
+def summary_rows(report: Report) -> Rows:
+    """One row for each method and set of prompts; tok/s over plain's where a column is a batch size."""
+    return [_summary(entry, name, report) for entry in report["methods"] for name in _measured(entry)]
+
+
+def _summary(entry: Report, name: str, report: Report) -> list[Any]:
+    """Accept length is that of the smallest batch; answers that differ are those of any batch."""
+    by_batch = {row["batch"]: row for row in entry["figures"] if row["prompts"] == name}
+    ratios = [
+        against_plain(by_batch[size]["ratio"]) if size in by_batch else "" for size in report["workload"]["batch_sizes"]
+    ]
+    same = min(row["identical"] for row in by_batch.values())
+    accept_length = by_batch[min(by_batch)]["accept_length"]
+    return [name_of(entry), name, accept_length, *ratios, f"{same:.0%}", *memory_of(entry)]
+
+
+def _measured(entry: Report) -> Iterator[str]:
+    yield from dict.fromkeys(row["prompts"] for row in entry.get("figures", []))
+
+
+def notes(report: Report) -> list[str]:
+    """A sentence for each method that was not measured, or not to its end, and one if others used the machine."""
+    sentences = [
+        f"{name_of(entry)}: {entry['status']}: {entry['reason']}"
+        for entry in report["methods"]
+        if entry["status"] != "ran"
+    ]
+    load, threads = max(entry["load_average"] for entry in report["methods"]), report["run"]["num_threads"]
+    if load > BUSY * threads:
+        sentences.append(
+            f"others used this machine meanwhile (load average {load}, {threads} threads): times say little"
+        )
+    return sentences
+
+
+def name_of(entry: Report) -> str:
+    """A method with its numbers, as far as they are known."""
+    flags = entry["flags"]
+    numbers = [flags[name] for name in ("num_steps", "topk", "num_draft_tokens")]
+    return f"{entry['label']} ({', '.join(map(str, numbers))})" if None not in numbers else str(entry["label"])
+
+
+def against_plain(ratio: float) -> str:
+    """tok/s over plain decoding's; what is slower is marked."""
+    return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}** slower"
+
+
+def memory_of(entry: Report) -> list[str]:
+    """Target and draft: weights in MiB, and bytes that a token takes in their caches."""
+    memory = entry["memory"]
+    return [
+        _split(memory["weights_mib"], memory["draft_weights_mib"]),
+        _split(memory["kv_bytes_per_token"], memory["draft_kv_bytes_per_token"]),
+    ]
+
+
+def _split(both: int, draft: int) -> str:
+    return f"{both - draft} + {draft}" if draft else str(both)
