@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from overlap_spec.config_speculation import Algorithm, SpeculationFlags, Text
+
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
-DraftLoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
 
 DEFAULT_MODEL = "smollm2"
 SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
@@ -24,14 +23,14 @@ PLAIN: Algorithm = "NONE"
 TOKEN_MAPPED: tuple[Algorithm, ...] = ("EAGLE", "STANDALONE", "NEXTN")  # their head is whole, so rows of it do too
 LANGUAGE_MODEL_DRAFTS: tuple[Algorithm, ...] = ("STANDALONE",)  # their draft has a tokenizer of its own to compare
 LANGUAGE_MODEL_SPEC = (3, 1, 4)  # steps, topk, draft tokens of such a draft, whatever its target: SGLang's
+NGRAM = "NGRAM"  # guesses from what was said before, without a model
 MTP: Algorithm = "NEXTN"  # a layer in the target's own checkpoint
 OWN_LAYER: tuple[Algorithm, ...] = ("EAGLE", MTP)  # without a draft path, these mean that layer
 DUMMY: Literal["dummy"] = "dummy"  # the load format of random weights
-MAX_STEPS = 8
 MIB = 1 << 20
 
 
-class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One field per flag; `--page-size` is `page_size`. None means automatic. Names and defaults are SGLang's."""
 
     model_path: Annotated[
@@ -44,9 +43,17 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         LoadFormat,
         Meta(description="format of the weights; auto: what is there; dummy: random, from config.json alone"),
     ] = "auto"
+    revision: Annotated[
+        Text | None, Meta(description="branch, tag or commit of the model on the hub; default: main")
+    ] = None
+    trust_remote_code: Annotated[bool, Meta(description="accepted: no remote code is ever needed or run")] = False
     served_model_name: Annotated[Text | None, Meta(description="model name in the API; default: the model path")] = None
     dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
+    tp_size: Annotated[int, Meta(ge=1, description="GPUs that share each layer; 1 until there is more")] = 1
+    attention_backend: Annotated[
+        Text, Meta(description="auto, triton (our kernels) or torch (their plain twins, without CUDA graphs)")
+    ] = "auto"
     context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
     skip_tokenizer_init: Annotated[bool, Meta(description="serve token ids only")] = False
     random_seed: (
@@ -94,47 +101,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None
     ) = None
 
-    speculative_algorithm: Annotated[Algorithm | None, Meta(description="drafting method")] = None
-    speculative_draft_model_path: Annotated[Text | None, Meta(description="directory or hub id of the draft head")] = (
-        None
-    )
-    speculative_draft_load_format: Annotated[
-        DraftLoadFormat | None, Meta(description="format of the draft's weights; default: as --load-format")
-    ] = None
-    speculative_token_map: Annotated[
-        Text | None, Meta(description="file, or repo/file on the hub, of the token ids that a draft may guess")
-    ] = None
-    speculative_simulate_acc_len: (
-        Annotated[float, Meta(ge=1, description="bench only: synthetic acceptance of X committed tokens a step")] | None
-    ) = None
-    speculative_accept_threshold_single: (
-        Annotated[float, Meta(gt=0, le=1, description="a guess stands if the target's p is at least X; below 1: lossy")]
-        | None
-    ) = None
-    speculative_accept_threshold_acc: (
-        Annotated[float, Meta(gt=0, le=1, description="a guess stands with probability p / X; below 1: lossy")] | None
-    ) = None
-    speculative_use_rejection_sampling: Annotated[
-        bool, Meta(description="draw guesses and accept by min(1, p / q): the same distribution, not the same tokens")
-    ] = False
-    speculative_num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS, description="draft depth")] | None = None
-    speculative_eagle_topk: Annotated[int, Meta(ge=1, description="branching; 1 is a chain")] | None = None
-    speculative_num_draft_tokens: (
-        Annotated[int, Meta(ge=2, description="window width, root included; steps + 1 for a chain")] | None
-    ) = None
-    speculative_adaptive: Annotated[
-        bool, Meta(description="narrow steps where drafting would lose; on where the three numbers are not given")
-    ] = False
-    speculative_adaptive_config: Annotated[
-        Text | None, Meta(description="JSON file with rules for that, by batch size; default: from measured costs")
-    ] = None
-
 
 class Machine(Struct, frozen=True):
     """What `resolve` needs to know of the machine. `num_cores` is what this process may use."""
 
     num_cores: int
     has_cuda: bool
+    forces_greedy_ngram: bool = False  # `forces_greedy_ngram()`
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -172,6 +145,7 @@ class AcceptSettings(Struct, frozen=True):
     rejection: bool = False
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
+    ngram_force_greedy_verify: bool = False  # the target's argmax stands, whatever the temperature
 
     @property
     def thresholds(self) -> bool:
@@ -179,9 +153,35 @@ class AcceptSettings(Struct, frozen=True):
         return self.threshold_single < 1 or self.threshold_acc < 1
 
     def __str__(self) -> str:
+        if self.ngram_force_greedy_verify:
+            return "match with the argmax (SGLANG_NGRAM_FORCE_GREEDY_VERIFY): LOSSY at temperature > 0"
         if self.thresholds:
             return f"thresholds single {self.threshold_single:g}, acc {self.threshold_acc:g}: LOSSY at temperature > 0"
         return "rejection sampling (exact in distribution)" if self.rejection else "match (exact, token for token)"
+
+
+class AttentionSettings(Struct, frozen=True):
+    """Owner: worker. What runs attention, where that is not what is fastest on the device."""
+
+    target_torch: bool = False
+    draft_torch: bool = False
+    prefill_kernel: bool = False  # for the windows of chains too
+    draft_window: int | None = None  # keys that a row of the draft sees at most
+
+
+class NgramSettings(Struct, frozen=True):
+    """Owner: worker. What counts as a match, and how wide trees get. Defaults are SGLang's."""
+
+    min_match: int = 1
+    max_match: int = 12
+    min_breadth: int = 1
+    max_breadth: int = 10
+    by_frequency: bool = False  # else by recency
+    branch: int = 18  # tokens that follow a match, at most
+    capacity: int = 10_000_000  # tokens that are kept of all requests
+    corpus: str | None = None  # JSONL file of texts that are there from the start
+    corpus_tokens: int = 10_000_000  # of it, at most
+    tokenizer_dir: str | None = None  # for a corpus
 
 
 class SpecSettings(Struct, frozen=True):
@@ -196,6 +196,9 @@ class SpecSettings(Struct, frozen=True):
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending; none: it is fixed
     token_map: str | None = None  # file of the target ids that the draft may guess
     accept: AcceptSettings = AcceptSettings()
+    multi_layer: bool = False  # MTP layers, one for each draft step
+    ngram: NgramSettings = NgramSettings()
+    numbers_from: str = "given"  # where steps, topk and width come from
     simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
 
 
@@ -233,6 +236,7 @@ class SchedulerSettings(Struct, frozen=True):
     chunk_tokens: int | None
     seed: int | None
     width_rules: tuple[WidthRule, ...] = ()  # none: step widths follow measured costs, where they may change at all
+    keeps_width: bool = False  # explicit numbers: steps are narrower only where no slot has a guess, if results say so
     width_padding: tuple[int, ...] = ()  # batch sizes that a rule's batch is rounded up to
     synthetic_acceptance: bool = False  # said in every log line that shows an accept length
 
@@ -270,7 +274,13 @@ class Settings(Struct, frozen=True):
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
     spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
+    attention: AttentionSettings = AttentionSettings()
     trace_dir: str | None = None  # where every process leaves what it did when (`tracing.py`); None: nobody asks
+
+
+def is_own_method(method: str) -> bool:
+    """True of `MODULE:METHOD`, which names a `Method` of a module outside of this package."""
+    return ":" in method
 
 
 def synthetic_acceptance(mean: float) -> str:
@@ -296,6 +306,11 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
 def asks_for_spec_v2() -> bool:
     """True if SGLANG_ENABLE_SPEC_V2 is set: overlap is always on here, and the log says so."""
     return "SGLANG_ENABLE_SPEC_V2" in os.environ
+
+
+def forces_greedy_ngram() -> bool:
+    """True if SGLANG_NGRAM_FORCE_GREEDY_VERIFY is switched on, in one of SGLang's ways to say so."""
+    return os.environ.get("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
 def cache_directory() -> str:

@@ -67,7 +67,9 @@ def _raise_for_field(values: Mapping[str, Any]) -> None:
 
 
 def _field(field: inspect.Field) -> ConfigField:
-    plain, description = _unwrap(field.type)
+    plain, description, named = _unwrap(field.type)
+    if named:
+        return ConfigField(field.name, str, f"one of {', '.join(named)}", named, field.default, description)
     if not isinstance(plain, inspect.VarTupleType):
         kind, wanted, choices = _describe(plain)
         return ConfigField(field.name, kind, wanted, choices, field.default, description)
@@ -75,17 +77,18 @@ def _field(field: inspect.Field) -> ConfigField:
     return ConfigField(field.name, kind, f"a list, each {wanted}", choices, field.default, description, many=True)
 
 
-def _unwrap(declared: inspect.Type) -> tuple[inspect.Type, str]:
-    """Take off description and `| None`, in whichever order they were put on."""
-    description = ""
+def _unwrap(declared: inspect.Type) -> tuple[inspect.Type, str, tuple[str, ...]]:
+    """Take off description, choices that only a pattern tells, and `| None`, in whichever order they were put on."""
+    description, choices = "", ()
     while True:
         if isinstance(declared, inspect.Metadata):
             description = (declared.extra_json_schema or {}).get("description", description)
+            choices = (declared.extra or {}).get("choices", choices)
             declared = declared.type
         elif isinstance(declared, inspect.UnionType):
             (declared,) = (part for part in declared.types if not isinstance(part, inspect.NoneType))
         else:
-            return declared, description
+            return declared, description, choices
 
 
 def _describe(plain: inspect.Type) -> tuple[type[str] | type[int] | type[float] | type[bool], str, tuple[str, ...]]:

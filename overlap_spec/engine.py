@@ -162,7 +162,12 @@ class Engine:
         settings, notes = resolve(self.config, files, machine.inspect())
         settings = replace(settings, trace_dir=self._trace_dir)
         if settings.spec.draft_path is not None:
-            draft_path = hub.resolve_draft(settings.spec.draft_path, self.progress, settings.spec.draft_load_format)
+            draft_path = hub.resolve_draft(
+                settings.spec.draft_path,
+                self.progress,
+                settings.spec.draft_load_format,
+                self.config.speculative_draft_model_revision,
+            )
             settings = replace(settings, spec=replace(settings.spec, draft_path=draft_path))
             if settings.spec.method in LANGUAGE_MODEL_DRAFTS:
                 notes += hub.check_draft_vocabulary(draft_path, files)

@@ -8,7 +8,7 @@ import math
 import os
 from pathlib import Path
 
-from overlap_spec.config import Machine
+from overlap_spec.config import Machine, forces_greedy_ngram
 
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")  # "quota period" or "max period", microseconds
 _CGROUP_V1 = tuple(Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
@@ -16,7 +16,7 @@ _CGROUP_V1 = tuple(Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota
 
 def inspect() -> Machine:
     """Look at this machine as this process may use it."""
-    return Machine(num_cores=_num_cores(), has_cuda=_num_cuda_devices() > 0)
+    return Machine(num_cores=_num_cores(), has_cuda=_num_cuda_devices() > 0, forces_greedy_ngram=forces_greedy_ngram())
 
 
 def _num_cores() -> int:

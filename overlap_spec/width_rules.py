@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.config import MAX_STEPS, WidthRule
+from overlap_spec.config import WidthRule
+from overlap_spec.config_speculation import MAX_STEPS
 from overlap_spec.errors import ConfigError
 
 FIELD = "speculative_adaptive_config"

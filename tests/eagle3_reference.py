@@ -38,10 +38,14 @@ class ReferenceHead:
         y = rms_norm(x, self.weight("post_attention_layernorm"), self.eps)
         return x + gated_mlp(y, *(self.weight(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
 
+    def logits(self, output: Tensor) -> Tensor:
+        return rms_norm(output, self.t["norm.weight"], self.eps) @ self.t["lm_head.weight"].T
+
+    def token(self, column: int) -> int:
+        return column + int(self.t["d2t"][column])
+
     def guess(self, output: Tensor) -> int:
-        logits = rms_norm(output, self.t["norm.weight"], self.eps) @ self.t["lm_head.weight"].T
-        index = int(logits.argmax())
-        return index + int(self.t["d2t"][index])
+        return self.token(int(self.logits(output).argmax()))
 
 
 def generate(

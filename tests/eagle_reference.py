@@ -45,10 +45,14 @@ class ReferenceHead:
         y = rms_norm(x, self.weight("post_attention_layernorm"), self.eps)
         return x + gated_mlp(y, *(self.weight(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
 
+    def logits(self, output: Tensor) -> Tensor:
+        return output @ (self.lm_head if self.target_ids is None else self.lm_head[self.target_ids]).T
+
+    def token(self, column: int) -> int:
+        return column if self.target_ids is None else self.target_ids[column]
+
     def guess(self, output: Tensor) -> int:
-        if self.target_ids is None:
-            return int((output @ self.lm_head.T).argmax())
-        return self.target_ids[int((output @ self.lm_head[self.target_ids].T).argmax())]
+        return self.token(int(self.logits(output).argmax()))
 
 
 def generate(

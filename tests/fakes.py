@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.types import SlotBatch, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
 class TableModel:
@@ -69,7 +69,7 @@ class ScriptedProposer:
         for slot, count in zip(batch.slots.tolist(), counts.tolist(), strict=True):
             assert self.missed.pop(slot, 0) == count
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
         assert learnt[:, 0].equal(batch.slots)
         assert not any(self.missed[slot] for slot in batch.slots.tolist()), "drafts with rows missing"
         guesses = []
@@ -77,4 +77,4 @@ class ScriptedProposer:
             right = length % (self.num_guesses + 1)
             walk = self.model.walk(int(self.window[slot, 0]), num_guesses)
             guesses.append([t if i < right else (t + 1) % self.model.vocab_size for i, t in enumerate(walk)])
-        return torch.tensor(guesses, dtype=torch.int64).view(len(guesses), num_guesses).t().contiguous()
+        return Guesses(torch.tensor(guesses, dtype=torch.int64).view(len(guesses), num_guesses).t().contiguous())

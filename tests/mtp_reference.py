@@ -23,6 +23,7 @@ class Mimo:
     hidden_norm: str = "hidden_layernorm"
     input_map: str = "input_proj"
     final_norm: str = "final_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
     mask_first: bool = True  # no embedding at position 0
 
     def halves(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,14 +52,20 @@ class ReferenceMtp:
     """The tensors of an MTP layer under the names of the checkpoint, and the K/V of the rows so far."""
 
     def __init__(
-        self, tensors: dict[str, Tensor], config: dict[str, Any], embed: Tensor, head: Tensor, layout: Mimo = MIMO
+        self,
+        tensors: dict[str, Tensor],
+        config: dict[str, Any],
+        embed: Tensor,
+        head: Tensor,
+        layout: Mimo = MIMO,
+        window: int | None = None,
     ) -> None:
         self.t = tensors
         self.eps = config["rms_norm_eps"]
         self.embed = embed
         self.head = head
         self.layout = layout
-        self.attention = Attention(config["head_dim"], config["rope_theta"])
+        self.attention = Attention(config["head_dim"], config["rope_theta"], window)
 
     def weight(self, name: str) -> Tensor:
         return self.t[f"{self.layout.prefix}{name}.weight"]
@@ -71,6 +78,10 @@ class ReferenceMtp:
 
     def forward(self, tokens: list[int], features: Tensor, start: int) -> Tensor:
         """Rows at positions start.. -> [rows, H], after the final norm. K/V from `start` on is replaced."""
+        return self.norm(self.stream(tokens, features, start), self.layout.final_norm)
+
+    def stream(self, tokens: list[int], features: Tensor, start: int) -> Tensor:
+        """The same before the final norm."""
         embedded = self.embed[tokens]
         if start == 0 and self.layout.mask_first:
             embedded = torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
@@ -79,12 +90,17 @@ class ReferenceMtp:
         u = self.norm(x, "input_layernorm")
         q, k, v = (self.linear(u, f"self_attn.{name}_proj") for name in "qkv")
         x = x + self.linear(self.attention(q, k, v, start), "self_attn.o_proj")
-        y = self.norm(x, "post_attention_layernorm")
-        x = x + gated_mlp(y, *(self.weight(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
-        return self.norm(x, self.layout.final_norm)
+        y = self.norm(x, self.layout.mlp_norm)
+        return x + gated_mlp(y, *(self.weight(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.head @ output
+
+    def token(self, column: int) -> int:
+        return column
 
     def guess(self, output: Tensor) -> int:
-        return int((self.head @ output).argmax())
+        return int(self.logits(output).argmax())
 
 
 def generate(

@@ -23,5 +23,7 @@ class RandomWidths:
             self._now = self._rng.choice([1, *self._widths])
             self._left = self._rng.choice([1, 1, 2, 5, 25 if self._now == 1 else 3])
 
-    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
+    def observe(
+        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
+    ) -> None:
         assert all(len(run) <= proposed + 1 for run, proposed in zip(tokens, num_proposed, strict=True))

@@ -19,11 +19,12 @@ def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 class Attention:
-    """Causal attention of one layer, and the K/V of the rows so far."""
+    """Causal attention of one layer, and the K/V of the rows so far. `window`: keys that a row sees; None: all."""
 
-    def __init__(self, head_dim: int, rope_theta: float) -> None:
+    def __init__(self, head_dim: int, rope_theta: float, window: int | None = None) -> None:
         self._head_dim = head_dim
         self._theta = rope_theta
+        self._window = window
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -39,6 +40,8 @@ class Attention:
         self._keys, self._values = k, v
         group = q.shape[0] // k.shape[0]
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(start)
+        if self._window is not None:
+            mask = mask.triu(start - self._window + 1)
         attended = F.scaled_dot_product_attention(
             q, k.repeat_interleave(group, 0), v.repeat_interleave(group, 0), attn_mask=mask
         )

@@ -48,11 +48,18 @@ class CachedModel:
         Returns the most probable token after each, and the hidden states [rows, H] that enter each layer, then those
         after the final norm.
         """
+        out = self._run(tokens, start)
+        return out.logits[0].argmax(-1).tolist(), [hidden[0] for hidden in out.hidden_states]
+
+    def logits(self, tokens: list[int], start: int) -> Tensor:
+        """The same. Returns the logits after each token."""
+        return self._run(tokens, start).logits[0]
+
+    def _run(self, tokens: list[int], start: int) -> Any:
         self._cache.crop(start)
-        out = self._model(
+        return self._model(
             torch.tensor([tokens]), past_key_values=self._cache, output_hidden_states=True, use_cache=True
         )
-        return out.logits[0].argmax(-1).tolist(), [hidden[0] for hidden in out.hidden_states]
 
 
 def num_accepted(guesses: list[int], drawn: list[int]) -> int:

@@ -15,14 +15,15 @@ import msgspec
 import torch
 from random_widths import RandomWidths
 from tiny_families import TINY_FAMILIES
-from tiny_methods import TINY_METHODS
+from tiny_methods import EVERY_METHOD, MULTI_LAYER
 from tiny_models import CPU, load_tiny_target, tiny_target
 
 from overlap_spec.client_link import Arrival
-from overlap_spec.config import AcceptSettings, CacheSettings, SchedulerSettings
+from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
 from overlap_spec.messages import (
     Cancel,
     Finish,
+    FlushCache,
     Generate,
     Phase,
     Rejected,
@@ -39,7 +40,8 @@ from overlap_spec.messages import (
 )
 from overlap_spec.scheduler.invariants import check_invariants
 from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
-from overlap_spec.spec.methods import NoDraft, method_named
+from overlap_spec.spec.methods import ChainDraft, NoDraft, SmallModelDraft, TreeDraft, method_named, method_of
+from overlap_spec.spec.tree import Branching
 from overlap_spec.step_link import Patience
 from overlap_spec.tokenizer.admission import Admission
 from overlap_spec.tokenizer.codec import Codec
@@ -63,24 +65,34 @@ def tiny_loaded(
     place: torch.device = CPU,
     method: str = "EAGLE3",
     family: str = "llama",
+    topk: int = 1,
     **shape: int,
 ) -> LoadedModels:
-    """A tiny target with a `method` for `num_steps` guesses; 0 steps: plain decoding. `shape`: of the target."""
+    """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
+
+    `shape`: of the target.
+    """
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = load_tiny_target(checkpoint, dtype, place)
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
-    name, load = TINY_METHODS[method]
-    return LoadedModels(target, load(seed + 1, checkpoint, target, num_steps), method_named(name))
+    name, load = EVERY_METHOD[method]
+    record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
+    draft = load(seed + 1, checkpoint, target, num_steps)
+    if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
+        draft = TreeDraft(draft, Branching(num_steps, topk))
+    return LoadedModels(target, draft, record)
 
 
 @dataclass(frozen=True)
 class RingConfig:
     """What varies between rings."""
 
-    method: str = "EAGLE3"  # one of `TINY_METHODS`
+    method: str = "EAGLE3"  # one of `EVERY_METHOD`
     family: str = "llama"  # one of `TINY_FAMILIES`: the target's
     num_steps: int = 3
+    topk: int = 1  # guesses are trees where it is more
+    num_draft_tokens: int | None = None  # width of the window; None: of a chain, or of a tree of some size
     depth: int = 2
     page_size: int = 4
     num_pages: int = 200
@@ -94,10 +106,17 @@ class RingConfig:
     graph_batch_sizes: tuple[int, ...] = ()
     warm: bool = False  # warmed up before it serves, as the worker process is
     accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
+    attention: AttentionSettings | None = None  # what runs it; None: what is fastest
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
 
+    @property
+    def width(self) -> int:
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens
+        return 1 + (self.topk + 2 * (self.num_steps - 1) if self.topk > 1 and self.num_steps else self.num_steps)
+
     def geometry(self) -> Geometry:
-        width = self.num_steps + 1
+        width = self.width
         return Geometry(
             self.num_slots,
             width,
@@ -107,6 +126,7 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             () if self.widths_seed is None else tuple(range(1, width)),
+            method_named(EVERY_METHOD[self.method][0]).foresees,
         )
 
 
@@ -239,7 +259,7 @@ class WatchedPlans:
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
     def send(self, message: ToWorker) -> None:
-        if not isinstance(message, Shutdown):
+        if not isinstance(message, Shutdown | FlushCache):
             self.sent.append(message.step_id)
             self._inbox.slots_of_step[message.step_id] = [work.slot for work in message.work]
             if message.phase is Phase.PREFILL:
@@ -260,7 +280,9 @@ class Ring:
         geometry = config.geometry()
         self._config = config
         self.ready = asyncio.Event()
-        self.executor: Executor = build_executor(models, geometry, config.place, config.accept)
+        self.executor: Executor = build_executor(
+            models, geometry, config.place, config.accept, attention=config.attention
+        )
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)

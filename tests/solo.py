@@ -3,7 +3,7 @@
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
@@ -19,11 +19,12 @@ SEATS = 8  # prompts in a prefill step: as many as a captured one holds
 
 @dataclass(frozen=True)
 class SoloAnswer:
-    """Tokens cut where the request ends, and the whole run of every verify step."""
+    """Tokens cut where the request ends, and the whole run of every verify step, with what it verified (depth 1)."""
 
     tokens: list[int]
     runs: list[list[int]]
     guesses: list[list[int]]
+    parents: list[list[int]]  # columns; of chains without meaning
 
 
 class Solo:
@@ -70,7 +71,7 @@ class Solo:
         """One request per slot. A request that has ended sits in no later plan, as in the scheduler."""
         assert sampling.max_new_tokens is not None and len(prompts) <= self._geometry.num_slots
         stop_ids = () if sampling.ignore_eos else self._eos
-        answers = [SoloAnswer(tokens, [], []) for tokens in self._prefill(prompts, sampling, stop_ids)]
+        answers = [SoloAnswer(tokens, [], [], []) for tokens in self._prefill(prompts, sampling, stop_ids)]
 
         def ended(slot: int) -> bool:
             tokens = answers[slot].tokens
@@ -89,7 +90,7 @@ class Solo:
                     answers[slot].tokens.extend(run)
         for _, handle in flight:
             handle.wait()
-        return [SoloAnswer(_cut(a.tokens, stop_ids, sampling.max_new_tokens), a.runs, a.guesses) for a in answers]
+        return [replace(a, tokens=_cut(a.tokens, stop_ids, sampling.max_new_tokens)) for a in answers]
 
     def _prefill(
         self, prompts: list[list[int]], sampling: SamplingParams, stop_ids: tuple[int, ...]
@@ -110,9 +111,10 @@ class Solo:
 
     def _note_guesses(self, slots: list[int], answers: list[SoloAnswer]) -> None:
         """The guesses that the next step will verify."""
-        windows = self.executor.slots.window[:, 1:].tolist()
+        windows, parents = (rows[:, 1:].tolist() for rows in (self.executor.slots.window, self.executor.slots.parents))
         for slot in slots:
             answers[slot].guesses.append(windows[slot])
+            answers[slot].parents.append(parents[slot])
 
 
 def _cut(tokens: list[int], stop_ids: tuple[int, ...], most: int) -> list[int]:

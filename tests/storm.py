@@ -15,13 +15,16 @@ from typing import Any, Protocol
 
 from plain_oracle import PlainOracle
 from ring import Answer, Ring, RingConfig, running, tiny_loaded
+from tiny_methods import EVERY_METHOD
 
 from overlap_spec.messages import FinishKind, SamplingParams
+from overlap_spec.spec.methods import method_named
 from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.geometry import LoadedModels
 
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
+CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
     "preemptions",
     "chunk_splits",
@@ -31,8 +34,7 @@ MUST_HAPPEN = (
     "rejected",
     "stop_strings",
     "narrow_steps",
-    "catch_ups_before_wide_steps",
-    "catch_ups_of_full_rings",
+    *CATCH_UPS,
 )
 
 
@@ -69,6 +71,12 @@ def random_config(rng: random.Random, crowded: bool) -> RingConfig:
         prefix_cache=rng.random() < 0.8,
         widths_seed=rng.randrange(1 << 30) if num_steps and rng.random() < 0.6 else None,
     )
+
+
+def with_room(config: RingConfig) -> RingConfig:
+    """The windows of trees are wider: a request takes as many pages more."""
+    more = 2 * max(config.width - 6, 0)
+    return replace(config, num_pages=config.num_pages + -(-more // config.page_size))
 
 
 def random_requests(rng: random.Random, count: int, crowded: bool = False, filters: bool = True) -> list[Request]:
@@ -112,9 +120,11 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
     """One schedule. Returns how often the things that must work did happen."""
     rng = random.Random(seed)
     crowded = rng.random() < 0.25  # long answers that together exceed the pool: somebody must be preempted
-    config = replace(random_config(rng, crowded), **engine)
+    config = with_room(replace(random_config(rng, crowded), **engine))
     requests = random_requests(rng, rng.randint(4, 10), crowded)
-    models = tiny_loaded(models_seed, config.num_steps, config.dtype, config.place, config.method, config.family)
+    models = tiny_loaded(
+        models_seed, config.num_steps, config.dtype, config.place, config.method, config.family, config.topk
+    )
     return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
 
 
@@ -196,6 +206,11 @@ def assert_nothing_leaked(ring: Ring) -> None:
     assert len(memory.pool.free) == memory.pool.num_total
 
 
+def defers(method: str) -> bool:
+    """Whether its steps of width 1 leave something to catch up with."""
+    return not method_named(EVERY_METHOD[method][0]).foresees
+
+
 def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:
     """Run schedules 0, 1, ..; `engine` overrides what a ring is made of (device, dtype, graphs)."""
     place = {name: engine[name] for name in ("dtype", "place", "family") if name in engine}
@@ -209,5 +224,6 @@ def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[st
         for oracle in oracles:
             oracle.close()
     print(f"storm of {num_schedules} schedules: {dict(seen)}")
-    assert all(seen[what] > 0 for what in MUST_HAPPEN), dict(seen)
+    must_happen = [what for what in MUST_HAPPEN if what not in CATCH_UPS or defers(engine.get("method", "EAGLE3"))]
+    assert all(seen[what] > 0 for what in must_happen), dict(seen)
     return seen

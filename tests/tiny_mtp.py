@@ -1,18 +1,22 @@
-"""Tiny random MTP layers in both layouts, and targets with one (see tests/tiny_models.py). None is trained.
+"""Tiny random MTP layers in all layouts, and targets with them (see tests/tiny_models.py). None is trained.
 
 A layer made with `agree=True` hands on the embedding of its row's token, a little disturbed: it knows the target's
 embedding and head but not its layers, so it is right about every second time.
 """
+
+from dataclasses import replace
 
 import torch
 from tiny_models import TinyCheckpoint, _around_one, _layer, _normal, _open
 from torch import Tensor
 
 from overlap_spec.models import mtp_loader
+from overlap_spec.models.families import family_of
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.llama_config import LlamaConfig
 from overlap_spec.models.mtp import MtpWeights
-from overlap_spec.models.mtp_layouts import canonical_names, layout_of
+from overlap_spec.models.mtp_layers import MtpLayersWeights
+from overlap_spec.models.mtp_layouts import canonical_names, layout_of, layout_of_layers
 
 PREFIX = "model.mtp_layers.0"
 
@@ -57,6 +61,58 @@ def in_deepseek_layout(mimo: TinyCheckpoint) -> TinyCheckpoint:
         moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
         tensors[name if part == name else f"{new}.{names.get(stem, stem)}.{kind}"] = moved
     return TinyCheckpoint(mimo.config | {"architectures": ["Qwen2ForCausalLM"]}, tensors)
+
+
+def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:
+    """Layers for each of `num_layers` guesses, alone, with the config of a checkpoint that holds the target too.
+
+    Layer i knows of the target what `tiny_mtp` does, which is more than it would learn of a token so far ahead.
+    """
+    names = {
+        "token_layernorm": "enorm",
+        "hidden_layernorm": "hnorm",
+        "input_proj": "eh_proj",
+        "post_attention_layernorm": "pre_mlp_layernorm",
+    }
+    tensors = {}
+    for index in range(num_layers):
+        for name, tensor in tiny_mtp(seed + 100 * index, target).tensors.items():
+            stem, _, kind = name.removeprefix(f"{PREFIX}.").rpartition(".")
+            if kind == "bias" and not family_of(target.config).attention_bias(target.config).qkv:
+                continue
+            moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
+            tensors[f"model.mtp.layers.{index}.{names.get(stem, stem)}.{kind}"] = moved
+    return TinyCheckpoint(target.config | {"num_nextn_predict_layers": num_layers}, tensors)
+
+
+def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:
+    """The same in Step-3.5's layout: after the target's last layer, each with a head of its own."""
+    v2, num_target_layers = tiny_mimo_v2(seed, target, num_layers), target.config["num_hidden_layers"]
+    random = torch.Generator().manual_seed(seed + 7)
+    head = target.tensors.get("lm_head.weight", target.tensors["model.embed_tokens.weight"])
+    tensors = {}
+    for name, tensor in v2.tensors.items():
+        index, _, part = name.removeprefix("model.mtp.layers.").partition(".")
+        part = part.replace("final_layernorm", "transformer.shared_head.norm")
+        part = part.replace("pre_mlp_layernorm", "post_attention_layernorm")
+        tensors[f"model.layers.{num_target_layers + int(index)}.{part}"] = tensor
+    for index in range(num_layers):
+        own = head + _normal(random, 0.05 * head.std().item(), *head.shape)
+        tensors[f"model.layers.{num_target_layers + index}.transformer.shared_head.output.weight"] = own
+    return replace(v2, tensors=tensors)
+
+
+def with_layers(layers: TinyCheckpoint, target: TinyCheckpoint) -> TinyCheckpoint:
+    """A checkpoint of both."""
+    return TinyCheckpoint(layers.config, target.tensors | layers.tensors)
+
+
+def load_tiny_layers(checkpoint: TinyCheckpoint, target: LoadedTarget, num_layers: int) -> MtpLayersWeights:
+    """Through the real loader, from memory, in the target's dtype."""
+    config, like = LlamaConfig.from_hf(checkpoint.config, "memory/config.json"), target.embedding
+    source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
+    layout = layout_of_layers(checkpoint.tensors)
+    return mtp_loader.load_mtp_layers(config, layout, source, target, num_layers)
 
 
 def load_tiny_mtp(checkpoint: TinyCheckpoint, target: LoadedTarget, target_ids: Tensor | None = None) -> MtpWeights:

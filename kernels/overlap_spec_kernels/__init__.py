@@ -4,41 +4,78 @@ Not here: models, page allocation, anything of `overlap_spec`. An op validates i
 CUDA tensors and its twin (`op_reference`) everywhere else, so a machine without Triton serves on a CPU.
 """
 
+from overlap_spec_kernels.add_children import Candidates, add_children
 from overlap_spec_kernels.add_rms_norm import add_rms_norm
-from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention
+from overlap_spec_kernels.decode_attention import MAX_WIDTH, DecodeScratch, decode_attention
 from overlap_spec_kernels.draft_input import draft_input
+from overlap_spec_kernels.expand_tree import expand_tree
 from overlap_spec_kernels.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.gather_tree import gather_tree
 from overlap_spec_kernels.gather_window import gather_window
 from overlap_spec_kernels.judge_chain import judge_chain
+from overlap_spec_kernels.judge_tree import judge_tree
 from overlap_spec_kernels.linear_argmax import linear_argmax
+from overlap_spec_kernels.move_cache_rows import move_cache_rows
+from overlap_spec_kernels.ngram_absorb import ngram_absorb
+from overlap_spec_kernels.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
+from overlap_spec_kernels.ngram_match import ngram_match
+from overlap_spec_kernels.ngram_merge import ngram_merge
+from overlap_spec_kernels.ngram_outlook import ngram_outlook
+from overlap_spec_kernels.ngram_store import ngram_store
 from overlap_spec_kernels.norm_heads import norm_heads
 from overlap_spec_kernels.normed import Norm, Normed, normalised
 from overlap_spec_kernels.paged_attention import paged_attention
 from overlap_spec_kernels.place_guesses import place_guesses
+from overlap_spec_kernels.place_tree import place_tree
 from overlap_spec_kernels.rms_norm import rms_norm
 from overlap_spec_kernels.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.select_rows import select_rows
+from overlap_spec_kernels.select_tree import select_tree
 from overlap_spec_kernels.silu_mul import silu_mul
+from overlap_spec_kernels.top_tokens import top_tokens
+from overlap_spec_kernels.tree_attention import MAX_TREE_ROWS, tree_attention
 
 __all__ = [
+    "MAX_TREE_ROWS",
+    "MAX_WIDTH",
+    "Candidates",
     "DecodeScratch",
+    "NgramLimits",
+    "NgramLog",
     "Norm",
     "Normed",
+    "add_children",
     "add_rms_norm",
+    "allocate_log",
+    "clear_log",
     "decode_attention",
     "draft_input",
+    "expand_tree",
     "fused_linear",
+    "gather_tree",
     "gather_window",
     "judge_chain",
+    "judge_tree",
     "linear_add",
     "linear_argmax",
     "linear_logits",
+    "move_cache_rows",
+    "ngram_absorb",
+    "ngram_match",
+    "ngram_merge",
+    "ngram_outlook",
+    "ngram_store",
     "norm_heads",
     "normalised",
     "paged_attention",
     "place_guesses",
+    "place_tree",
     "rms_norm",
     "rope_kv_write",
     "select_rows",
+    "select_tree",
     "silu_mul",
+    "top_tokens",
+    "tree_attention",
+    "with_slots",
 ]

@@ -30,7 +30,7 @@ class Command:
 COMMANDS = {
     "chat": Command("overlap_spec.cli.chat", "talk to a model in this terminal"),
     "serve": Command("overlap_spec.cli.serve", "serve a model over HTTP and ZeroMQ"),
-    "bench": Command("overlap_spec.cli.bench", "measure latency, throughput, the scheduler or a step"),
+    "bench": Command("overlap_spec.cli.bench", "measure latency, throughput, the scheduler, a step or every method"),
 }
 
 

@@ -5,21 +5,29 @@ Not here: the fields, their words and their checks (`config_fields.py`).
 
 import argparse
 
+from overlap_spec.cli.refused_flags import add_refused_flags
 from overlap_spec.config import EngineConfig
 from overlap_spec.config_fields import ConfigField, config_fields, config_from
+from overlap_spec.config_speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
 
-ALIASES = {"model_path": "--model", "speculative_draft_model_path": "--speculative-draft-model"}
+ALIASES = {
+    "model_path": ("--model",),
+    "mem_fraction_static": ("--mem-fraction",),
+    "tp_size": ("--tp", "--tensor-parallel-size"),
+    "speculative_draft_model_path": ("--speculative-draft-model",),
+    "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),
+}
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field. A flag that is not given leaves no trace, so the field keeps its default."""
-    group = parser.add_argument_group("engine")
+    engine, speculation = parser.add_argument_group("engine"), parser.add_argument_group("speculation")
+    add_refused_flags(parser)
     for field in config_fields():
-        names = [flag_name(field.name)]
-        if field.name in ALIASES:
-            names.append(ALIASES[field.name])
+        group = speculation if field.name in SpeculationFlags.__struct_fields__ else engine
+        names = (flag_name(field.name), *ALIASES.get(field.name, ()))
         if field.kind is bool:
             group.add_argument(
                 *names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=_help(field)

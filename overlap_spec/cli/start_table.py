@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from overlap_spec.config import Settings
+from overlap_spec.config import AttentionSettings, Settings
 from overlap_spec.supervisor import Facts
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-CHAINS = "(1 until there are trees)"
 PLAIN_WIDTH = 120  # columns where stdout is no terminal
 
 
@@ -33,22 +32,35 @@ def start_table(settings: Settings, facts: Mapping[str, Facts], url: str, endpoi
 
 def _settled(settings: Settings) -> dict[str, str]:
     spec, model, scheduler = settings.spec, settings.model, settings.scheduler
-    numbers = (
-        f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk {CHAINS}, draft tokens" if spec.num_steps else ""
-    )
+    counts = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens"
+    numbers = counts if spec.num_steps else ""
     rows = {"model": model.name, "method": spec.method + numbers}
     if spec.draft_path is not None:
         rows["draft model"] = spec.draft_path
     if spec.token_map is not None:
         rows["token map"] = spec.token_map
     if spec.width > 1:
+        rows["draft numbers"] = spec.numbers_from
         rows["verification"] = str(spec.accept)
+    if attention := _attention(settings.attention):
+        rows["attention"] = attention
     return rows | {
         "dtype, device": f"{model.dtype}, {model.device}",
         "steps in flight": f"{scheduler.depth}" + (" (overlapped)" if scheduler.depth > 1 else " (no overlap)"),
         "context": f"{model.max_len} tokens",
         "requests": f"at most {scheduler.max_running_requests} running",
     }
+
+
+def _attention(attention: AttentionSettings) -> str:
+    """What was asked for that is not what is fastest."""
+    said = {
+        "torch operations for the target": attention.target_torch,
+        "torch operations for the draft": attention.draft_torch,
+        "the kernel of prefill for windows": attention.prefill_kernel,
+        f"the draft sees {attention.draft_window} keys": attention.draft_window is not None,
+    }
+    return ", ".join(words for words, holds in said.items() if holds)
 
 
 def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
@@ -61,6 +73,7 @@ def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
         "step widths": str(worker.get("step_widths")),
         "start-up": str(worker.get("start_up")),
         "weights": f"{worker.get('weights_mib')} MiB",
+        **{name: str(worker[name]) for name in ("memory", "to save memory") if name in worker},
     }
 
 

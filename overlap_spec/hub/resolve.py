@@ -18,25 +18,35 @@ def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) ->
     Raises: ConfigError naming the flag, CheckpointError naming the file.
     """
     name = config.model_path
+    if config.revision is not None and (name == smollm2.ALIAS or Path(name).expanduser().exists()):
+        raise ConfigError("revision", f"{name} is no hub id, and has no revisions; leave it out")
     if name == smollm2.ALIAS:
         return _default_model(config, progress)
     path = Path(name).expanduser()
     if path.is_file():
         return _gguf_model(path, config, progress)
     if not path.is_dir():
-        path = _repository("model_path", name, config.load_format, progress)
+        path = _repository("model_path", name, config.load_format, progress, config.revision)
     return _directory_model(path, config, progress)
 
 
-def resolve_draft(path: str, progress: Progress = ignore_progress, load_format: str = "auto") -> str:
-    """The local directory of a draft head given as directory or hub id.
+def resolve_draft(
+    path: str, progress: Progress = ignore_progress, load_format: str = "auto", revision: str | None = None
+) -> str:
+    """The local directory of a draft head given as directory or hub id. `revision`: of the latter; None: main.
 
     Raises: ConfigError naming the flag.
     """
     local = Path(path).expanduser()
     if local.is_file():
         raise ConfigError("speculative_draft_model_path", f"{path} is a file; give the directory that holds it")
-    return str(local if local.is_dir() else _repository("speculative_draft_model_path", path, load_format, progress))
+    if not local.is_dir():
+        return str(_repository("speculative_draft_model_path", path, load_format, progress, revision))
+    if revision is not None:
+        raise ConfigError(
+            "speculative_draft_model_revision", f"{path} is a directory, and has no revisions; leave it out"
+        )
+    return str(local)
 
 
 def resolve_token_map(path: str, progress: Progress = ignore_progress) -> str:
@@ -114,12 +124,12 @@ def _model_files(
     )
 
 
-def _repository(field: str, name: str, load_format: str, progress: Progress) -> Path:
+def _repository(field: str, name: str, load_format: str, progress: Progress, revision: str | None) -> Path:
     if not looks_like_hub_id(name):
         raise ConfigError(field, f"{name} does not exist")
     if load_format == DUMMY:
-        return fetch_config(field, name, progress)
-    return fetch_repository(field, name, progress)
+        return fetch_config(field, name, progress, revision)
+    return fetch_repository(field, name, progress, revision)
 
 
 def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> str | None:

@@ -21,16 +21,16 @@ def looks_like_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
-def fetch_repository(field: str, repo_id: str, progress: Progress) -> Path:
-    """A directory with config.json and one format of weights.
+def fetch_repository(field: str, repo_id: str, progress: Progress, revision: str | None = None) -> Path:
+    """A directory with config.json and one format of weights. `revision`: branch, tag or commit; None: main.
 
     Raises: ConfigError naming `field` if the repository is neither cached nor reachable.
     """
-    cached = _cached(repo_id)
+    cached = _cached(repo_id, revision)
     if cached is not None and _has_weights(cached):
         return cached
     for pattern in _WEIGHTS:
-        directory = _download(field, repo_id, (*_METADATA, pattern), progress)
+        directory = _download(field, repo_id, (*_METADATA, pattern), progress, revision)
         if _has_weights(directory):
             return directory
     raise ConfigError(field, f"{repo_id} on the hub has no config.json with {' or '.join(_WEIGHTS)}")
@@ -41,9 +41,9 @@ def fetch_tokenizer(field: str, repo_id: str, progress: Progress) -> Path:
     return _fetch_metadata(field, repo_id, "tokenizer.json", progress)
 
 
-def fetch_config(field: str, repo_id: str, progress: Progress) -> Path:
+def fetch_config(field: str, repo_id: str, progress: Progress, revision: str | None = None) -> Path:
     """A directory with config.json, weights or not. Raises: ConfigError naming `field`."""
-    return _fetch_metadata(field, repo_id, "config.json", progress)
+    return _fetch_metadata(field, repo_id, "config.json", progress, revision)
 
 
 def fetch_file(field: str, repo_id: str, file: str, progress: Progress) -> Path:
@@ -57,32 +57,34 @@ def fetch_file(field: str, repo_id: str, file: str, progress: Progress) -> Path:
     return path
 
 
-def _fetch_metadata(field: str, repo_id: str, wanted: str, progress: Progress) -> Path:
-    cached = _cached(repo_id)
+def _fetch_metadata(field: str, repo_id: str, wanted: str, progress: Progress, revision: str | None = None) -> Path:
+    cached = _cached(repo_id, revision)
     if cached is not None and (cached / wanted).is_file():
         return cached
-    return _download(field, repo_id, _METADATA, progress)
+    return _download(field, repo_id, _METADATA, progress, revision)
 
 
-def _cached(repo_id: str) -> Path | None:
+def _cached(repo_id: str, revision: str | None = None) -> Path | None:
     """The newest snapshot that was downloaded; it may lack files, which is for the caller to see."""
     from huggingface_hub import snapshot_download  # slow to import, and only hub ids need it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, local_files_only=True, allow_patterns="config.json"))
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True, allow_patterns="config.json"))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 
 
-def _download(field: str, repo_id: str, patterns: tuple[str, ...], progress: Progress) -> Path:
+def _download(
+    field: str, repo_id: str, patterns: tuple[str, ...], progress: Progress, revision: str | None = None
+) -> Path:
     from httpx import HTTPError  # what huggingface_hub speaks HTTP with
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     bars = reporting_tqdm(repo_id, progress)
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(patterns), tqdm_class=bars))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns), tqdm_class=bars))
     except (HFValidationError, HTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

@@ -72,7 +72,7 @@ from overlap_spec.messages.supervisor import (
 )
 
 ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Shutdown
-ToWorker = StepPlan | Shutdown
+ToWorker = StepPlan | FlushCache | Shutdown
 ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
 
 __all__ = [

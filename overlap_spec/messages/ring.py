@@ -28,7 +28,7 @@ class Abort(Message, frozen=True):
 
 
 class FlushCache(Message, frozen=True):
-    """Empty the prefix cache if nothing runs."""
+    """Empty the prefix cache if nothing runs. To a worker that foresees: forget what requests have said."""
 
 
 # --- scheduler -> worker ----------------------------------------------------------------------------------
@@ -98,12 +98,13 @@ class StepCosts(Message, frozen=True):
 class WorkerReady(Message, frozen=True):
     """All the scheduler knows of model, method and memory.
 
-    `width`: the largest window W. `key_lookahead`: 1 if a position's draft KV depends on the next token
-    (prefix-cache keys are then bigrams), else 0. `chunk_tokens`: prompt tokens a prefill step may hold.
+    `width`: the largest window W. `key_lookahead`: tokens after a position that its draft KV depends on
+    (with 1, prefix-cache keys are bigrams). `chunk_tokens`: prompt tokens a prefill step may hold.
     `chunk_pairs`: (token, key) pairs of attention that take as long as so many tokens do otherwise, so that a chunk
     deep in a context gets shorter; 0: attention is not counted.
     Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none.
+    `foresees`: results have outlooks, and every window is filled whole, whatever the width of the step before.
     """
 
     num_slots: int
@@ -119,14 +120,18 @@ class WorkerReady(Message, frozen=True):
     roofline: Roofline = Roofline()
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
+    foresees: bool = False
 
 
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
-    `num_proposed`: guesses that were verified. `gpu_time`: seconds the device worked on the step. `gpu_gap`: seconds
-    the device had nothing to do between the step before and this one, whatever the reason. `launch_time`: seconds the
-    host took to launch it; 0 where the host is the device.
+    `num_proposed`: how many guesses might have been accepted. `gpu_time`: seconds the device worked on the step.
+    `gpu_gap`: seconds the device had nothing to do between the step before and this one, whatever the reason.
+    `launch_time`: seconds the host took to launch it; 0 where the host is the device. `outlooks`: of methods that fill
+    whole windows, by slot, what was guessed beyond the step's width too: levels of guesses in bits 0-7, how many tokens
+    they rest on in bits 8-15, and in bit 16 whether a guess after the accepted run was right. Empty: no slot had a
+    guess.
     """
 
     step_id: int
@@ -135,6 +140,7 @@ class StepResult(Message, frozen=True):
     gpu_time: float
     gpu_gap: float = 0.0
     launch_time: float = 0.0
+    outlooks: list[int] = []
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------

@@ -22,10 +22,16 @@ class ForwardShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Roofline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A device's ceilings and the models that run on it. A rate of 0 is not known and bounds nothing."""
+    """A device's ceilings and the models that run on it. A rate of 0 is not known and bounds nothing.
+
+    Where guesses are trees, a step absorbs `longest` rows of a slot and drafts one level fewer; a level runs
+    `draft_rows` nodes of it.
+    """
 
     bytes_per_s: float = 0.0
     flop_per_s: float = 0.0
     target: ForwardShape = ForwardShape()
     extend: ForwardShape = ForwardShape()  # the draft model absorbs what was committed
     draft: ForwardShape = ForwardShape()  # one draft step
+    longest: int = 0  # tokens that a step can commit; 0: as many as it is wide
+    draft_rows: int = 1

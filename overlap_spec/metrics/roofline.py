@@ -6,8 +6,10 @@ Not here: where the figures come from (the worker). Activations, norms, sampling
 counted, so no step reaches 1. The forwards of a decode step of B slots at width W:
 
     target          B * W rows, logits on all of them
-    draft extend    B * W rows, logits on B            (W > 1)
-    draft step      B rows, logits on B; W - 2 times
+    draft extend    B * D rows, logits on B            (W > 1)
+    draft step      B * k rows and logits; D - 2 times
+
+D is what a step can commit, and k the nodes of a tree's level that have children: W and 1 of a chain.
 """
 
 from overlap_spec.messages import ForwardShape, Roofline
@@ -18,8 +20,10 @@ def step_floor(roofline: Roofline, batch: int, width: int, context: int) -> floa
     rows = batch * width
     seconds = forward_floor(roofline, roofline.target, rows, rows, context, context * width)
     if width > 1:
-        seconds += forward_floor(roofline, roofline.extend, rows, batch, context, context * width)
-        seconds += (width - 2) * forward_floor(roofline, roofline.draft, batch, batch, context, context)
+        longest, nodes = min(roofline.longest or width, width), roofline.draft_rows
+        seconds += forward_floor(roofline, roofline.extend, batch * longest, batch, context, context * longest)
+        level = forward_floor(roofline, roofline.draft, batch * nodes, batch * nodes, context, context * nodes)
+        seconds += (longest - 2) * level
     return seconds
 
 

@@ -17,6 +17,7 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
+from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.eagle_config import EagleConfig
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -70,9 +71,9 @@ class EagleWeights:
         """No layer is tapped: features are the target's final hidden state."""
         return ()
 
-    def attach(self, cache: KVCache, num_positions: int) -> "EagleHead":
+    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "EagleHead":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
-        return EagleHead(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions))
+        return EagleHead(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions, attention))
 
 
 class EagleHead:

@@ -15,6 +15,7 @@ from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
+from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -83,9 +84,11 @@ class Eagle3Weights:
         """Layers whose outputs the target must tap."""
         return self.config.aux_layers
 
-    def attach(self, cache: KVCache, num_positions: int) -> "Eagle3Head":
+    def attach(
+        self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
+    ) -> "Eagle3Head":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
-        return Eagle3Head(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions))
+        return Eagle3Head(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions, attention))
 
     def _work(self, read: int) -> ForwardWork:
         config, attention = self.config.llama, self.config.llama.num_heads * self.config.llama.head_dim

@@ -40,6 +40,20 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return next((FAMILIES[name] for name in names if name in FAMILIES), FAMILIES["LlamaForCausalLM"])
 
 
+def refuse_sparse(config: Mapping[str, Any], origin: str) -> None:
+    """Only dense models that cache keys and values are here. Raises: CheckpointError naming model and key."""
+    name = ", ".join(map(str, config.get("architectures") or ())) or "a model without a name"
+    for key in _EXPERTS:
+        if (count := config.get(key)) not in (None, 0, 1):
+            raise CheckpointError(
+                f"{origin}: {name} is a mixture of experts ({key} {count}), which is not supported yet"
+            )
+    if (rank := config.get("kv_lora_rank")) is not None:
+        raise CheckpointError(
+            f"{origin}: {name} has multi-head latent attention (kv_lora_rank {rank}), which is not supported yet"
+        )
+
+
 def _as_configured(config: Mapping[str, Any]) -> AttentionBias:
     asked = bool(config.get("attention_bias", False))
     return AttentionBias(asked, asked)
@@ -91,6 +105,7 @@ def _window(config: Mapping[str, Any], origin: str) -> int | None:
     return window
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what models call their number
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _QWEN_FULL_LAYERS = 28  # below them no layer has a window, where the config does not say
 

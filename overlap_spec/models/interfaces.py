@@ -2,16 +2,19 @@
 
 A forward works on T flattened rows. Rows of one request are contiguous, at ascending positions; in
 decode every request has W rows, in prefill as many as its chunk. Rows write their K/V first, then row
-at position p attends to positions 0..p of its own request.
+at position p attends to positions 0..p of its own request; a row of a tree, to what `TreeKeys` says.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+import torch.nn.functional as F
 from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
+from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers import Linear
 from overlap_spec.models.work import ForwardWork
@@ -20,6 +23,27 @@ Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in
 
 
 MOST_WINDOW_ROWS = 16  # of a request whose rows may be a window
+MASK_BITS = 64
+
+
+@dataclass(frozen=True)
+class TreeKeys:
+    """What the rows of trees attend to: the first keys of their request, and their own ancestors among M others."""
+
+    prefix: Tensor  # [B] i64: keys at places 0..prefix - 1, through the page table
+    cache_rows: Tensor  # [B, M] i64: where the others' K/V is
+    mask: Tensor  # [B, R, ceil(M / 64)] i64: bit i % 64 of word i // 64: row r of the request attends to key i
+    positions: Tensor  # [B, M] i64, of the others
+    num_levels: int  # a row and its farthest ancestor are less than so many positions apart
+
+    def near(self, positions: Tensor, window: int | None) -> Tensor:
+        """The mask of a layer with a window: ancestors may be beyond a very small one. Shapes: positions [B * R]."""
+        if window is None or window >= self.num_levels:
+            return self.mask
+        num_requests, num_rows, num_words = self.mask.shape
+        near = positions.view(num_requests, num_rows, 1) - self.positions[:, None] < window
+        bits = F.pad(near.long(), (0, num_words * MASK_BITS - near.shape[2])).view(*self.mask.shape, MASK_BITS)
+        return self.mask & (bits << torch.arange(MASK_BITS, device=bits.device)).sum(3)
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,14 @@ class RowBatch:
     row_starts: Tensor | None  # [B + 1] i32, first row of each request
     max_rows: int
     uniform: bool  # every request has exactly max_rows rows
+    tree: TreeKeys | None = None  # rows that are no sequence; these are uniform, and have no `row_starts`
+
+    def placed(self, page_size: int) -> "RowBatch":
+        """Uniform rows, with nothing left out. Sync: never."""
+        pages = self.page_table.gather(1, self.positions.view(-1, self.max_rows) // page_size)
+        cache_rows = pages.long().reshape(-1) * page_size + self.positions % page_size
+        starts = torch.arange(len(self.page_table) + 1, dtype=torch.int32, device=pages.device) * self.max_rows
+        return replace(self, cache_rows=cache_rows, row_starts=starts)
 
 
 @dataclass(frozen=True)
@@ -48,6 +80,11 @@ class TargetOutput:
     def hidden(self) -> Tensor:
         """Shapes: [T, H], after the final norm."""
         return normalised(self.stream)
+
+    @property
+    def taps(self) -> Tensor:
+        """What a draft head reads of a target: what is tapped, or the hidden states. Shapes: [T, n * H]."""
+        return self.aux if self.aux.shape[1] else self.hidden
 
 
 class Scores(Protocol):
@@ -124,7 +161,13 @@ class LoadedTarget(Protocol):
         """[V, H]; draft heads may share it."""
         ...
 
-    def attach(self, cache: KVCache, num_positions: int, aux_layers: tuple[int, ...] = ()) -> TargetModel:
+    def attach(
+        self,
+        cache: KVCache,
+        num_positions: int,
+        aux_layers: tuple[int, ...] = (),
+        attention: AttentionChoice = DEFAULT_ATTENTION,
+    ) -> TargetModel:
         """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are tapped."""
         ...
 
@@ -197,6 +240,6 @@ class LoadedDraft(Protocol):
         """Layers whose outputs the target must tap, ascending."""
         ...
 
-    def attach(self, cache: KVCache, num_positions: int) -> DraftHead:
+    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> DraftHead:
         """Make it runnable; it has the page ids of its target, in a cache of its own."""
         ...

@@ -8,6 +8,7 @@ A cache row is `page * page_size + offset`. Target and draft use the same page i
 from dataclasses import dataclass
 
 import torch
+from overlap_spec_kernels import move_cache_rows
 from torch import Tensor
 
 
@@ -30,16 +31,31 @@ class KVCache:
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
+    stacked: tuple[Tensor, Tensor]  # the same memory: K and V of all layers, [L, num_pages, page_size, nkv, d]
 
     @classmethod
     def allocate(
-        cls, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        shape: KVShape,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scratch_rows: int = 0,
     ) -> "KVCache":
-        """Take the memory of `num_pages` pages.
+        """Take the memory of `num_pages` pages, and of so many cache rows behind them that are nobody's pages.
 
         Zeroed, not empty: a masked key weighs nothing, but nothing times NaN would be NaN. On a CPU zeroed
         pages take no memory until they are written.
         """
+        num_pages += -(-scratch_rows // page_size)
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
-        k, v = (torch.zeros(size, dtype=dtype, device=device).unbind(0) for _ in range(2))
-        return cls(k, v)
+        k, v = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        return cls(k.unbind(0), v.unbind(0), (k, v))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy K and V of some tokens within all layers, as if all were read first. Sync: never.
+
+        Shapes: source, target [B, D] i64, cache rows; those of one b may overlap, those of different ones do not.
+        """
+        move_cache_rows(*self.stacked, source, target)

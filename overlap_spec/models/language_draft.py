@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.draft_kind import DraftKind, draft_kind
 from overlap_spec.models.eagle3_loader import canonical_name
 from overlap_spec.models.interfaces import LoadedTarget, Progress, RowBatch, Scores, TargetModel, TargetOutput
@@ -70,9 +71,11 @@ class LanguageDraftWeights:
             head_flop=work.head_flop - 2 * left_out // whole.itemsize,
         )
 
-    def attach(self, cache: KVCache, num_positions: int) -> "LanguageDraft":
+    def attach(
+        self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
+    ) -> "LanguageDraft":
         """Make it runnable; it has the page ids of its target, in a cache of its own."""
-        return LanguageDraft(self, self.model.attach(cache, num_positions))
+        return LanguageDraft(self, self.model.attach(cache, num_positions, attention=attention))
 
 
 class LanguageDraft:

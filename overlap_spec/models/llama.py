@@ -14,6 +14,7 @@ from overlap_spec_kernels import DecodeScratch, Normed
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
+from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.head_normed import HeadNormed
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -77,9 +78,16 @@ class LlamaWeights:
             read, head.nbytes, self.embedding.itemsize, config.num_heads * config.head_dim, config.num_layers
         )
 
-    def attach(self, cache: KVCache, num_positions: int, aux_layers: tuple[int, ...] = ()) -> "LlamaTarget":
+    def attach(
+        self,
+        cache: KVCache,
+        num_positions: int,
+        aux_layers: tuple[int, ...] = (),
+        attention: AttentionChoice = DEFAULT_ATTENTION,
+    ) -> "LlamaTarget":
         """Join weights, cache and a rotary table of `num_positions` rows."""
-        return LlamaTarget(self, paged_attention_for(self.config, self.embedding, cache, num_positions), aux_layers)
+        paged = paged_attention_for(self.config, self.embedding, cache, num_positions, attention)
+        return LlamaTarget(self, paged, aux_layers)
 
 
 class LlamaTarget:
@@ -117,14 +125,18 @@ class LlamaTarget:
         return F.embedding(tokens, self._weights.embedding)
 
 
-def paged_attention_for(config: LlamaConfig, like: Tensor, cache: KVCache, num_positions: int) -> PagedAttention:
+def paged_attention_for(
+    config: LlamaConfig, like: Tensor, cache: KVCache, num_positions: int, attention: AttentionChoice
+) -> PagedAttention:
     """The attention of a model with this config; `like` gives dtype and device."""
     cos_sin = config.rope.table(num_positions, like.dtype, like.device)
     num_programs = None if like.is_cuda else 1
     scratch = DecodeScratch.allocate(config.head_dim, like.device, num_programs)
+    asked = attention.windows(config.windows)
     # A window that no position reaches the end of leaves out nothing, and costs something.
-    windows = tuple(None if window is None or window >= num_positions else window for window in config.windows)
-    return PagedAttention(cache, cos_sin, config.num_heads, config.num_kv_heads, config.head_dim, scratch, windows)
+    windows = tuple(None if window is None or window >= num_positions else window for window in asked)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return PagedAttention(cache, cos_sin, *heads, scratch, windows, attention)
 
 
 def count_bytes(weights: object) -> int:

@@ -18,10 +18,12 @@ from overlap_spec.models.draft_kind import DraftKind, draft_kind
 from overlap_spec.models.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.eagle3_config import Eagle3Config
 from overlap_spec.models.eagle_config import EagleConfig
+from overlap_spec.models.families import refuse_sparse
 from overlap_spec.models.gguf_source import GgufSource
 from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.llama_config import ARCHITECTURES, LlamaConfig
-from overlap_spec.models.mtp_layouts import canonical_names, has_layer, layout_of
+from overlap_spec.models.mtp_layers import MtpLayersWeights
+from overlap_spec.models.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
 from overlap_spec.models.sources import open_directory
 from overlap_spec.models.token_map import read_token_map
 
@@ -40,6 +42,7 @@ def read_target_config(files: ModelFiles) -> LlamaConfig:
 
 
 def _known_config(config: Mapping[str, Any], origin: str) -> LlamaConfig:
+    refuse_sparse(config, origin)
     found = config.get("architectures") or []
     if not any(name in ARCHITECTURES for name in found):
         raise CheckpointError(
@@ -139,6 +142,28 @@ def load_mtp(
         source = open_directory(path, load_format)
         checkpoint = Checkpoint(source, canonical_names(config.num_layers), dtype, device, progress)
     return mtp_loader.load_mtp(config, layout, checkpoint, target, target_ids)
+
+
+def load_mtp_layers(
+    directory: str,
+    target: LoadedTarget,
+    num_layers: int,
+    progress: Progress = ignore_progress,
+    load_format: str = "auto",
+) -> MtpLayersWeights:
+    """Load the first `num_layers` of a checkpoint's MTP layers, one for each guess, in the target's dtype.
+
+    Raises: CheckpointError as `load_mtp` does; ConfigError if it has fewer.
+    """
+    path, like = Path(directory), target.embedding
+    config = _known_config(_read_json(path / "config.json"), str(path / "config.json"))
+    if load_format == DUMMY:
+        made_up = DummyWeights(directory, like.dtype, like.device, progress)
+        return mtp_loader.load_mtp_layers(config, MIMO_V2, made_up, target, num_layers)
+    _open_head(path, DraftKind.MTP, like.dtype, like.device, ignore_progress, load_format)
+    source = open_directory(path, load_format)
+    checkpoint = Checkpoint(source, canonical_names(config.num_layers), like.dtype, like.device, progress)
+    return mtp_loader.load_mtp_layers(config, layout_of_layers(source.shapes()), checkpoint, target, num_layers)
 
 
 def _open_head(

@@ -6,7 +6,8 @@ arXiv:2505.07608).
 
 The row at position p holds (features of p, token of p + 1). Features are the target's hidden state after its final
 norm, or the layer's own output of the draft step before: one layer runs once per guess. Embedding and head are the
-target's. Not here: reading it (`mtp_loader.py`), when it runs (`spec/`), and checkpoints with a layer for each guess.
+target's. Not here: reading it (`mtp_loader.py`), when it runs (`spec/`), and checkpoints with a layer for each guess
+(`mtp_layers.py`).
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
 from overlap_spec.models.attention import PagedAttention
+from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers import HeadScores, Linear, LinearMap, RMSNorm
@@ -72,19 +74,20 @@ class MtpWeights:
         """The target's final hidden state is enough."""
         return ()
 
-    def attach(self, cache: KVCache, num_positions: int) -> "MtpHead":
+    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
-        return MtpHead(self, paged_attention_for(self.config, self.embedding, cache, num_positions))
+        return MtpHead(self, paged_attention_for(self.config, self.embedding, cache, num_positions, attention))
 
 
 class MtpHead:
-    """`DraftHead` of one MTP layer, reused for every guess."""
+    """`DraftHead` of one MTP layer, reused for every guess; or layer `index` of several, which share `attention`."""
 
-    def __init__(self, weights: MtpWeights, attention: PagedAttention) -> None:
+    def __init__(self, weights: MtpWeights, attention: PagedAttention, index: int = 0) -> None:
         self.draft_vocab_size = weights.draft_vocab_size
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
+        self._index = index
 
     def fuse(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, H]."""
@@ -94,7 +97,7 @@ class MtpHead:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the final norm. Sync: never on CUDA."""
         weights, layer = self._weights, self._weights.layer
         stream = layer.input_norm.enter(weights.input_map(self._inputs(tokens, features, rows)))
-        attended = self._attention(0, layer.qkv(stream), rows)
+        attended = self._attention(self._index, layer.qkv(stream), rows)
         return layer.mlp.add(layer.output.add(attended, stream.values, layer.post_norm), weights.norm)
 
     def enter(self, output: Tensor) -> Normed:

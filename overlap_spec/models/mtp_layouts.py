@@ -1,17 +1,24 @@
-"""How checkpoints hold the MTP layer that drafts for them: names and conventions of each layout, as a table.
+"""How checkpoints hold the MTP layers that draft for them: names and conventions of each layout, as a table.
+
+One layer, which is run again for each guess:
 
     MiMo      model.mtp_layers.0.*  token_layernorm, hidden_layernorm, input_proj, final_layernorm
     DeepSeek  model.layers.N.*      enorm, hnorm, eh_proj, shared_head.norm; N: one after the target's last layer
 
-Not here: reading them (`mtp_loader.py`), and what the parts do (`mtp.py`).
+One layer for each guess (`--enable-multi-layer-eagle`), i = 0, 1, ..:
+
+    MiMo-V2   model.mtp.layers.i.*  enorm, hnorm, eh_proj, final_layernorm, pre_mlp_layernorm
+    Step-3.5  model.layers.N+i.*    enorm, hnorm, eh_proj, [transformer.]shared_head.norm, and a head: .output
+
+Not here: reading them (`mtp_loader.py`), and what the parts do (`mtp.py`, `mtp_layers.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 OF_TARGET = "target."  # what the target's own tensors are called among those of the layer
-OWN_LAYERS = "mtp_layers."
+OWN_LAYERS = ("mtp_layers.", "mtp.layers.")
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,9 @@ class MtpLayout:
     hidden_first: bool  # the order of the halves that `input_map` reads
     embeds_first: bool  # false: the embedding at position 0 counts for nothing
     copies: tuple[str, ...] = ()  # of the target's tensors
+    head: str | None = None  # the layer's own; None: the target's
+    windowed: bool = False  # its attention has the window that some layers of the target have
+    chained: bool = False  # a layer reads what the one before it hands on; false: the target's hidden state
 
 
 MIMO = MtpLayout(
@@ -39,6 +49,20 @@ DEEPSEEK = MtpLayout(
     embeds_first=True,
     copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
+MIMO_V2 = MtpLayout(
+    "enorm", "hnorm", "eh_proj", "final_layernorm", hidden_first=False, embeds_first=True, windowed=True
+)
+STEP = MtpLayout(
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    hidden_first=False,
+    embeds_first=True,
+    copies=("embed_tokens.weight",),
+    head="shared_head.output",
+    chained=True,
+)
 
 
 def layout_of(config: Mapping[str, Any]) -> MtpLayout:
@@ -46,9 +70,19 @@ def layout_of(config: Mapping[str, Any]) -> MtpLayout:
     return MIMO if "MiMoForCausalLM" in (config.get("architectures") or ()) else DEEPSEEK
 
 
+def layout_of_layers(names: Iterable[str]) -> MtpLayout:
+    """The layout of several layers; `names`: as they are in the checkpoint."""
+    return MIMO_V2 if any(name.removeprefix("model.").startswith("mtp.layers.") for name in names) else STEP
+
+
 def has_layer(config: Mapping[str, Any]) -> bool:
     """Whether a config.json says that the checkpoint has such a layer."""
-    return bool(config.get("num_nextn_predict_layers"))
+    return num_layers(config) > 0
+
+
+def num_layers(config: Mapping[str, Any]) -> int:
+    """How many a config.json says that it has."""
+    return int(config.get("num_nextn_predict_layers") or 0)
 
 
 def canonical_names(num_target_layers: int) -> Callable[[str], str]:
@@ -56,10 +90,12 @@ def canonical_names(num_target_layers: int) -> Callable[[str], str]:
 
     def canonical_name(name: str) -> str:
         short = name.removeprefix("model.")
-        if short.startswith(OWN_LAYERS):
-            return f"layers.{short.removeprefix(OWN_LAYERS)}"
-        if (index := _layer_of(short)) is not None and index >= num_target_layers:
-            return f"layers.{index - num_target_layers}.{short.split('.', 2)[2]}"
+        for prefix in OWN_LAYERS:
+            if short.startswith(prefix):
+                index, _, part = short.removeprefix(prefix).partition(".")
+                return f"layers.{index}.{_canonical_part(part)}"
+        if (layer := _layer_of(short)) is not None and layer >= num_target_layers:
+            return f"layers.{layer - num_target_layers}.{_canonical_part(short.split('.', 2)[2])}"
         return f"{OF_TARGET}{name}"
 
     return canonical_name
@@ -69,6 +105,10 @@ def is_draft_part(name: str, num_target_layers: int) -> bool:
     """Whether a tensor of a target's checkpoint is of no use to the target itself. `name`: without `model.`."""
     index = _layer_of(name)
     return name.startswith(OWN_LAYERS) or (index is not None and index >= num_target_layers)
+
+
+def _canonical_part(part: str) -> str:
+    return part.removeprefix("transformer.").replace("pre_mlp_layernorm.", "post_attention_layernorm.")
 
 
 def _layer_of(name: str) -> int | None:

@@ -44,7 +44,8 @@ async def _worker_ready(inbox: Inbox[ToScheduler]) -> tuple[WorkerReady | None, 
 def _facts(scheduler: Scheduler, prefix_cache: bool) -> dict[str, str | int | float]:
     """Lines of the start-up table."""
     limits = scheduler.limits
-    keys = "bigram keys" if limits.key_lookahead else "token keys"
+    num_tokens = limits.key_lookahead + 1
+    keys = {1: "token keys", 2: "bigram keys"}.get(num_tokens, f"keys of {num_tokens} tokens")
     return {
         "max_total_tokens": limits.pool_tokens,
         "max_running_requests": limits.num_slots,

@@ -16,6 +16,7 @@ class Limits:
     def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
         self.width = ready.width
         self.max_deferred = ready.max_deferred
+        self.foresees = ready.foresees
         self.page_size = ready.page_size
         self.num_pages = ready.num_pages
         self.key_lookahead = ready.key_lookahead

@@ -36,6 +36,7 @@ from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.width import FixedWidth, MeasuredWidth, WidthPolicy
+from overlap_spec.scheduler.width_outlook import MatchedWidth, OutlookWidth
 from overlap_spec.scheduler.width_rules import RuledWidth
 from overlap_spec.tracing import NO_TRACE, Recorder
 from overlap_spec.transport import Inbox, Outlet
@@ -143,6 +144,8 @@ class Scheduler:
         if can:
             cache = self.roster.memory.cache
             cache.evict(cache.num_evictable)
+            if self.limits.foresees:
+                self.links.worker.send(FlushCache())
             self._say(self.reporter.snapshot())  # before the answer: who asks for figures after it sees an empty cache
         self._say(Flushed(can))
 
@@ -150,7 +153,11 @@ class Scheduler:
 def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callable[[], float]) -> WidthPolicy:
     if settings.width_rules:
         return RuledWidth(settings.width_rules, settings.width_padding)
-    return MeasuredWidth(ready.step_costs, clock) if ready.step_costs.widths else FixedWidth(ready.width)
+    if ready.foresees and settings.keeps_width:
+        return MatchedWidth(ready.width)
+    if not ready.step_costs.widths:
+        return FixedWidth(ready.width)
+    return OutlookWidth(ready.step_costs) if ready.foresees else MeasuredWidth(ready.step_costs, clock)
 
 
 def build_scheduler(

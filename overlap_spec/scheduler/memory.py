@@ -33,7 +33,8 @@ class KvMemory:
 
     def match(self, request: Request) -> Match:
         """Find the cached prefix; at least one token is left over to compute the next from."""
-        return self.cache.match(request.tokens, (len(request.tokens) - 1) // self._limits.page_size)
+        most = len(request.tokens) - max(1, self._limits.key_lookahead)
+        return self.cache.match(request.tokens, max(0, most) // self._limits.page_size)
 
     def pages_to_start(self, request: Request) -> int:
         """Pages for the whole prompt, the first token drawn after it and the window proposed from there."""
@@ -63,7 +64,7 @@ class KvMemory:
         If somebody else cached the same prefix meanwhile, ours stays private until the request leaves: it
         must not lock pages that it does not use, or one that runs alone might not fit.
         """
-        num_valid = request.valid_len // self._limits.page_size
+        num_valid = self._num_valid(request)
         if num_valid <= request.num_shared:
             return
         if len(self.cache.match(request.tokens, num_valid).pages) != request.num_shared:
@@ -79,11 +80,16 @@ class KvMemory:
     def release(self, request: Request) -> None:
         """Give back all pages of a request that no step in flight touches; its valid prefix stays cached."""
         assert request.in_flight == 0, "a step in flight may still write these pages"
-        num_valid = request.valid_len // self._limits.page_size
+        num_valid = self._num_valid(request)
         self.cache.insert(request.tokens, request.pages[:num_valid])
         self.cache.unlock(request.node)
         self.pool.drop(reversed(request.pages))
         request.vacate(self.cache.root)
+
+    def _num_valid(self, request: Request) -> int:
+        """Pages whose KV is final, and whose key is known."""
+        unknown = max(0, self._limits.key_lookahead - 1)  # rows that depend on more than the token after them
+        return max(0, request.valid_len - unknown) // self._limits.page_size
 
     def _take(self, count: int) -> list[int]:
         short = count - len(self.pool.free)

@@ -14,7 +14,7 @@ import bisect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from overlap_spec.messages import StepCosts
@@ -45,8 +45,10 @@ class WidthPolicy(Protocol):
         """Note a decode step that is sent."""
         ...
 
-    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
-        """Learn from a settled decode step: what each slot committed, and how many guesses it had."""
+    def observe(
+        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
+    ) -> None:
+        """Learn from a settled decode step: what each slot committed, how many guesses it had, and its outlook."""
         ...
 
 
@@ -63,24 +65,32 @@ class FixedWidth:
     def planned(self, width: int, batch_size: int) -> None:
         """Nothing to note."""
 
-    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
+    def observe(
+        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
+    ) -> None:
         """Nothing to learn."""
 
 
 class Acceptance:
     """Smoothed rates at which guesses 1..K are accepted, each given that those before it were."""
 
-    def __init__(self, num_guesses: int) -> None:
+    def __init__(self, num_guesses: int, first_rate: float = FIRST_RATE) -> None:
         self._tests = [FIRST_TESTS] + [0.0] * (num_guesses - 1)
-        self._passes = [FIRST_RATE * FIRST_TESTS] + [0.0] * (num_guesses - 1)
+        self._passes = [first_rate * FIRST_TESTS] + [0.0] * (num_guesses - 1)
 
     def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
         """Take in one step's rows."""
+        lengths = zip(map(len, tokens), num_proposed, strict=True)
+        # The guess after the accepted ones was tested too, and failed.
+        self.take(Counter((min(length, proposed), length - 1) for length, proposed in lengths))
+
+    def take(self, rows: Mapping[tuple[int, int], int]) -> None:
+        """Take in one step: how many rows tested so many of their guesses, of which so many passed."""
         tests, passes = [0] * len(self._tests), [0] * len(self._tests)
-        for (length, proposed), rows in Counter(zip(map(len, tokens), num_proposed, strict=True)).items():
-            for i in range(min(length, proposed)):  # the guess after the accepted ones was tested too, and failed
-                tests[i] += rows
-                passes[i] += rows * (i < length - 1)
+        for (tested, passed), count in rows.items():
+            for i in range(tested):
+                tests[i] += count
+                passes[i] += count * (i < passed)
         for i, count in enumerate(tests):
             kept = math.exp(-count / max(MEMORY, 8 * count)) if count else 1.0
             self._tests[i] = kept * self._tests[i] + count
@@ -166,7 +176,9 @@ class MeasuredWidth:
         if self.current != self._logged and self._clock() - self._logged_at >= LOG_S:
             self._log(batch_size)
 
-    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
+    def observe(
+        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
+    ) -> None:
         """See `WidthPolicy`."""
         if any(num_proposed):
             self.acceptance.observe(tokens, num_proposed)

@@ -73,7 +73,9 @@ class RuledWidth:
     def planned(self, width: int, batch_size: int) -> None:
         """Nothing to note."""
 
-    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
+    def observe(
+        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
+    ) -> None:
         """See `WidthPolicy`."""
         rule = self._rule_for(len(tokens))
         before = rule.steps

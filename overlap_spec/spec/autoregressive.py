@@ -16,7 +16,7 @@ scheduler, which knows every step's width: rows that are deferred still never co
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels import select_rows
+from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, RowBatch, Scores, TargetOutput
@@ -24,7 +24,7 @@ from overlap_spec.spec.coins import DraftProbs
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows
 from overlap_spec.spec.sampler import draw_after
-from overlap_spec.spec.types import SlotBatch, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DeferredRows:
     def put(self, batch: SlotBatch, output: TargetOutput, tokens: Tensor) -> None:
         """Keep the row at `batch.lengths`, one per slot. Shapes: tokens [B] i64."""
         places = batch.lengths % self.most
-        self.taps[batch.slots, places] = output.aux if output.aux.shape[1] else output.hidden
+        self.taps[batch.slots, places] = output.taps
         self.tokens[batch.slots, places] = tokens
 
     def get(self, batch: SlotBatch, positions: Tensor) -> tuple[Tensor, TargetOutput]:
@@ -60,12 +60,15 @@ class DeferredRows:
 
 
 class AutoregressiveProposer:
-    """Learns the head's output at the last committed draft row, from which guess 1 is drawn."""
+    """Learns the head's output at the last committed draft row, from which guess 1 is drawn. A `Drafter` of trees."""
+
+    first_row = 0
 
     def __init__(
         self, head: DraftHead, page_size: int, deferred: DeferredRows, probs: DraftProbs | None = None
     ) -> None:
         """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
+        self.target_ids = head.target_ids
         self._head = head
         self._probs = probs
         self._page_size = page_size
@@ -77,7 +80,7 @@ class AutoregressiveProposer:
         return drafted.values[prompts.last_rows]
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
-        """Absorb the window: row j takes the token committed after column j; later rows are overwritten next time."""
+        """Absorb what is kept of the window: each row with the token after it; later rows are overwritten next time."""
         drafted = self._head.forward(verdict.follow, self._head.fuse(output), rows)
         return select_rows(drafted.values.view(*verdict.tokens.shape, -1), verdict.accept_len)
 
@@ -91,20 +94,36 @@ class AutoregressiveProposer:
         tokens, output = self._deferred.get(batch, rows.positions.view(len(batch.slots), -1))
         self._head.forward(tokens, self._head.fuse(output), rows)
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
-        """Draw each guess, with the noise the target will use at that position. Shapes: -> [num_guesses, B] i64."""
-        drafted = self._head.enter(learnt)
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        """Draw each guess, with the noise the target will use at that position."""
+        drafted = self.enter(batch, learnt)
         guesses: list[Tensor] = []
         for i in range(num_guesses):
             if guesses:
                 rows = single_rows(batch, i - 1, self._page_size)
-                drafted = self._head.forward(guesses[-1], self._head.next_features(drafted), rows)
-            guesses.append(self._guess(self._head.scores(drafted), batch, i))
-        return torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots))
+                drafted = self.advance(guesses[-1], self.features(drafted), rows)
+            guesses.append(self._guess(self.scores(drafted), batch, i))
+        return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
+
+    def enter(self, batch: SlotBatch, learnt: Tensor) -> Normed:
+        """See `Drafter`."""
+        return self._head.enter(learnt)
+
+    def features(self, drafted: Normed) -> Tensor:
+        """See `Drafter`."""
+        return self._head.next_features(drafted)
+
+    def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
+        """See `Drafter`."""
+        return self._head.forward(tokens, features, rows)
+
+    def scores(self, drafted: Normed) -> Scores:
+        """See `Drafter`."""
+        return self._head.scores(drafted)
 
     def _guess(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
         """Shapes: scores of B rows -> [B] i64."""
         if self._probs is not None:
             return self._probs.draw(scores, batch, index)
         last = batch.lengths[:, None]
-        return draw_after(scores, last, batch.sampling, self._head.target_ids, offset=index).squeeze(1)
+        return draw_after(scores, last, batch.sampling, self.target_ids, offset=index).squeeze(1)

@@ -6,13 +6,14 @@ guesses, calls `defer` instead of the last two, and `catch_up` comes before the 
 asks the device a question (Sync: never).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.spec.types import Drawn, SlotBatch, Verdict, Window
+from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Prompts:
     next_tokens: Tensor  # [T] i64: the token that follows each row; at a prompt's end the one just drawn
     last_rows: Tensor  # [F] i64: last row of each prompt that this step completes
     slots: Tensor  # [F] i64: their slots
+    seats: Tensor  # [B] i64: the slot of every chunk
+    fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot
 
 
 class Proposer(Protocol):
@@ -33,7 +36,11 @@ class Proposer(Protocol):
         ...
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
-        """Learn what was committed. `batch` and `rows` are those of the verify forward. Shapes: -> [B, n]."""
+        """Learn what was committed. Shapes: -> [B, n].
+
+        `batch`, `rows` and `output` are those of the verify forward; of a tree, D rows for each slot at consecutive
+        positions from its length: those of the path that stands, first.
+        """
         ...
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
@@ -44,8 +51,8 @@ class Proposer(Protocol):
         """Absorb the last `counts` rows before `batch.lengths`, which were deferred. Shapes: counts [B] i64."""
         ...
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
-        """Guess what follows the roots at `batch.lengths`. Shapes: learnt [B, n] -> [num_guesses, B] i64, -1: none."""
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        """Guess what follows the roots at `batch.lengths`. Shapes: learnt [B, n]; K = num_guesses."""
         ...
 
 
@@ -57,9 +64,37 @@ class Verifier(Protocol):
         ...
 
 
+@runtime_checkable
+class Foreseer(Protocol):
+    """A proposer whose guesses cost next to nothing. It fills a whole window after every step, whatever its width.
+
+    `extend` and `propose` are called after steps of width 1 too, `defer` and `catch_up` never.
+    """
+
+    def outlook(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
+        """What the whole windows of a step promised, and what the verdict says of it (`messages.StepResult.outlooks`).
+
+        Called before `extend`. Shapes: last [B] i64, the window columns where accepted runs end -> [B] i64.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Let go of what requests that are gone have said: caches are flushed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a decode step needs to know where guesses are trees."""
+
+    num_levels: int  # of guesses: the most that a step can accept
+    move: Callable[[Tensor, Tensor], None]  # KV of the target, in all layers: from cache rows [B, D] to cache rows
+
+
 @dataclass(frozen=True)
 class SpecMethod:
-    """A method, loaded: who guesses and who judges."""
+    """A method, loaded: who guesses, who judges, and what is kept of a window that is a tree."""
 
     proposer: Proposer
     verifier: Verifier
+    tree: Tree | None = None  # None: windows are chains, whose KV stands where it belongs

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.types import SlotBatch, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
 class NoProposer:
@@ -25,6 +25,6 @@ class NoProposer:
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Nothing was missed."""
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
-        """Shapes: -> [num_guesses, B] i64."""
-        return torch.full((num_guesses, len(batch.slots)), -1, dtype=torch.int64, device=batch.slots.device)
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        """None."""
+        return Guesses(torch.full((num_guesses, len(batch.slots)), -1, dtype=torch.int64, device=batch.slots.device))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import MOST_WINDOW_ROWS, RowBatch
+from overlap_spec.models.interfaces import MOST_WINDOW_ROWS, RowBatch, TreeKeys
 from overlap_spec.spec.types import SlotBatch
 
 
@@ -17,6 +17,12 @@ def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch
     if positions.is_cuda and positions.shape[1] <= MOST_WINDOW_ROWS:
         return RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
     return _uniform_rows(batch, positions, page_size)
+
+
+def tree_rows(batch: SlotBatch, positions: Tensor, cache_rows: Tensor, tree: TreeKeys) -> RowBatch:
+    """Rows of trees, whose K/V goes to `cache_rows`. Sync: never. Shapes: positions, cache_rows [B, R] i64."""
+    positions, cache_rows = positions.contiguous(), cache_rows.contiguous()
+    return RowBatch(positions.view(-1), cache_rows.view(-1), batch.page_table, None, positions.shape[1], True, tree)
 
 
 def single_rows(batch: SlotBatch, offset: int, page_size: int) -> RowBatch:
@@ -39,6 +45,18 @@ def earlier_rows(batch: SlotBatch, counts: Tensor, most: int, page_size: int) ->
     return replace(rows, cache_rows=rows.cache_rows.masked_fill(idle, 0))
 
 
+def last_rows(page_table: Tensor, ends: Tensor, first: Tensor, num_rows: int, page_size: int) -> RowBatch:
+    """`num_rows` rows per request, the last one before `ends`. Sync: never.
+
+    Those before `first` are idle: they write to the dummy page, and stand at 0 where there is no place for them.
+    Shapes: page_table [B, P] i32; ends, first [B] i64.
+    """
+    positions = ends[:, None] - num_rows + torch.arange(num_rows, device=ends.device)
+    rows = RowBatch(positions.clamp(min=0).reshape(-1), None, page_table, None, num_rows, True).placed(page_size)
+    assert rows.cache_rows is not None
+    return replace(rows, cache_rows=rows.cache_rows.masked_fill((positions < first[:, None]).reshape(-1), 0))
+
+
 def chunk_rows(
     page_table: Tensor, owners: Tensor, positions: Tensor, row_starts: Tensor, longest: int, page_size: int
 ) -> RowBatch:
@@ -46,18 +64,11 @@ def chunk_rows(
 
     Shapes: page_table [B, P] i32; owners, positions [T] i64 (whose row, and where); row_starts [B + 1] i64.
     """
-    cache_rows = _cache_rows(page_table[owners, positions // page_size], positions, page_size)
+    cache_rows = page_table[owners, positions // page_size].long() * page_size + positions % page_size
     return RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False)
 
 
 def _uniform_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:
     """Shapes: positions [B, R] i64."""
-    num_slots, rows = positions.shape
-    starts = torch.arange(num_slots + 1, dtype=torch.int32, device=positions.device) * rows
-    cache_rows = _cache_rows(batch.page_table.gather(1, positions // page_size), positions, page_size)
-    return RowBatch(positions.reshape(-1), cache_rows.reshape(-1), batch.page_table, starts, rows, True)
-
-
-def _cache_rows(pages: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Shapes: pages i32, positions i64, alike -> i64."""
-    return pages.long() * page_size + positions % page_size
+    rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
+    return rows.placed(page_size)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
@@ -30,7 +30,7 @@ from overlap_spec.spec.coins import DraftProbs
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows, window_rows
 from overlap_spec.spec.sampler import draw_after
-from overlap_spec.spec.types import SlotBatch, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
 class SmallModel(Protocol):
@@ -75,10 +75,13 @@ class RecentTokens:
 class StandaloneProposer:
     """Learns of each slot its root and the token before that."""
 
+    first_row = 1
+
     def __init__(
         self, model: SmallModel, page_size: int, recent: RecentTokens, probs: DraftProbs | None = None
     ) -> None:
         """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
+        self.target_ids = model.target_ids
         self._model = model
         self._probs = probs
         self._page_size = page_size
@@ -105,29 +108,67 @@ class StandaloneProposer:
         tokens = self._recent.get(batch, rows.positions.view(len(batch.slots), -1))
         self._model.forward(tokens.reshape(-1), rows)
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Tensor:
-        """Draw each guess, with the noise the target will use at that position. Shapes: -> [num_guesses, B] i64."""
-        self._recent.put(batch, batch.lengths, learnt[:, 1])
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        """Draw each guess, with the noise the target will use at that position."""
+        hidden = self.enter(batch, learnt)
         guesses: list[Tensor] = []
         for i in range(num_guesses):
-            hidden = self._advance(batch, i, guesses[-1]) if guesses else self._enter(batch, learnt)
-            guesses.append(self._guess(self._model.scores(hidden), batch, i))
-        return torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots))
+            if guesses:
+                rows = single_rows(batch, i, self._page_size)
+                hidden = self.advance(guesses[-1], self.features(hidden), rows)
+            guesses.append(self._guess(self.scores(hidden), batch, i))
+        return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
-    def _enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor:
-        """Run the root and the token before it. Shapes: -> [B, H], of the root."""
+    def enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor | Normed:
+        """Run the root and the token before it. See `Drafter`."""
+        self._recent.put(batch, batch.lengths, learnt[:, 1])
         before = (batch.lengths - 1).clamp(min=0)  # the dummy slot has no tokens
         rows = window_rows(batch, torch.stack((before, before + 1), 1), self._page_size)
         hidden = self._model.forward(learnt.reshape(-1), rows).hidden
         return hidden.view(len(batch.slots), 2, -1)[:, 1].contiguous()
 
-    def _advance(self, batch: SlotBatch, offset: int, guess: Tensor) -> Tensor | Normed:
-        """Run a guess, `offset` after the root. Shapes: guess [B] i64 -> [B, H]."""
-        return self._model.forward(guess, single_rows(batch, offset, self._page_size)).stream
+    def features(self, drafted: Tensor | Normed) -> Tensor:
+        """Nothing but tokens is handed on. See `Drafter`."""
+        values = drafted.values if isinstance(drafted, Normed) else drafted
+        return values[:, :0]
+
+    def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor | Normed:
+        """See `Drafter`."""
+        return self._model.forward(tokens, rows).stream
+
+    def scores(self, drafted: Tensor | Normed) -> Scores:
+        """See `Drafter`."""
+        return self._model.scores(drafted)
 
     def _guess(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
         """Shapes: scores of B rows -> [B] i64."""
         if self._probs is not None:
             return self._probs.draw(scores, batch, index)
         last = batch.lengths[:, None]
-        return draw_after(scores, last, batch.sampling, self._model.target_ids, offset=index).squeeze(1)
+        return draw_after(scores, last, batch.sampling, self.target_ids, offset=index).squeeze(1)
+
+
+class RereadingProposer(StandaloneProposer):
+    """The same where guesses are trees, which leave no KV behind: what a step commits is read once it is known.
+
+    Learns the tokens that were committed last, the root at their end, and how many they are.
+    """
+
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+        """Absorb prompt chunks; the root, which was drawn, is left."""
+        self._model.forward(prompts.tokens, rows)
+        roots = prompts.next_tokens[prompts.last_rows]
+        return torch.stack((roots, torch.ones_like(roots)), 1)
+
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+        """See the class. No forward."""
+        return torch.cat((verdict.tokens, verdict.accept_len[:, None] + 1), 1)
+
+    def enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor | Normed:
+        """Run what was committed; rows after the root's are overwritten before a row attends to them."""
+        tokens, count = learnt[:, :-1].clamp(min=0), learnt[:, -1]
+        self._recent.put(batch, batch.lengths, tokens.gather(1, count[:, None] - 1).squeeze(1))
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        rows = window_rows(batch, (batch.lengths - count + 1)[:, None] + columns, self._page_size)
+        hidden = self._model.forward(tokens.reshape(-1), rows).hidden
+        return select_rows(hidden.view(*tokens.shape, -1), count - 1)

@@ -5,6 +5,7 @@ Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
     B  slots in the step            V   target vocabulary       S  slots of the engine
     W  window width, root included  Vd  draft vocabulary        P  pages in a slot's page-table row
     K  guesses, W - 1               H   hidden size             T  rows of a forward, B * W in decode
+    D  longest run that a step can commit: W of a chain, of a tree its levels and the root
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,33 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Guesses:
+    """What is proposed, best first, parents before children. Siblings are distinct tokens; a -1 has no children."""
+
+    tokens: Tensor  # [K, B] i64; -1: none
+    parents: Tensor | None = None  # [K, B] i64: window column of each guess's parent, 0 = root; None: a chain
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What is static about a method's trees."""
+
+    num_levels: int  # of guesses: the most that a step can accept
+    scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
+    level_rows: int = 1  # of each slot, in a draft step
+
+
+@dataclass(frozen=True)
 class Window:
-    """What a step verifies. Column 0 is the root, the last committed token; the others are guesses."""
+    """What a step verifies. Column 0 is the root, the last committed token; the others are guesses.
+
+    Its KV stands at places length, length + 1, .. of the slot, by column. In a tree a position, which rotation and
+    noise go by, is the length plus the column's distance from the root.
+    """
 
     tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
     positions: Tensor  # [B, W] i64
+    parents: Tensor | None = None  # [B, W] i64, columns before their own, the root's 0; None: a chain
 
 
 @dataclass(frozen=True)
@@ -30,11 +53,11 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step commits: accepted guesses and one bonus."""
+    """What a step commits: accepted guesses and one bonus. D = W; of a tree, its levels and the root."""
 
-    tokens: Tensor  # [B, W] i64, committed, left-aligned, padded with -1
-    follow: Tensor  # [B * W] i64, the token committed after each row of the window; 0 where none was
-    accept_len: Tensor  # [B] i64, 0..K: guesses accepted, the bonus not counted
+    tokens: Tensor  # [B, D] i64, committed, left-aligned, padded with -1
+    follow: Tensor  # [B * D] i64, the token committed after each row that is kept; 0 where none was
+    accept_len: Tensor  # [B] i64, 0..D - 1: guesses accepted, the bonus not counted
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ keyed by (seed, position, token id), exactly as plain decoding would draw it; gu
 those draws stand. So the committed tokens are plain decoding's, greedy or sampled, for any guess.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from overlap_spec.models.interfaces import Scores
+from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.sampler import Draw, draw_after, draw_columns
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
@@ -22,3 +25,16 @@ class ChainVerifier:
     def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
         """See `Verifier`."""
         return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids, draw=self._draw))
+
+
+class GreedyVerifier:
+    """Lets another verifier judge every request as if its temperature were 0, which is lossy where it is not."""
+
+    def __init__(self, inner: Verifier) -> None:
+        self._inner = inner
+
+    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+        """See `Verifier`, less its promise of the target's distribution."""
+        sampling = batch.sampling
+        greedy = replace(sampling, work=replace(sampling.work, sampled=False, filtered=False))
+        return self._inner.verify(window, scores, replace(batch, sampling=greedy))

@@ -13,8 +13,9 @@ from overlap_spec.step_link import Patience
 from overlap_spec.worker.build import build
 from overlap_spec.worker.costs import roofline
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels
+from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, bytes_per_token, demand_of, memory_facts
 from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.memory import free_bytes
 from overlap_spec.worker.parts import TimedParts
 from overlap_spec.worker.trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.warmup import (
@@ -52,6 +53,7 @@ def worker_ready(
         step_costs=costs,
         max_deferred=geometry.max_deferred,
         roofline=ceiling,
+        foresees=models.method.foresees,
     )
 
 
@@ -89,12 +91,15 @@ async def main(context: ActorContext) -> None:
     warm_up(executor, geometry, () if on_cpu else cuda_prompt_lengths(geometry))
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
+    free = free_bytes(settings.model.device)
     capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
+    graph_bytes = free - free_bytes(settings.model.device)
     measured = on_cpu and settings.scheduler.chunk_tokens is None
     chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device))
-    ruled = bool(settings.scheduler.width_rules)  # then nobody asks for the costs
+    ruled = bool(settings.scheduler.width_rules) or settings.scheduler.keeps_width  # then nobody asks for the costs
     costs = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
+    executor.forget()  # what was said to warm up
     scheduler.send(worker_ready(geometry, models, chunk, ceiling, costs))
     started_s = time.perf_counter() - begun
     context.ready(
@@ -111,7 +116,11 @@ async def main(context: ActorContext) -> None:
             "ceilings": _ceilings_fact(ceiling),
             "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
             "acceptance": _acceptance_fact(settings.spec),
+            **({} if on_cpu else memory_facts(demand_of(settings, models), graph_bytes)),
             "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
+            "draft_weights_mib": models.proposer.num_bytes >> 20,
+            "kv_bytes_per_token": bytes_per_token(models, geometry.dtype),
+            "draft_kv_bytes_per_token": models.proposer.kv_shape.bytes_per_token(geometry.dtype),
         }
     )
     gc.collect()

@@ -3,18 +3,20 @@
 import torch
 from torch import Tensor
 
-from overlap_spec.config import AcceptSettings, Settings
+from overlap_spec.config import AcceptSettings, AttentionSettings, Settings
 from overlap_spec.errors import ConfigError
+from overlap_spec.models.attention_choice import AttentionChoice
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loader import load_target
 from overlap_spec.spec.coins import CoinVerifier, DraftProbs, Rejection, Thresholds
 from overlap_spec.spec.compiled import compiled_draw
-from overlap_spec.spec.interfaces import SpecMethod, Verifier
-from overlap_spec.spec.methods import EngineShape, method_named
+from overlap_spec.spec.interfaces import SpecMethod, Tree, Verifier
+from overlap_spec.spec.methods import EngineShape, method_of
 from overlap_spec.spec.sampler import Draw, draw_columns
 from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
-from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.spec.tree_coins import TreeCoinVerifier
+from overlap_spec.spec.verifier import ChainVerifier, GreedyVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
@@ -24,9 +26,12 @@ from overlap_spec.worker.slots import SlotRows
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
     """Read target and draft. Raises: CheckpointError, ConfigError."""
     dtype = torch_dtype(settings.model.dtype)
-    method = method_named(settings.spec.method)
+    method = method_of(settings.spec)
     target = load_target(settings.model.files, dtype, place, progress)
-    return LoadedModels(target, method.load(settings.spec, target, progress), method)
+    proposer = method.load(settings.spec, target, progress)
+    if settings.spec.topk > 1 and proposer.tree is None:
+        raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
+    return LoadedModels(target, proposer, method)
 
 
 def prepare_place(settings: Settings) -> torch.device:
@@ -46,18 +51,21 @@ def build_executor(
     accept: AcceptSettings | None = None,
     simulated_accept_len: float | None = None,
     compile_max_batch: int = 0,
+    attention: AttentionSettings | None = None,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged; None: by matching. `simulated_accept_len`: acceptance is synthetic (benchmarks).
-    `compile_max_batch`: 0 compiles nothing.
+    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest.
     Raises: ConfigError if the method's guesses cannot be judged as `accept` says.
     """
 
-    def cache(shape: KVShape) -> KVCache:
-        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place)
+    def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
+        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place, scratch_rows)
 
-    target = models.target.attach(cache(models.target.kv_shape), geometry.num_positions, models.proposer.aux_layers)
+    target_cache, tree = cache(models.target.kv_shape), models.proposer.tree
+    of_target, of_draft = attention_choices(attention or AttentionSettings())
+    target = models.target.attach(target_cache, geometry.num_positions, models.proposer.aux_layers, of_target)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -67,15 +75,27 @@ def build_executor(
         device=place,
         hidden_size=target.hidden_size,
         max_deferred=geometry.max_deferred,
+        attention=of_draft,
+        scratch_start=geometry.num_pages * geometry.page_size,
         probs=DraftProbs() if accept is not None and accept.rejection else None,
     )
-    proposer = models.proposer.attach(cache(models.proposer.kv_shape), shape)
+    scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
+    proposer = models.proposer.attach(cache(models.proposer.kv_shape, scratch_rows), shape)
     draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
-    verifier = _verifier(accept, shape.probs, torch.arange(target.vocab_size, device=place), draw)
+    ids = torch.arange(target.vocab_size, device=place)
+    verifier = _verifier(accept, shape.probs, ids, draw) if tree is None else _tree_verifier(accept, ids, draw)
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
-    method = SpecMethod(proposer, verifier)
+    method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     return Executor(_device(place), slots, target, method, geometry.page_size)
+
+
+def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
+    """Those of target and draft."""
+    return (
+        AttentionChoice(settings.target_torch, settings.prefill_kernel),
+        AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window),
+    )
 
 
 def _verifier(accept: AcceptSettings | None, probs: DraftProbs | None, token_ids: Tensor, draw: Draw) -> Verifier:
@@ -83,10 +103,20 @@ def _verifier(accept: AcceptSettings | None, probs: DraftProbs | None, token_ids
     if accept is not None and accept.thresholds:
         return CoinVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
     if probs is None:
-        return ChainVerifier(token_ids, draw)
+        matching = ChainVerifier(token_ids, draw)
+        return GreedyVerifier(matching) if accept is not None and accept.ngram_force_greedy_verify else matching
     if not probs.allocated:
         raise ConfigError("speculative_use_rejection_sampling", "this method's guesses are not drawn at random")
     return CoinVerifier(Rejection(probs), token_ids)
+
+
+def _tree_verifier(accept: AcceptSettings | None, token_ids: Tensor, draw: Draw) -> Verifier:
+    """Who judges trees: matching looks at one column at a time, so it is a chain's. Shapes: token_ids [V] i64."""
+    if accept is not None and accept.rejection:
+        raise ConfigError("speculative_use_rejection_sampling", "judges chains: use --speculative-eagle-topk 1")
+    if accept is not None and accept.thresholds:
+        return TreeCoinVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
+    return _verifier(accept, None, token_ids, draw)
 
 
 def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, LoadedModels]:
@@ -96,7 +126,13 @@ def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, L
     geometry = settle_geometry(settings, models, place)
     spec = settings.spec
     executor = build_executor(
-        models, geometry, place, spec.accept, spec.simulated_accept_len, settings.compile_max_batch
+        models,
+        geometry,
+        place,
+        spec.accept,
+        spec.simulated_accept_len,
+        settings.compile_max_batch,
+        settings.attention,
     )
     return executor, geometry, models
 

@@ -23,7 +23,7 @@ class PromptShape:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Integers of each field, in order (`Chunks.laid_out`, `PromptInputs`)."""
-        return (*[self.rows] * 4, *[self.seats] * 4, self.seats + 1)
+        return (*[self.rows] * 4, *[self.seats] * 5, self.seats + 1)
 
 
 class Chunks:
@@ -48,6 +48,7 @@ class Chunks:
 
         tokens; next tokens (-1: the one drawn for the row's seat); positions; owners, the row's seat
         slots; the slot to start, `dummy` where the prompt goes on; last row; prompt length, 0 where it goes on
+        1 where a request takes its slot
         first rows, and the end
         """
         num_rows, num_seats = self._row_starts[-1], len(self._work)
@@ -62,6 +63,7 @@ class Chunks:
             [work.slot if work.next_token < 0 else dummy for work in self._work] + [dummy] * spare_seats,
             [end - 1 for end in self._row_starts[1:]] + [0] * spare_seats,
             self._lengths() + [0] * spare_seats,
+            [int(work.reset is not None) for work in self._work] + [0] * spare_seats,
             (self._row_starts + [num_rows] * spare_seats)[: shape.seats] + [shape.rows],
         )
         return _even(fields)

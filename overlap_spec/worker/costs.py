@@ -24,13 +24,15 @@ def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device) -> R
     """The models' forwards on this device."""
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
     ceiling = known_ceiling(name, str(dtype).removeprefix("torch.")) or measure_ceiling(place, dtype)
-    target, proposer = models.target, models.proposer
+    target, proposer, tree = models.target, models.proposer, models.proposer.tree
     return Roofline(
         ceiling.bytes_per_s,
         ceiling.flop_per_s,
         target=_shape(target.work, target.kv_shape, dtype),
         extend=_shape(proposer.extend_work, proposer.kv_shape, dtype),
         draft=_shape(proposer.work, proposer.kv_shape, dtype),
+        longest=0 if tree is None else tree.num_levels + 1,
+        draft_rows=1 if tree is None else tree.level_rows,
     )
 
 

@@ -4,30 +4,21 @@ It is cut in two where tokens may leave: `verify` ends with what is to be publis
 take nothing from the host but the slots, so that either can be captured as a CUDA graph (`graphs.py`).
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 all of it is in
-`verify`, and the draft does not run; `catch_up` lets it absorb what it missed, before a step that the plan says.
+`verify`, and the draft does not run; `catch_up` lets it absorb what it missed, before a step that the plan says. How
+chains differ from trees is in `windows.py`.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
-from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.spec.rows import window_rows
-from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork, SlotBatch
+from overlap_spec.models.interfaces import TargetModel
+from overlap_spec.spec.interfaces import Foreseer, SpecMethod
+from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.worker.handle import OUTLOOK_SHIFT
 from overlap_spec.worker.parts import NO_PARTS, Parts
-from overlap_spec.worker.slots import Committed, SlotRows
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What `verify` leaves for `draft`."""
-
-    before: SlotBatch
-    rows: RowBatch
-    output: TargetOutput
-    committed: Committed
+from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.windows import ChainWindows, TreeWindows, Verified, Windows
 
 
 class Decoder(Protocol):
@@ -54,7 +45,9 @@ class DecodeStep:
         self._target = target
         self.method = method
         self.parts: Parts = NO_PARTS  # replaced before the capture by who wants to know
-        self._page_size = page_size
+        self.foreseer = method.proposer if isinstance(method.proposer, Foreseer) else None
+        tree = method.tree
+        self._windows: Windows = ChainWindows(slots, page_size) if tree is None else TreeWindows(slots, page_size, tree)
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
         """See `Decoder`."""
@@ -62,21 +55,29 @@ class DecodeStep:
 
     def verify(self, slots: Tensor, width: int, sampling: SamplingWork) -> Verified:
         """See `Decoder`."""
-        batch, window, tokens = self._slots.windows(slots, width, self._page_size, sampling)
-        rows = window_rows(batch, window.positions, self._page_size)
-        output = self._target.forward(tokens, rows)
-        drawn = self.method.verifier.verify(window, self._target.scores(output.stream), batch)
+        read = self._windows.read(slots, width, sampling)
+        output = self._target.forward(read.tokens, read.rows)
+        drawn = self.method.verifier.verify(read.window, self._target.scores(output.stream), read.batch)
         self.parts.mark("verify")  # after the head, which computes scores only when they are asked for
-        committed = self._slots.commit(batch, window, drawn)
-        if width == 1 < self._slots.width:
-            self.method.proposer.defer(batch, output, committed.verdict)
-        return Verified(batch, rows, output, committed)
+        verified = self._windows.settle(read, drawn, output)
+        committed = verified.committed
+        if self.foreseer is not None:
+            outlook = self.foreseer.outlook(read.batch, committed.verdict, verified.last)
+            committed.published[:, -1] += outlook << OUTLOOK_SHIFT
+        elif width == 1 < self._slots.width:
+            self.method.proposer.defer(read.batch, output, committed.verdict)
+        return verified
 
     def draft(self, verified: Verified) -> None:
         """See `Decoder`."""
-        proposer, verdict, after = self.method.proposer, verified.committed.verdict, verified.committed.after
-        width = verdict.tokens.shape[1]
-        if width > 1:
-            learnt = proposer.extend(verified.before, verified.rows, verified.output, verdict)
+        proposer, committed = self.method.proposer, verified.committed
+        if self.drafts_after(verified.width):
+            verified = self._windows.keep(verified)
+            learnt = proposer.extend(verified.before, verified.rows, verified.output, committed.verdict)
             self.parts.mark("extend")
-            self._slots.set_guesses(after, proposer.propose(after, learnt, width - 1))
+            width = verified.width if self.foreseer is None else self._slots.width
+            self._slots.set_guesses(committed.after, proposer.propose(committed.after, learnt, width - 1))
+
+    def drafts_after(self, width: int) -> bool:
+        """Whether `draft` does anything after a step of this width."""
+        return width > 1 or (self.foreseer is not None and self._slots.width > 1)

@@ -67,6 +67,12 @@ class Executor:
         self._before = handle.device
         return handle
 
+    def forget(self) -> None:
+        """Let go of what requests have said, where it is kept for others. Sync: never."""
+        if self.decode_step.foreseer is not None:
+            with torch.inference_mode():
+                self.decode_step.foreseer.forget()
+
     def close(self) -> None:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()

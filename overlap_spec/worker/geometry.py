@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap_spec.config import Settings
+from overlap_spec.config import MIB, NGRAM, Settings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.spec.methods import LoadedProposer, Method
-from overlap_spec.worker.memory import Budget, cpu_budget, cuda_budget, num_pages, workspace_bytes
+from overlap_spec.worker.memory import Budget, cpu_budget, cuda_budget, num_pages
+from overlap_spec.worker.savings import Demand, savings
 
 MAX_DEPTH = 2  # steps in flight that tables and rings are made for
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
+TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a score for every head, row and key
 MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
@@ -36,6 +38,7 @@ class Geometry:
     max_chunk: int  # prompt tokens in a prefill step, at most
     dtype: torch.dtype
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
+    foresees: bool = False  # the proposer fills windows after steps of width 1 too: it never waits
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -45,7 +48,7 @@ class Geometry:
     @property
     def max_deferred(self) -> int:
         """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps, or no draft."""
-        return MAX_DEFERRED if 1 in self.narrower else 0
+        return MAX_DEFERRED if 1 in self.narrower and not self.foresees else 0
 
     @property
     def num_positions(self) -> int:
@@ -62,9 +65,9 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
     """Size the KV pool from what is left. Raises: ConfigError saying what is missing and which flag to turn."""
     dtype = torch_dtype(settings.model.dtype)
     width = settings.spec.width
-    per_token = models.target.kv_shape.bytes_per_token(dtype) + models.proposer.kv_shape.bytes_per_token(dtype)
+    per_token = bytes_per_token(models, dtype)
     chunk = _max_chunk(settings)
-    budget = _budget(settings, models, device, chunk * models.target.hidden_size * dtype.itemsize)
+    budget = _budget(settings, demand_of(settings, models), device)
     return Geometry(
         num_slots=settings.scheduler.max_running_requests,
         width=width,
@@ -74,7 +77,13 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         max_chunk=chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
+        foresees=models.method.foresees,
     )
+
+
+def bytes_per_token(models: LoadedModels, dtype: torch.dtype) -> int:
+    """What a token takes in the caches of target and draft together."""
+    return models.target.kv_shape.bytes_per_token(dtype) + models.proposer.kv_shape.bytes_per_token(dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -84,15 +93,54 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _budget(settings: Settings, models: LoadedModels, device: torch.device, chunk_bytes: int) -> Budget:
+def demand_of(settings: Settings, models: LoadedModels) -> Demand:
+    """What these models and settings take of memory beside pages, and for each token of them."""
+    target, proposer, dtype = models.target, models.proposer, torch_dtype(settings.model.dtype)
+    log = proposer.num_bytes if settings.spec.method == NGRAM else 0
+    return Demand(
+        target_weights=target.num_bytes,
+        draft_weights=proposer.num_bytes - log,
+        target_kv=target.kv_shape.bytes_per_token(dtype),
+        draft_kv=proposer.kv_shape.bytes_per_token(dtype),
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        itemsize=dtype.itemsize,
+        max_running_requests=settings.scheduler.max_running_requests,
+        width=settings.spec.width,
+        chunk=_max_chunk(settings),
+        scratch_rows=0 if proposer.tree is None else proposer.tree.scratch_rows,
+        ngram_log=log,
+        ngram_capacity=settings.spec.ngram.capacity,
+    )
+
+
+def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
+    """For the start-up table: what memory goes to, and what gives some of it back."""
+    parts = {
+        "of target weights": demand.target_weights,
+        "of draft weights": demand.draft_weights,
+        "of n-gram log": demand.ngram_log,
+        "of workspace": demand.workspace,
+        "for trees": demand.scratch,
+        "of CUDA graphs": graph_bytes,
+    }
+    taken = ", ".join(f"{num_bytes // MIB} MiB {what}" for what, num_bytes in parts.items() if num_bytes)
+    return {
+        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token",
+        "to save memory": ", ".join(map(str, savings(demand))),
+    }
+
+
+def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:
     if device.type == "cpu":
-        return cpu_budget(settings.cache, models.target.num_bytes + models.proposer.num_bytes)
-    rows = settings.scheduler.max_running_requests * settings.spec.width
-    return cuda_budget(settings.cache, workspace_bytes(rows * models.target.vocab_size, chunk_bytes))
+        return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
+    in_order = ", ".join(map(str, savings(demand)))
+    return cuda_budget(settings.cache, demand.workspace + demand.scratch, in_order)
 
 
 def _max_chunk(settings: Settings) -> int:
     asked = settings.scheduler.chunk_tokens
     if asked == -1:
         return settings.model.max_len
-    return min(asked or GPU_CHUNK_TOKENS, settings.model.max_len)
+    in_torch = settings.attention.target_torch or settings.attention.draft_torch
+    return min(asked or (TORCH_CHUNK_TOKENS if in_torch else GPU_CHUNK_TOKENS), settings.model.max_len)

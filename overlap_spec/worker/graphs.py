@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
-from overlap_spec.worker.decode import DecodeStep, Verified
+from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.parts import GraphMarks
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.windows import Verified
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class GraphDecoder:
 
     def capture(self, pool: Any) -> None:
         """Capture every batch size, width and kind of sampling, largest first, in one memory pool."""
-        defers = self._widths[0] == 1 < self._rows.width
+        defers = self._widths[0] == 1 < self._rows.width and self._step.foreseer is None
         with torch.inference_mode(), no_garbage_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):
@@ -127,8 +128,8 @@ class GraphDecoder:
         return StepGraphs(slots, verify, verified, draft, self._step.parts.captured())
 
     def _capture_draft(self, verified: Verified, width: int, pool: Any) -> Callable[[], None]:
-        """Returns the replay. A window of one has no guesses: there is nothing to launch, and nothing to capture."""
-        if width == 1:
+        """Returns the replay. Where there are no guesses there is nothing to launch, and nothing to capture."""
+        if not self._step.drafts_after(width):
             return lambda: None
         draft = torch.cuda.CUDAGraph()
         with torch.cuda.graph(draft, pool=pool):

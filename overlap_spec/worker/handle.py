@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from overlap_spec.messages import StepPlan, StepResult
 from overlap_spec.worker.devices import Download, Moment
 
+OUTLOOK_SHIFT = 8  # bits of the published number of guesses; above it there is the outlook, where a method has one
+
 
 @dataclass(slots=True)
 class HostTimes:
@@ -54,10 +56,11 @@ class StepHandle:
         return StepResult(
             self.plan.step_id,
             tokens,
-            [row[-1] for row in rows],
+            [row[-1] & (1 << OUTLOOK_SHIFT) - 1 for row in rows],
             gpu_time,
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
+            [row[-1] >> OUTLOOK_SHIFT for row in rows] if any(row[-1] >> OUTLOOK_SHIFT for row in rows) else [],
         )
 
     def _device_seconds(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Protocol, assert_never
 
-from overlap_spec.messages import Shutdown, StepPlan, ToScheduler, ToWorker
+from overlap_spec.messages import FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
 from overlap_spec.step_link import Patience
 from overlap_spec.transport import Outlet
 from overlap_spec.worker.executor import Executor
@@ -59,6 +59,8 @@ class Worker:
                     case StepPlan():
                         handle = self._executor.launch(message, self._on_published, received)
                         self._tracer.launched(handle)
+                    case FlushCache():
+                        self._executor.forget()
                     case Shutdown():
                         return
                     case _:

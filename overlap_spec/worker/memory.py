@@ -13,18 +13,16 @@ from overlap_spec.config import MIB, CacheSettings
 from overlap_spec.errors import ConfigError
 
 CPU_POOL_BYTES = 1024 * MIB
-ADVICE = (
-    "lower --max-total-tokens, --speculative-num-draft-tokens or --max-running-requests,"
-    " or use a 16-bit --dtype; on a GPU raise --mem-fraction-static"
-)
+ADVICE = "lower --max-total-tokens or --speculative-num-draft-tokens, or use a 16-bit --dtype"
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that KV pages may take, and how the figure came about (for the start-up table and errors)."""
+    """Bytes that KV pages may take, how the figure came about, and what to turn to get more (for errors)."""
 
     num_bytes: int
     account: str
+    advice: str = ADVICE
 
 
 def cpu_budget(cache: CacheSettings, weight_bytes: int) -> Budget:
@@ -35,8 +33,8 @@ def cpu_budget(cache: CacheSettings, weight_bytes: int) -> Budget:
     return Budget(available, f"{available // MIB} MiB available after {weight_bytes // MIB} MiB of weights")
 
 
-def cuda_budget(cache: CacheSettings, workspace_bytes: int) -> Budget:
-    """What --mem-fraction-static leaves after weights (already taken) and workspace."""
+def cuda_budget(cache: CacheSettings, workspace_bytes: int, savings: str) -> Budget:
+    """What --mem-fraction-static leaves after weights (already taken) and workspace. `savings`: for the advice."""
     free, total = torch.cuda.mem_get_info()
     taken = total - free
     left = int(total * cache.mem_fraction) - taken - workspace_bytes
@@ -44,7 +42,13 @@ def cuda_budget(cache: CacheSettings, workspace_bytes: int) -> Budget:
         f"{left // MIB} MiB = {cache.mem_fraction:.2f} of {total // MIB} MiB, less {taken // MIB} MiB taken"
         f" and {workspace_bytes // MIB} MiB of workspace"
     )
-    return Budget(left, account)
+    share = f"--mem-fraction-static, of which 0.01 are {total // 100 // MIB} MiB"
+    return Budget(left, account, f"lower --max-total-tokens, raise {share}, or turn down, in this order: {savings}")
+
+
+def free_bytes(device: str) -> int:
+    """Free memory of a GPU; 0 on a CPU, whose memory is shared with others."""
+    return 0 if device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 def num_pages(cache: CacheSettings, bytes_per_token: int, budget: Budget, least_tokens: int) -> int:
@@ -62,7 +66,7 @@ def num_pages(cache: CacheSettings, bytes_per_token: int, budget: Budget, least_
         raise ConfigError(
             "max_total_tokens" if cache.max_total_tokens is not None else "mem_fraction_static",
             f"{-(-missing // MIB)} MiB are missing for {max(wanted, least) * cache.page_size} tokens of KV cache at"
-            f" {bytes_per_token} bytes each; there are {budget.account}: {ADVICE}",
+            f" {bytes_per_token} bytes each; there are {budget.account}: {budget.advice}",
         )
     if wanted < least:
         raise ConfigError("max_total_tokens", f"must be at least {least_tokens} for one request to run")

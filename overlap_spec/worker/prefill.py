@@ -32,6 +32,7 @@ class PromptInputs:
     finals: Tensor  # [N]: the slot, or the dummy where the prompt goes on
     last_rows: Tensor  # [N]
     lengths: Tensor  # [N]: of completed prompts, else 0
+    fresh: Tensor  # [N]: 1 where a request takes its slot
     row_starts: Tensor  # [N + 1]
 
     @classmethod
@@ -96,7 +97,7 @@ class PrefillStep:
         next_tokens = torch.where(inputs.next_tokens < 0, drawn[inputs.owners], inputs.next_tokens)
         published = drawn.masked_fill(inputs.finals == self._slots.dummy, -1)
         return Prefilled(
-            Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals),
+            Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh),
             rows,
             output,
             self._slots.start(batch, inputs.lengths, drawn),

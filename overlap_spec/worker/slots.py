@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import gather_window, judge_chain, place_guesses
+from overlap_spec_kernels import gather_tree, gather_window, judge_chain, judge_tree, place_guesses, place_tree
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
-from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Sampling, SamplingWork, SlotBatch, Verdict, Window
+from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Guesses, Sampling, SamplingWork, SlotBatch, Verdict, Window
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
 _RESET_INTS = 4
@@ -32,11 +32,25 @@ class HostSlot:
 
 @dataclass(frozen=True)
 class Committed:
-    """What came of a step's windows. `published`: committed tokens, padded with -1, then the number of guesses."""
+    """What came of a step's windows. `published`: committed tokens, padded with -1, then how many guesses might stand.
+
+    Those are the guesses of a chain, and of a tree the distance of its deepest one from the root.
+    """
 
     verdict: Verdict
     after: SlotBatch  # at the new lengths
-    published: Tensor  # [B, W + 1] i64
+    published: Tensor  # [B, D + 1] i64
+
+
+@dataclass(frozen=True)
+class GatheredTrees:
+    """The windows of a step, as trees."""
+
+    batch: SlotBatch
+    window: Window
+    tokens: Tensor  # [B * W] i64, what a forward runs on
+    cache_rows: Tensor  # [B, W] i64, of each column
+    mask: Tensor  # [B, W, 1] i64: bit i of a column: column i is it, or its ancestor
 
 
 class SlotRows:
@@ -55,6 +69,7 @@ class SlotRows:
 
         self.length = ints(num_slots)  # [S]
         self.window = ints(num_slots, width)  # [S, W], root first
+        self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k; column 0 unused
         self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
@@ -114,6 +129,14 @@ class SlotRows:
         positions = gathered.positions.view(gathered.window_tokens.shape)
         return batch, Window(gathered.window_tokens, positions), gathered.tokens
 
+    def tree_windows(self, slots: Tensor, width: int, page_size: int, work: SamplingWork) -> GatheredTrees:
+        """The same where guesses are trees. Sync: never."""
+        gathered = gather_tree(slots, self.length, self.window, self.parents, self.page_table, width, page_size)
+        batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._sampling(slots, work))
+        positions = gathered.positions.view(gathered.window_tokens.shape)
+        window = Window(gathered.window_tokens, positions, gathered.parents)
+        return GatheredTrees(batch, window, gathered.tokens, gathered.extra_rows, gathered.mask)
+
     def _sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """What greedy slots never read is not gathered."""
         _, seed, stop_from, top_k = self._ints[slots].unbind(1)
@@ -130,16 +153,34 @@ class SlotRows:
         after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
         return Committed(Verdict(judged.tokens, judged.follow, judged.accept_len), after, judged.published)
 
+    def commit_tree(self, batch: SlotBatch, window: Window, drawn: Drawn, longest: int) -> tuple[Committed, Tensor]:
+        """The same of trees. Returns also the columns whose KV survives, in order; past them, columns that stay put.
+
+        `longest`: D, of any run. Sync: never. Shapes: -> .., [B, D] i64.
+        """
+        assert window.parents is not None
+        judged = judge_tree(
+            drawn.tokens, window.tokens, window.parents, batch.slots, batch.lengths, self.length, self.window,
+            self.dummy, longest, drawn.accept_len,
+        )  # fmt: skip
+        after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
+        verdict = Verdict(judged.tokens, judged.follow, judged.accept_len)
+        return Committed(verdict, after, judged.published), judged.path
+
     def start(self, batch: SlotBatch, lengths: Tensor, roots: Tensor) -> SlotBatch:
         """Put completed prompts at their first token. Shapes: lengths, roots [F] i64. Sync: never."""
         self.length[batch.slots] = lengths
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
         return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
 
-    def set_guesses(self, batch: SlotBatch, guesses: Tensor) -> None:
-        """The next window's guesses; columns after the last hold -1. Shapes: [0..K, B] i64. Sync: never."""
-        if len(guesses):
-            place_guesses(self.window, batch.slots, guesses, self.dummy)
+    def set_guesses(self, batch: SlotBatch, guesses: Guesses) -> None:
+        """The next window's guesses; columns after the last hold -1. Sync: never."""
+        if not len(guesses.tokens):
+            return
+        if guesses.parents is None:
+            place_guesses(self.window, batch.slots, guesses.tokens, self.dummy)
+        else:
+            place_tree(self.window, self.parents, batch.slots, guesses.tokens, guesses.parents, self.dummy)
 
 
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:

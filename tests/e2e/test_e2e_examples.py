@@ -42,7 +42,14 @@ def test_the_two_timelines(tiny_model: Path, tmp_path: Path) -> None:
         assert sum(line.startswith(f"{row:8} |") for line in output.splitlines()) == 2
 
 
+def test_a_method_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
+    output = run_example("05_toy_proposer.py", tmp_path, str(tiny_model))
+    assert "tokens are those of plain decoding: True" in output
+    assert float(output.split("accept length: ")[1]) > 1
+    assert len((EXAMPLES / "05_toy_proposer.py").read_text().splitlines()) < 60
+
+
 def test_every_example_is_short_and_run_here() -> None:
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == ["01_chat.py", "02_stream_client.py", "03_openai_stream.py", "04_timeline.py"]
+    assert names == ["01_chat.py", "02_stream_client.py", "03_openai_stream.py", "04_timeline.py", "05_toy_proposer.py"]
     assert all(len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES for name in names)

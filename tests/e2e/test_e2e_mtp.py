@@ -1,12 +1,11 @@
 """A target that drafts for itself, through real processes, from flags to tokens: those of plain decoding."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import TinyCheckpoint, tiny_target, write_checkpoint
-from tiny_mtp import in_deepseek_layout, with_mtp
+from tiny_models import tiny_target, write_checkpoint
+from tiny_mtp import in_deepseek_layout, tiny_mimo_v2, tiny_step, with_layers, with_mtp
 from tiny_tokenizer import write_tokenizer
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
@@ -15,9 +14,18 @@ SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos
 NUMBERS = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 
 
-@pytest.mark.parametrize("layout", [lambda mimo: mimo, in_deepseek_layout], ids=["MiMo", "DeepSeek"])
-def test_tokens_are_those_of_plain_decoding(layout: Callable[[TinyCheckpoint], TinyCheckpoint], tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, layout(with_mtp(8, tiny_target(7))))
+TARGET = tiny_target(7)
+CHECKPOINTS = {
+    "MiMo": with_mtp(8, TARGET),
+    "DeepSeek": in_deepseek_layout(with_mtp(8, TARGET)),
+    "MiMo-V2": with_layers(tiny_mimo_v2(8, TARGET, 3), TARGET),
+    "Step-3.5": with_layers(tiny_step(8, TARGET, 3), TARGET),
+}
+
+
+@pytest.mark.parametrize("layout", CHECKPOINTS)
+def test_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CHECKPOINTS[layout])
     write_tokenizer(tmp_path)
 
     async def tokens(**flags: object) -> list[int]:
@@ -27,4 +35,6 @@ def test_tokens_are_those_of_plain_decoding(layout: Callable[[TinyCheckpoint], T
             assert "speculative_algorithm" not in flags or 0 < answer.usage.spec_verify_ct < 23
             return list(answer.token_ids)
 
-    assert asyncio.run(tokens(speculative_algorithm="EAGLE", **NUMBERS)) == asyncio.run(tokens())
+    several = CHECKPOINTS[layout].config["num_nextn_predict_layers"] > 1
+    drafted = tokens(speculative_algorithm="EAGLE", enable_multi_layer_eagle=several, **NUMBERS)
+    assert asyncio.run(drafted) == asyncio.run(tokens())

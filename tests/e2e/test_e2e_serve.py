@@ -24,7 +24,7 @@ def test_the_table_says_what_runs_and_ready_comes_last(service: Service) -> None
     table = "\n".join(service.lines)
     for words in (
         "tiny",
-        "EAGLE3 (5, 1, 6)",
+        "EAGLE3 (5, 4, 8)",
         "float64, cpu",
         "2 (overlapped)",
         "8192 tokens",
@@ -38,7 +38,7 @@ def test_the_table_says_what_runs_and_ready_comes_last(service: Service) -> None
 
 def test_what_was_adjusted_is_logged(service: Service) -> None:
     log = service.log()
-    assert "speculative numbers set to (5, 1, 6)" in log
+    assert "draft tokens set to (5, 4, 8): the default for Llama" in log
     assert "SGLANG_ENABLE_SPEC_V2 is set: overlap is always on" in log
     assert "Traceback" not in log
 

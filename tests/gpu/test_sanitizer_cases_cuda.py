@@ -13,27 +13,38 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels import (
+    Candidates,
     DecodeScratch,
     Norm,
+    add_children,
     add_rms_norm,
     decode_attention,
     draft_input,
+    expand_tree,
     fused_linear,
+    gather_tree,
     gather_window,
     judge_chain,
+    judge_tree,
     linear_add,
     linear_argmax,
     linear_logits,
+    move_cache_rows,
     paged_attention,
     place_guesses,
+    place_tree,
     rms_norm,
     rope_kv_write,
     select_rows,
+    select_tree,
     silu_mul,
+    top_tokens,
+    tree_attention,
 )
-from overlap_spec_kernels._inputs import HeadShape, attention_inputs, decode_inputs, rope_inputs, to_device
+from overlap_spec_kernels._inputs import HeadShape, attention_inputs, decode_inputs, rope_inputs, to_device, tree_inputs
 from step_inputs import draws, slot_state, step_slots
 from torch import Tensor
+from tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 HEADS = HeadShape(6, 2, 96)
@@ -101,8 +112,43 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     return [gathered.positions.float(), judged.published.float(), drafted]
 
 
+def tree_keys(dtype: torch.dtype) -> list[Tensor]:
+    """Tiles that take all keys, and many splits that are combined; in a window; more keys than a word has bits."""
+    outs = []
+    for num_programs, width, num_extra, window in ((1, 45, 45, None), (64, 5, 9, None), (64, 7, 70, 40)):
+        inputs = on_gpu(*tree_inputs(HEADS, width, num_extra, [300, 0, 17], 16, dtype, spare_pages=30))
+        scratch = DecodeScratch.allocate(HEADS.head_dim, torch.device("cuda"), num_programs)
+        outs.append(tree_attention(*inputs, window, scratch))
+    return outs
+
+
+def tree_step(dtype: torch.dtype) -> list[Tensor]:
+    """The ops around a tree's forwards; of seven rows two are the dummy slot."""
+    state = tree_state(7, 11, 16)
+    slots, (length, window, parents, table) = step_slots(state, 7).cuda(), on_gpu(*state)
+    gathered = gather_tree(slots, length, window, parents, table, 9, 16)
+    drawn_tokens = torch.randint(0, 4, (7, 9), device="cuda")
+    judged = judge_tree(
+        drawn_tokens, gathered.window_tokens, gathered.parents, slots, gathered.lengths, length, window, state.dummy, 5
+    )
+    k, v = on_gpu(*random_caches(3, 22, 16, (3, 20), dtype))
+    move_cache_rows(k, v, *on_gpu(*moves(7, 5, 22, 16)))
+    top = top_tokens(drawn(3, 4099, dtype=dtype), 5)
+    guesses, guess_parents = select_tree(*on_gpu(*candidate_trees(7, 3, 4)), 10)
+    place_tree(window, parents, slots, guesses, guess_parents, state.dummy)
+    candidates, *children = child_inputs(7, 3, 5)
+    candidates = Candidates(*on_gpu(*candidates))
+    add_children(candidates, *on_gpu(*children))
+    worth, tokens, mask, features, own_bits = on_gpu(*level_inputs(7, 3, 5, 70, 2))
+    level = expand_tree(worth, tokens, mask, features.to(dtype), own_bits)
+    outs = [gathered.positions, judged.published, candidates.tokens]
+    return [*(out.float() for out in outs), k, v, top.log_probs, level.features]
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("ops", [rows_ops, rope, paged, decode, maps, step], ids=lambda ops: ops.__name__)
+@pytest.mark.parametrize(
+    "ops", [rows_ops, rope, paged, decode, maps, step, tree_keys, tree_step], ids=lambda ops: ops.__name__
+)
 def test_every_kernel(ops: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -32,7 +32,7 @@ def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]
     """Token ids, in order."""
 
     async def ask_all() -> list[tuple[int, ...]]:
-        async with running(tiny_loaded(3, 3), config, codec) as ring:
+        async with running(tiny_loaded(3, 3, topk=config.topk), config, codec) as ring:
             waiting = [ring.ask(PROMPT, sampling) for sampling in requests]
             return [tuple(answer.token_ids) for answer in await asyncio.gather(*waiting)]
 
@@ -40,11 +40,23 @@ def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("accept", [REJECTION, THRESHOLDS], ids=str)
-def test_greedy_requests_are_plain_decoding(accept: AcceptSettings, depth: int, codec: TextCodec) -> None:
+@pytest.mark.parametrize(("accept", "topk"), [(REJECTION, 1), (THRESHOLDS, 1), (THRESHOLDS, 3)], ids=str)
+def test_greedy_requests_are_plain_decoding(accept: AcceptSettings, topk: int, depth: int, codec: TextCodec) -> None:
     greedy = [SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)]
     config = replace(CONFIG, depth=depth)
-    assert answers(replace(config, accept=accept), codec, greedy) == answers(config, codec, greedy)
+    assert answers(replace(config, accept=accept, topk=topk), codec, greedy) == answers(config, codec, greedy)
+
+
+def test_low_thresholds_let_more_of_a_tree_stand(codec: TextCodec) -> None:
+    """Lossy: other tokens than plain decoding's, though of the same number."""
+    sampled = [SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]
+    config = replace(CONFIG, topk=3)
+    exact, lossy = (
+        answers(replace(config, accept=accept), codec, sampled)
+        for accept in (None, AcceptSettings(threshold_single=0.05, threshold_acc=0.2))
+    )
+    assert exact == answers(CONFIG, codec, sampled)
+    assert exact != lossy and all(len(tokens) == 20 for tokens in lossy)
 
 
 @pytest.mark.timeout(300)

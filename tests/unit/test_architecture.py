@@ -15,7 +15,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 75  # its arguments alone may be ten
 
-COMMON = {"errors", "config", "messages", "version"}  # imported by everybody but the kernels
+COMMON = {"errors", "config", "config_speculation", "messages", "version"}  # imported by everybody but the kernels
 LINKS = {"tracing", "transport", "step_link", "actor", "client", "client_calls", "client_link"}
 TOP = {
     "engine",
@@ -25,6 +25,11 @@ TOP = {
     "threads",
     "config_fields",
     "resolve",
+    "resolve_attention",
+    "resolve_multi_layer",
+    "resolve_ngram",
+    "resolve_numbers",
+    "resolve_speculation",
     "width_rules",
     "hub",
     "machine",
@@ -34,9 +39,23 @@ TOP = {
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("errors", "version"), set()),
     **dict.fromkeys(
-        ("config", "messages", "config_fields", "width_rules", "threads", "machine", "hub", "tracing"), COMMON
+        (
+            "config",
+            "config_speculation",
+            "messages",
+            "config_fields",
+            "width_rules",
+            "threads",
+            "machine",
+            "hub",
+            "tracing",
+        ),
+        COMMON,
     ),
-    "resolve": COMMON | {"width_rules"},
+    "resolve": COMMON | {"resolve_attention", "resolve_ngram", "resolve_speculation"},
+    "resolve_speculation": COMMON | {"resolve_multi_layer", "resolve_ngram", "resolve_numbers", "width_rules"},
+    **dict.fromkeys(("resolve_multi_layer", "resolve_ngram"), COMMON | {"resolve_numbers"}),
+    **dict.fromkeys(("resolve_attention", "resolve_numbers"), COMMON),
     **dict.fromkeys(("transport", "step_link", "actor", "client", "client_calls", "client_link"), LINKS),
     **dict.fromkeys(("engine", "supervisor", "processes", "run_directory"), LINKS | TOP),
     "cli": LINKS | TOP | {"server", "bench", "metrics"},
@@ -54,8 +73,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 ALSO = {  # one file's own exceptions
     "bench/workload.py": {"tokenizer.codec"},  # makes token ids for an engine that has no tokenizer
     "bench/scheduler.py": {"scheduler"},  # measures the scheduler by itself, against a fake worker
+    "spec/ngram_draft.py": {"models.kv_cache"},  # brings no cache, and must say so
     # the table of methods says how each is loaded
-    "spec/methods.py": {"models.kv_cache", "models.language_draft", "models.loader"},
+    "spec/methods.py": {
+        "models.attention_choice",
+        "models.kv_cache",
+        "models.language_draft",
+        "models.loader",
+        "models.mtp_layers",
+    },
 }
 WITHOUT_LINKS = {"models", "spec"}  # tensors in, tensors out
 # Part -> top-level packages outside the project that it never imports.
@@ -68,7 +94,7 @@ NEVER: dict[str, set[str]] = {
     "worker": {"transformers"},
 }
 METHODS = {"EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM", "NONE"}
-METHODS_NAMED_IN = {"config.py", "spec/methods.py"}
+METHODS_NAMED_IN = {"config.py", "config_speculation.py", "spec/methods.py"}
 
 STEP_PATH_FOLDERS = ("spec", "models")
 OFF_STEP_PATH = {  # run once, at load or at start
@@ -81,7 +107,7 @@ OFF_STEP_PATH = {  # run once, at load or at start
 }
 STEP_PATH_OF_WORKER = {
     f"worker/{name}.py"
-    for name in ("chunks", "decode", "devices", "executor", "handle", "loop", "packing", "prefill", "slots")
+    for name in ("chunks", "decode", "devices", "executor", "handle", "loop", "packing", "prefill", "slots", "windows")
 }
 SYNCHRONIZING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
 HOST_SIDE = {  # functions of those files for a result that is out, for a ring too small, or for the end of the run

@@ -20,7 +20,7 @@ from overlap_spec.cli.conversation import DEFAULT_MAX_TOKENS, Conversation, Figu
 from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import curl_line, http_url, start_table
 from overlap_spec.client_calls import Delta
-from overlap_spec.config import SpecSettings
+from overlap_spec.config import AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ActorDied, RequestError
 from overlap_spec.messages import ChatPrompt, Finish, FinishKind, SamplingParams, Usage
@@ -191,6 +191,13 @@ def test_urls_that_a_person_on_this_machine_can_use() -> None:
     assert "Bearer" not in curl_line("http://h:1", needs_key=False)
 
 
+def shown_table(settings: Settings, facts: Any) -> str:
+    console = Console(width=120, file=io.StringIO())
+    console.print(start_table(settings, facts, "http://h:1", "ipc:///x"))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_the_table_names_method_memory_and_endpoints() -> None:
     settings = replace(fake_settings(), spec=SpecSettings("EAGLE3", "/heads/tiny", 3, 1, 4))
     facts: Any = {
@@ -198,11 +205,25 @@ def test_the_table_names_method_memory_and_endpoints() -> None:
         "scheduler": {"prefix_cache": "bigram keys"},
         "tokenizer": {"client_endpoint": "ipc:///x"},
     }
-    console = Console(width=120, file=io.StringIO())
-    console.print(start_table(settings, facts, "http://h:1", "ipc:///x"))
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
+    shown = shown_table(settings, facts)
     for words in ("EAGLE3 (3, 1, 4)", "/heads/tiny", "float64, cpu", "7 of 4 tokens (28 tokens)", "bigram", "513 MiB"):
         assert words in shown
     assert "http://h:1" in shown
     assert "ipc:///x" in shown
+
+
+def test_the_table_says_what_was_chosen_why_and_what_is_lossy() -> None:
+    spec = SpecSettings("NGRAM", None, 11, 10, 12, numbers_from="as many as a match may have")
+    accept = AcceptSettings(ngram_force_greedy_verify=True)
+    attention = AttentionSettings(target_torch=True, draft_window=64)
+    settings = replace(fake_settings(), spec=replace(spec, accept=accept), attention=attention)
+    shown = shown_table(settings, {"worker": {"memory": "9 MiB of workspace", "to save memory": "--dtype (4 MiB)"}})
+    for words in (
+        "as many as a match may have",
+        "LOSSY at temperature > 0",
+        "torch operations for the target, the draft sees 64 keys",
+        "9 MiB of workspace",
+        "--dtype (4 MiB)",
+    ):
+        assert words in shown
+    assert "sees" not in shown_table(fake_settings(), {})

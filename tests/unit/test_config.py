@@ -96,8 +96,15 @@ def test_a_token_map_reaches_the_worker() -> None:
 def test_the_default_numbers_of_an_architecture_are_said() -> None:
     flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/heads/other"}
     settings, notes = resolve(EngineConfig(**flags), LLAMA, CPU)
+    assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 4, 8)
+    assert "(5, 4, 8): the default for Llama" in notes[0]
+
+
+def test_what_judges_chains_alone_gets_the_default_as_a_chain() -> None:
+    flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/heads/other"}
+    settings, notes = resolve(EngineConfig(**flags, speculative_use_rejection_sampling=True), LLAMA, CPU)
     assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
-    assert "(5, 1, 6)" in notes[0]
+    assert "as a chain for --speculative-use-rejection-sampling" in notes[0]
 
 
 def test_more_draft_tokens_than_a_chain_holds_are_lowered_with_a_note() -> None:
@@ -105,6 +112,16 @@ def test_more_draft_tokens_than_a_chain_holds_are_lowered_with_a_note() -> None:
     settings, notes = resolve(EngineConfig(speculative_algorithm="EAGLE3", **flags), ALIAS, CPU)
     assert settings.spec.width == 4
     assert "from 9 to 4" in notes[0]
+
+
+def test_a_tree_has_as_many_nodes_as_its_levels_hold() -> None:
+    flags = {"speculative_num_steps": 2, "speculative_eagle_topk": 2}
+    settings, notes = resolve(
+        EngineConfig(speculative_algorithm="EAGLE3", **flags, speculative_num_draft_tokens=8), ALIAS, CPU
+    )
+    assert (settings.spec.topk, settings.spec.width) == (2, 7)
+    assert "from 8 to 7" in notes[0]
+    assert resolved(ALIAS, speculative_algorithm="EAGLE3", **flags, speculative_num_draft_tokens=5).spec.width == 5
 
 
 @pytest.mark.parametrize(
@@ -139,8 +156,18 @@ def test_more_draft_tokens_than_a_chain_holds_are_lowered_with_a_note() -> None:
                 "speculative_algorithm": "EAGLE3",
                 "speculative_draft_model_path": "/h",
                 "speculative_num_steps": 3,
-                "speculative_eagle_topk": 4,
+                "speculative_eagle_topk": 17,
                 "speculative_num_draft_tokens": 16,
+            },
+        ),
+        (
+            "speculative_num_draft_tokens",
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": "/h",
+                "speculative_num_steps": 5,
+                "speculative_eagle_topk": 8,
+                "speculative_num_draft_tokens": 65,
             },
         ),
         (
@@ -202,7 +229,9 @@ HEAD = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/h"}
 
 def test_steps_get_narrower_unless_numbers_were_given() -> None:
     assert resolved(ALIAS).spec.narrower == (1, 2, 3)
-    assert resolved(**HEAD).spec.narrower == (1, 2, 3, 4), "of a window of 6, every other width above 3"
+    assert resolved(**HEAD).spec.narrower == (1, 2, 4), "of a tree of 8 nodes"
+    chain = resolved(**HEAD, speculative_use_rejection_sampling=True).spec
+    assert chain.narrower == (1, 2, 3, 4), "of a window of 6, every other width above 3"
     assert resolved(**HEAD, **NUMBERS).spec.narrower == ()
     assert resolved(**HEAD, **NUMBERS, speculative_adaptive=True).spec.narrower == (1, 2, 3)
     assert resolved().spec.narrower == ()

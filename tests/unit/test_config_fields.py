@@ -34,7 +34,7 @@ def test_every_field_has_words_a_default_and_a_kind() -> None:
         ("mem_fraction_static", float("nan"), "a number above 0"),
         ("device", "tpu", "one of auto, cpu, cuda"),
         ("dtype", "int8", "one of auto, bfloat16"),
-        ("speculative_algorithm", "MAGIC", "one of EAGLE, EAGLE3, .*NONE, STANDALONE"),
+        ("speculative_algorithm", "MAGIC", "one of NONE, EAGLE, EAGLE3, .*NGRAM"),
         ("speculative_num_steps", 9, "at most 8"),
         ("random_seed", 2**63, "a whole number"),
         ("model_path", None, "text that is not empty"),

@@ -102,8 +102,8 @@ def test_the_path_is_required_even_where_the_target_has_a_head_of_its_own(files:
         resolve(EngineConfig(speculative_algorithm="STANDALONE"), alias, CPU)
 
 
-def test_trees_are_refused_by_name(files: ModelFiles) -> None:
+def test_a_tree_keeps_the_numbers_it_was_given(files: ModelFiles) -> None:
     flags = {"speculative_num_steps": 4, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7}
     config = EngineConfig(speculative_algorithm="STANDALONE", speculative_draft_model_path="/drafts/small", **flags)
-    with pytest.raises(ConfigError, match="--speculative-eagle-topk"):
-        resolve(config, files, CPU)
+    spec = resolve(config, files, CPU)[0].spec
+    assert (spec.num_steps, spec.topk, spec.width, spec.narrower) == (4, 2, 7, ())

@@ -137,6 +137,28 @@ def test_a_draft_and_a_tokenizer_come_from_the_cache_too(hub_cache: Path, tmp_pa
     assert resolve(model_path=str(model), tokenizer_path="someone/words").tokenizer_dir == str(tokenizer)
 
 
+def test_a_revision_is_a_branch_tag_or_commit_of_the_hub(hub_cache: Path, tmp_path: Path) -> None:
+    main = cached_snapshot(hub_cache, "someone/tiny-model")
+    other = model_directory(main.parent / "a-commit")
+    (main.parent.parent / "refs" / "v2").write_text("a-commit")
+    model_directory(main)
+    assert resolve(model_path="someone/tiny-model").weights == str(main)
+    assert resolve(model_path="someone/tiny-model", revision="v2").weights == str(other)
+    assert resolve_draft("someone/tiny-model", revision="v2") == str(other)
+    with pytest.raises(ConfigError, match="--model-path: someone/tiny-model is no local path, is not in the hub cache"):
+        resolve(model_path="someone/tiny-model", revision="v3")
+
+
+def test_what_is_local_has_no_revisions(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path)
+    with pytest.raises(ConfigError, match="--revision: .* is no hub id, and has no revisions; leave it out"):
+        resolve(model_path=str(directory), revision="v2")
+    with pytest.raises(ConfigError, match="--revision: smollm2 is no hub id"):
+        resolve(revision="v2")
+    with pytest.raises(ConfigError, match="--speculative-draft-model-revision: .* is a directory"):
+        resolve_draft(str(directory), revision="v2")
+
+
 def test_a_token_map_is_a_file_or_one_of_a_repository(hub_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "map.pt").write_bytes(b"ids")
     assert resolve_token_map(str(tmp_path / "map.pt")) == str(tmp_path / "map.pt")

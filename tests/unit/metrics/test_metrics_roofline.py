@@ -40,6 +40,17 @@ def test_rows_of_a_wide_step_compute_more() -> None:
     assert step_floor(roofline, batch=2, width=4, context=70) == pytest.approx((target + extend + drafts) / 1000)
 
 
+def test_a_tree_extends_its_longest_path_and_drafts_a_level_at_once() -> None:
+    """Of 16 columns in three levels of four nodes: level 1 follows from the extend."""
+    roofline = Roofline(0.0, 1000.0, TARGET, EXTEND, DRAFT, longest=4, draft_rows=4)
+    target = 2000 * 32 + 500 * 32 + 4 * 70 * 16
+    extend = 400 * 2 * 4 + 100 * 2 + 1 * 70 * 4
+    drafts = 2 * (300 * 8 + 100 * 8 + 1 * 70 * 4)
+    assert step_floor(roofline, batch=2, width=16, context=70) == pytest.approx((target + extend + drafts) / 1000)
+    narrow = 2000 * 4 + 500 * 4 + 4 * 70 * 2 + 400 * 4 + 100 * 2 + 70 * 2
+    assert step_floor(roofline, batch=2, width=2, context=70) == pytest.approx(narrow / 1000)
+
+
 def test_without_ceilings_nothing_is_bound() -> None:
     assert step_floor(Roofline(0.0, 0.0, TARGET, EXTEND, DRAFT), batch=1, width=4, context=70) == 0.0
 

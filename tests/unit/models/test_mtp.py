@@ -15,7 +15,7 @@ from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.loader import load_eagle, load_mtp, load_target
+from overlap_spec.models.loader import load_eagle, load_mtp, load_mtp_layers, load_target
 from overlap_spec.models.mtp import MtpHead, MtpWeights
 
 F64 = torch.float64
@@ -153,6 +153,37 @@ def _second_layer(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
 
 def _without(checkpoint: TinyCheckpoint, name: str) -> TinyCheckpoint:
     return replace(checkpoint, tensors={key: t for key, t in checkpoint.tensors.items() if name not in key})
+
+
+SPARSE = {  # what drafts for them is such a layer, or several
+    "DeepseekV3ForCausalLM": (
+        {"n_routed_experts": 256, "kv_lora_rank": 512},
+        1,
+        "mixture of experts .n_routed_experts 256",
+    ),
+    "MiMoV2FlashForCausalLM": ({"n_routed_experts": 256}, 3, "mixture of experts"),
+    "Step3p5ForCausalLM": ({"moe_num_experts": 288}, 3, "mixture of experts .moe_num_experts 288"),
+    "Glm4MoeForCausalLM": ({"n_routed_experts": 160}, 1, "mixture of experts"),
+    "Qwen3MoeForCausalLM": ({"num_experts": 128}, None, "mixture of experts"),
+    "MixtralForCausalLM": ({"num_local_experts": 8}, None, "mixture of experts"),
+    "MiniCPM3ForCausalLM": ({"kv_lora_rank": 256}, None, "multi-head latent attention .kv_lora_rank 256"),
+    "Step1ForCausalLM": ({}, None, "architecture Step1ForCausalLM is not supported; supported: LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_targets_that_come_later_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Before a weight is read, and as what holds the layers too."""
+    keys, num_layers, message = SPARSE[name]
+    config = TARGET.config | {"architectures": [name], "num_nextn_predict_layers": num_layers} | keys
+    files = files_of(tmp_path, TinyCheckpoint(config, {"nothing.weight": torch.zeros(1)}), "dummy")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_target(files, F64, CPU)
+    assert name in str(refused.value)
+    with pytest.raises(CheckpointError, match=message):
+        load_mtp(str(tmp_path), load_tiny_target(TARGET), F64, CPU, load_format="dummy")
+    with pytest.raises(CheckpointError, match=message):
+        load_mtp_layers(str(tmp_path), load_tiny_target(TARGET), 3, load_format="dummy")
 
 
 WRONG = {

@@ -40,8 +40,8 @@ from overlap_spec.scheduler.loop import Links, build_scheduler
 from overlap_spec.transport import MemoryLink
 
 VOCAB = 97
-GARBAGE = (-7, -7)  # what a rejected or proposed row leaves behind
-NOT_ABSORBED = -8  # draft KV of a row that a step of width 1 left behind
+GARBAGE = (-7, (-7,))  # what a rejected or proposed row leaves behind
+NOT_ABSORBED = (-8,)  # draft KV of a row that a step of width 1 left behind
 
 
 def draw_token(seed: int, position: int) -> int:
@@ -107,7 +107,7 @@ class FakeDevice:
         self.ready = ready
         self.rng = rng
         self.rows: dict[int, Row] = {}
-        self.kv: list[tuple[int, int] | None] = [None] * (ready.num_pages * ready.page_size)
+        self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
         self.last_step = 0
         self.num_split_chunks = 0
         self.num_catch_ups: Counter[str] = Counter()
@@ -175,16 +175,20 @@ class FakeDevice:
             for i in range(self.rng.randint(1, min(row.num_guesses + 1, plan.width)))
         ]
         row.tokens += run
-        self._write_committed(row, root)
         if plan.width == 1 and self.ready.max_deferred:
             self._write(row, root, (row.tokens[root], NOT_ABSORBED))
             row.deferred += 1
+        else:
+            self._write_committed(row, root)
         self._propose(row, plan.width)
         return run
 
     def _write_committed(self, row: Row, start: int) -> None:
-        for position in range(start, len(row.tokens) - 1):
-            self._write(row, position, (row.tokens[position], row.tokens[position + 1]))
+        """Draft rows from `start` on, and those before that depend on tokens which are known by now."""
+        ahead = self.ready.key_lookahead
+        for position in range(max(start - max(ahead - 1, 0), row.work.start), len(row.tokens) - 1):
+            after = tuple(row.tokens[position + 1 : position + 1 + ahead])
+            self._write(row, position, (row.tokens[position], after))
 
     def _propose(self, row: Row, width: int) -> None:
         """Drafting the next window writes draft rows from the root on."""
@@ -196,26 +200,28 @@ class FakeDevice:
 
     def _check_kv(self, row: Row, length: int, following: int) -> None:
         """Attention reads every row below `length`: it must hold this sequence's tokens."""
+        absorbed = [*row.tokens[:length], following][: length - row.deferred + 1]
         for position in range(length):
-            after = row.tokens[position + 1] if position + 1 < length else following
+            after = tuple(absorbed[position + 1 : position + 1 + self.ready.key_lookahead])
             token, draft = self._read(row, position)
             assert token == row.tokens[position], f"KV of position {position} is not this request's"
             if position >= length - row.deferred:
                 assert draft == NOT_ABSORBED
                 continue
-            assert draft == after or not self.ready.key_lookahead, f"draft KV of position {position} is stale"
+            # A cached row may know more: that much is checked once its tokens are there.
+            assert draft[: len(after)] == after, f"draft KV of position {position} is stale"
 
     def _address(self, row: Row, position: int) -> int:
         page_size = self.ready.page_size
         assert position // page_size < len(row.pages), f"position {position} is outside of the slot's pages"
         return row.pages[position // page_size] * page_size + position % page_size
 
-    def _read(self, row: Row, position: int) -> tuple[int, int]:
+    def _read(self, row: Row, position: int) -> tuple[int, tuple[int, ...]]:
         kv = self.kv[self._address(row, position)]
         assert kv is not None, "read before written"
         return kv
 
-    def _write(self, row: Row, position: int, value: tuple[int, int]) -> None:
+    def _write(self, row: Row, position: int, value: tuple[int, tuple[int, ...]]) -> None:
         assert position >= row.work.start, "wrote into the cached prefix"
         self.kv[self._address(row, position)] = value
 

@@ -259,7 +259,7 @@ def test_flush_only_when_nothing_runs():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_repeated_prompt_is_found_in_the_cache(depth, lookahead, page_size):
     ready = make_ready(page_size=page_size, num_pages=400 // page_size, key_lookahead=lookahead)
@@ -269,7 +269,7 @@ def test_a_repeated_prompt_is_found_in_the_cache(depth, lookahead, page_size):
             bench.admit(make_admit(uid + again, [n + i for i in range(n)], 6, seed=uid))
             bench.finish_all()
         assert bench.usages[uid].cached_tokens == 0
-        assert bench.usages[uid + 10].cached_tokens >= n - page_size - 1
+        assert bench.usages[uid + 10].cached_tokens >= n - page_size - max(1, lookahead)
         assert bench.usages[uid + 10].cached_tokens < n
     bench.check_streams()
 

@@ -83,7 +83,7 @@ def test_no_prefix_cache_holds_nothing():
     assert len(pool.free) == pool.num_total
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_against_a_dictionary(page_size, lookahead):
     """The longest cached prefix is what a dictionary of every inserted prefix says, splits and locks or not."""

@@ -23,7 +23,7 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         page_size=page_size,
         width=width,
         max_depth=2,
-        key_lookahead=rng.randint(0, 1),
+        key_lookahead=rng.choice([0, 1, 1, 3]),
         chunk_tokens=rng.choice([3, 8, 16, 64]),
         chunk_pairs=200 if seed % 3 == 0 else 0,
         max_len=120,

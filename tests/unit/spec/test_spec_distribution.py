@@ -8,6 +8,7 @@ Deliberately wrong samplers show that the test would notice.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -94,7 +95,14 @@ def outcomes(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], s
     return (tokens[:, :LENGTH] * VOCAB ** torch.arange(LENGTH).flip(0)).sum(1)
 
 
-def p_value(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], num_samples: int, seed: int) -> float:
+def p_value(
+    tables: Tables,
+    verifier: Verifier,
+    guess: Callable[..., Any],
+    num_samples: int,
+    seed: int,
+    outcomes: Callable[..., Tensor] = outcomes,
+) -> float:
     """Of a G-test of so many samples."""
     counts = torch.zeros(VOCAB**LENGTH, dtype=torch.float64)
     for begin in range(0, num_samples, CHUNK):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from prompt_plans import SAMPLINGS, fresh, pack, run
 from ring import RingConfig, tiny_loaded
+from tiny_methods import MULTI_LAYER
 
 from overlap_spec.messages import SamplingParams, SlotWork
 from overlap_spec.worker.build import build_executor
@@ -15,10 +16,12 @@ from overlap_spec.worker.prefill import PromptInputs
 from overlap_spec.worker.prefill_graphs import ROWS, SEATS, GraphPrefiller
 
 
-@pytest.fixture(params=[0, 3], ids=["plain", "eagle3"])
+@pytest.fixture(params=["NONE", "EAGLE3", *MULTI_LAYER])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
-    config = RingConfig(num_steps=request.param, num_slots=10, num_pages=401)
-    yield build_executor(tiny_loaded(1, request.param), config.geometry(), torch.device("cpu"))
+    num_steps = 0 if request.param == "NONE" else 3
+    models = tiny_loaded(1, num_steps, method=request.param)
+    config = RingConfig(num_steps=num_steps, num_slots=10, num_pages=401)
+    yield build_executor(models, config.geometry(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -52,4 +55,5 @@ def test_rows_left_over_are_the_last_seats() -> None:
     assert inputs.finals.tolist() == [4, 10, 10, 10]
     assert inputs.last_rows.tolist() == [2, 3, 0, 0]
     assert inputs.lengths.tolist() == [3, 0, 0, 0]
+    assert inputs.fresh.tolist() == [1, 0, 0, 0]
     assert inputs.row_starts.tolist() == [0, 3, 4, 4, 7]

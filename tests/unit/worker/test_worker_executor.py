@@ -11,10 +11,11 @@ from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, St
 from overlap_spec.spec.interfaces import SpecMethod
 from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.verifier import ChainVerifier
-from overlap_spec.worker.decode import DecodeStep, Verified
+from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.windows import Verified
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
 WIDTH = 4

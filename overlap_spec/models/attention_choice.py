@@ -1,0 +1,25 @@
+"""What flags may say of attention: which operations run it, how far a row looks back. Not here: attention itself."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Of one model. The default is what is fastest on the device that its tensors are on."""
+
+    torch_only: bool = False  # the torch twins, on a GPU too; they ask the device how long requests are
+    prefill_kernel: bool = False  # windows of a chain take the operations of prefill
+    most_keys: int | None = None  # a row sees no more, its own included; None: what the checkpoint says
+
+    @property
+    def places_rows(self) -> bool:
+        """Whether windows must say where each of their rows is, as chunks of prompts do."""
+        return self.torch_only or self.prefill_kernel
+
+    def windows(self, of_layers: tuple[int | None, ...]) -> tuple[int | None, ...]:
+        """The narrower of each layer's own window and `most_keys`."""
+        bounds = ([bound for bound in (window, self.most_keys) if bound is not None] for window in of_layers)
+        return tuple(min(each, default=None) for each in bounds)
+
+
+DEFAULT_ATTENTION = AttentionChoice()

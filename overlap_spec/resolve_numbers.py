@@ -1,0 +1,73 @@
+"""Draft steps, topk and draft tokens: as given, or the defaults of method and model. Not here: which method it is."""
+
+from typing import NamedTuple
+
+from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, LANGUAGE_MODEL_SPEC, EngineConfig, ModelFiles, is_own_method
+from overlap_spec.errors import ConfigError
+
+MAX_TOPK, MAX_TREE_TOKENS = 16, 64  # of the operations on trees
+FIELDS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+GIVEN = "given"
+OF_PRESET = "the default of this alias"
+DEEP = {"LlamaForCausalLM": "Llama"}  # architectures whose heads guess far ahead
+DEEP_SPEC, DEEP_CHAIN, OTHER_SPEC = (5, 4, 8), (5, 1, 6), (3, 1, 4)  # SGLang's; the chain is for what has no trees
+CHAINS_ONLY = ("enable_multi_layer_eagle", "speculative_use_rejection_sampling", "speculative_adaptive_config")
+
+
+class Numbers(NamedTuple):
+    """`counts`: steps, topk, draft tokens."""
+
+    counts: tuple[int, int, int]
+    source: str
+
+
+def resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -> Numbers:
+    """All three numbers or none, as in SGLang. Raises: ConfigError naming the one that is missing or does not fit."""
+    steps, topk, tokens = (getattr(config, field) for field in FIELDS)
+    if steps is None and topk is None and tokens is None:
+        return _default_numbers(config, files)
+    if steps is None or topk is None or tokens is None:
+        raise ConfigError(
+            next(field for field in FIELDS if getattr(config, field) is None),
+            "give --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens"
+            " together, or none of them",
+        )
+    if topk == 1 and tokens != steps + 1:
+        notes.append(f"speculative_num_draft_tokens set from {tokens} to {steps + 1}: a chain (topk 1) has steps + 1")
+    width = steps + 1 if topk == 1 else _tree_width(steps, topk, tokens, notes)
+    return Numbers((steps, topk, width), GIVEN)
+
+
+def _tree_width(steps: int, topk: int, tokens: int, notes: list[str]) -> int:
+    """The root, and as many nodes as were asked for, or as there are: topk children of the root, and topk of each of
+    the topk best nodes of every further level.
+    """
+    most = 1 + topk + (steps - 1) * topk * topk
+    if topk > MAX_TOPK:
+        raise ConfigError("speculative_eagle_topk", f"at most {MAX_TOPK} children of a node are drawn, got {topk}")
+    if min(tokens, most) > MAX_TREE_TOKENS:
+        raise ConfigError(
+            "speculative_num_draft_tokens", f"a tree has at most {MAX_TREE_TOKENS} nodes, root included, got {tokens}"
+        )
+    if tokens > most:
+        notes.append(
+            f"speculative_num_draft_tokens set from {tokens} to {most}: a tree of {steps} steps with topk {topk} has no"
+            " more"
+        )
+    return min(tokens, most)
+
+
+def _default_numbers(config: EngineConfig, files: ModelFiles) -> Numbers:
+    if config.speculative_algorithm in LANGUAGE_MODEL_DRAFTS:
+        return Numbers(LANGUAGE_MODEL_SPEC, "the default of a language model as draft")
+    if files.preset_spec is not None:
+        return Numbers(files.preset_spec[1:], OF_PRESET)
+    if is_own_method(config.speculative_algorithm or ""):
+        return Numbers(OTHER_SPEC, "the default of a method of one's own")
+    found = next((name for name in files.config.get("architectures") or () if name in DEEP), None)
+    chain = next((field for field in CHAINS_ONLY if getattr(config, field)), None)
+    if found is not None and chain is not None:
+        return Numbers(DEEP_CHAIN, f"the default for {DEEP[found]}, as a chain for --{chain.replace('_', '-')}")
+    if found is not None:
+        return Numbers(DEEP_SPEC, f"the default for {DEEP[found]}")
+    return Numbers(OTHER_SPEC, "the default for this architecture")

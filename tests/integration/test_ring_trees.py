@@ -1,0 +1,45 @@
+"""Trees under the ring storm: whatever their shape and whoever proposes them, answers are those of plain decoding."""
+
+from typing import Any
+
+import pytest
+from storm import run_storm
+from tiny_tokenizer import write_tokenizer
+
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+WINDOWED: dict[str, Any] = {"family": "mistral with a window", "num_draft_tokens": 14, "num_steps": 5}
+CASES: dict[str, dict[str, Any]] = {
+    "EAGLE3": {},
+    "EAGLE3, wide": {"method": "EAGLE3", "topk": 8, "num_draft_tokens": 24, "num_steps": 4},
+    "EAGLE3, keys of a window": {"method": "EAGLE3", **WINDOWED},
+    "EAGLE": {},
+    "EAGLE with a token map": {},
+    "NEXTN": {},
+    "NEXTN in DeepSeek's layout": {},
+    "STANDALONE": {},
+    "STANDALONE of fewer tokens": {},
+    "random trees": {},
+}
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def storm_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, int]:
+    return dict(run_storm(num_schedules, codec, **{"method": name, "topk": 3, **CASES[name]}))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_storm_of_a_few_schedules(codec: TextCodec, name: str) -> None:
+    storm_of(name, 25 if "EAGLE3," in name else 12, codec)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", CASES)
+def test_storm_of_400_schedules(codec: TextCodec, name: str, record_summary) -> None:
+    record_summary(f"storm_400_trees_{name.replace(' ', '_')}", {"schedules": 400, **storm_of(name, 400, codec)})

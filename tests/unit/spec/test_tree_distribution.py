@@ -1,0 +1,188 @@
+"""Verified trees keep the target's distribution: the tables, the samples and the G-test of test_spec_distribution.py.
+
+Windows are trees of two levels: the draft's two best tokens, with the noise that the target will draw by or without it,
+and the best three of the two best after each.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from given_scores import GivenScores
+from overlap_spec_kernels import judge_tree, select_tree
+from test_spec_distribution import (
+    CHUNK,
+    DRAFT_IDS,
+    LENGTH,
+    SIGNIFICANCE,
+    TOKENS,
+    VOCAB,
+    Tables,
+    batch_of,
+    p_value,
+)
+from torch import Tensor
+
+from overlap_spec.spec.coins import Thresholds
+from overlap_spec.spec.interfaces import Verifier
+from overlap_spec.spec.tree_coins import TreeCoinVerifier
+from overlap_spec.spec.tree_scores import top_children
+from overlap_spec.spec.types import SlotBatch, Window
+from overlap_spec.spec.verifier import ChainVerifier
+
+LEVELS, TOPK, WIDTH = 2, 2, 6
+CANDIDATE_PARENTS = torch.tensor([-1, -1, 0, 0, 1, 1])
+
+Grow = Callable[[Tables, Tensor, SlotBatch], tuple[Tensor, Tensor]]  # prefixes [B] -> tokens, parents [K, B]
+
+
+def noisy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
+    """As trees are drafted."""
+    first, columns = top_children(GivenScores(tables.draft[tables.key(prefix)]), batch, 0, TOPK, DRAFT_IDS)
+    tokens = DRAFT_IDS[columns]
+    after = tables.draft[tables.key(prefix[:, None] * VOCAB + tokens[:, 0])]
+    second, further = top_children(GivenScores(after), batch, 1, TOPK, DRAFT_IDS)
+    worth = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
+    tokens = torch.cat((tokens[:, 0], DRAFT_IDS[further].flatten(1)), 1)
+    return tuple(select_tree(worth, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
+
+
+def greedy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
+    """Without noise: the same tree for every sample of a prefix."""
+    return noisy(tables, prefix, replace(batch, sampling=replace(batch.sampling, work=replace(WORK, sampled=False))))
+
+
+WORK = batch_of(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)).sampling.work
+
+
+def tree_outcomes(tables: Tables, verifier: Verifier, grow: Grow, seeds: Tensor) -> Tensor:
+    """The first three tokens of each sample, as one number. Shapes: seeds [n] i64 -> [n] i64."""
+    size = len(seeds)
+    prefix, lengths = torch.ones(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    tokens = torch.zeros(size, LENGTH + 2 * (LEVELS + 1), dtype=torch.int64)
+    for _ in range(LENGTH):
+        batch = batch_of(seeds, lengths)
+        window = window_of(prefix, lengths, *grow(tables, prefix, batch))
+        logits = tables.target[tables.key(paths_of(prefix, window))]
+        drawn = verifier.verify(window, GivenScores(logits), batch)
+        assert window.parents is not None
+        judged = judge_tree(
+            drawn.tokens, window.tokens, window.parents, batch.slots, lengths, lengths.clone(), window.tokens.clone(),
+            size, LEVELS + 1, drawn.accept_len,
+        )  # fmt: skip
+        for column in range(LEVELS + 1):
+            token = judged.tokens[:, column]
+            stands = token >= 0
+            tokens[torch.arange(size), lengths + column] = torch.where(stands, token, 0)
+            prefix = torch.where(stands, prefix * VOCAB + token, prefix)
+        lengths = judged.next_positions[0].contiguous()
+    return (tokens[:, :LENGTH] * VOCAB ** torch.arange(LENGTH).flip(0)).sum(1)
+
+
+def window_of(prefix: Tensor, lengths: Tensor, guesses: Tensor, parents: Tensor) -> Window:
+    tokens = torch.cat((torch.full_like(prefix, -1)[None], guesses)).t().contiguous()
+    parents = torch.cat((torch.zeros_like(prefix)[None], parents)).t().contiguous()
+    depths = torch.zeros_like(tokens)
+    for column in range(1, WIDTH):
+        depths[:, column] = depths.gather(1, parents[:, column, None]).squeeze(1) + 1
+    return Window(tokens, lengths[:, None] + depths, parents)
+
+
+def paths_of(prefix: Tensor, window: Window) -> Tensor:
+    """The prefix at each column. Shapes: [B] -> [B, W]."""
+    assert window.parents is not None
+    paths = prefix[:, None].repeat(1, WIDTH)
+    for column in range(1, WIDTH):
+        above = paths.gather(1, window.parents[:, column, None]).squeeze(1)
+        paths[:, column] = above * VOCAB + window.tokens[:, column].clamp(min=0)
+    return paths
+
+
+EXACT: dict[str, tuple[Verifier, Grow]] = {
+    "match": (ChainVerifier(TOKENS), noisy),
+    "match, greedy drafts": (ChainVerifier(TOKENS), greedy),
+    "thresholds at 1": (TreeCoinVerifier(Thresholds(1.0, 1.0), TOKENS), noisy),
+    "thresholds at 1, greedy drafts": (TreeCoinVerifier(Thresholds(1.0, 1.0), TOKENS), greedy),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "num_samples", [200_000, pytest.param(2_000_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
+)
+def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
+    found = p_value(Tables.drawn(5), *EXACT[name], num_samples, 1, tree_outcomes)
+    assert found > SIGNIFICANCE / len(EXACT)
+
+
+class CountsTwice(TreeCoinVerifier):
+    """Wrong: siblings that fell count twice."""
+
+    def _stands(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
+        before = (parents[:, :, None] == parents[:, None]) & (column[:, None] > column)
+        return super()._stands(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
+
+
+class KeepsSiblings(TreeCoinVerifier):
+    """Wrong: what fell may be drawn again."""
+
+    def _residual(self, p: Tensor, place: Tensor, guessed: Tensor) -> Tensor:
+        return p
+
+
+class OfWrongRow(TreeCoinVerifier):
+    """Wrong: a column's children are judged by the p of the column before."""
+
+    def _draw(self, window: Window, logits: Tensor, positions: Tensor, batch: SlotBatch, part: slice) -> Tensor:
+        shifted = torch.cat((logits[:, :1], logits[:, :-1]), 1)
+        return super()._draw(window, shifted, positions, batch, part)
+
+
+WRONG: dict[str, type[TreeCoinVerifier]] = {
+    "siblings counted twice": CountsTwice,
+    "siblings drawn again": KeepsSiblings,
+    "the row before": OfWrongRow,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
+    verifier = WRONG[name](Thresholds(1.0, 1.0), TOKENS)
+    found = [
+        p_value(Tables.drawn(100 + seed), verifier, noisy, CHUNK // 2, seed, tree_outcomes) < SIGNIFICANCE
+        for seed in range(num_seeds)
+    ]
+    assert sum(found) >= 0.99 * num_seeds
+
+
+def test_thresholds_below_one_let_more_guesses_stand() -> None:
+    """And change the distribution, which is why they are called lossy."""
+    lossy = TreeCoinVerifier(Thresholds(0.3, 0.5), TOKENS)
+    assert p_value(Tables.drawn(5), lossy, noisy, CHUNK // 2, 1, tree_outcomes) < SIGNIFICANCE
+    assert accepted(lossy) > accepted(TreeCoinVerifier(Thresholds(1.0, 1.0), TOKENS))
+
+
+def accepted(verifier: Verifier) -> int:
+    """How many first guesses stand, of a thousand samples."""
+    tables, seeds = Tables.drawn(5), torch.arange(1000)
+    batch = batch_of(seeds, torch.zeros_like(seeds))
+    window = window_of(torch.ones_like(seeds), batch.lengths, *greedy(tables, torch.ones_like(seeds), batch))
+    logits = tables.target[tables.key(paths_of(torch.ones_like(seeds), window))]
+    drawn = verifier.verify(window, GivenScores(logits), batch).tokens[:, :1]
+    assert window.parents is not None
+    return int(((window.tokens == drawn) & (window.parents == 0))[:, 1:].any(1).sum())
+
+
+def test_greedy_slots_are_matched() -> None:
+    tables, seeds = Tables.drawn(6), torch.arange(6)
+    batch = batch_of(seeds, torch.zeros_like(seeds))
+    temperature = torch.tensor([0.0, 1.0] * 3, dtype=torch.float64)
+    batch = replace(batch, sampling=replace(batch.sampling, temperature=temperature))
+    prefix = torch.arange(1, 7)
+    window = window_of(prefix, batch.lengths, *noisy(tables, prefix, batch))
+    logits = tables.target[tables.key(paths_of(prefix, window))]
+    drawn = TreeCoinVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenScores(logits), batch)
+    assert drawn.accept_len is None
+    assert torch.equal(drawn.tokens[::2], logits.argmax(2)[::2])

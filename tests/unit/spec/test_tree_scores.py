@@ -1,0 +1,81 @@
+"""The children of nodes: the likeliest tokens, the first a chain's guess; what is dropped is no guess."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from given_scores import GivenScores
+from overlap_spec_kernels import select_tree
+
+from overlap_spec.spec.sampler import draw_after
+from overlap_spec.spec.tree_scores import top_children
+from overlap_spec.spec.types import SAMPLING_WORK, SlotBatch
+
+IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
+ROWS, TOPK = 5, 4
+
+
+def logits(seed: int = 0, rows: int = 3 * ROWS) -> GivenScores:
+    return GivenScores(3 * torch.randn(rows, len(IDS), generator=torch.Generator().manual_seed(seed)))
+
+
+def working(batch: SlotBatch, work: int, **changes: torch.Tensor) -> SlotBatch:
+    return replace(batch, sampling=replace(batch.sampling, work=SAMPLING_WORK[work], **changes))
+
+
+def test_greedy_children_are_the_likeliest_tokens(make_batch) -> None:
+    scores = logits()
+    logs, found = top_children(scores, make_batch([9, 10, 11]), 0, TOPK, IDS)
+    values, columns = scores.given.log_softmax(1).topk(TOPK)
+    torch.testing.assert_close(logs.view(-1, TOPK), values)
+    assert torch.equal(found.view(-1, TOPK), columns)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("work", [0, 1, 2])
+def test_the_first_child_is_what_a_chain_would_guess(make_batch, work: int, level: int) -> None:
+    """Greedy slots and sampled ones in one batch, with filters and masks."""
+    batch = working(
+        make_batch([9, 10, 11]),
+        work,
+        temperature=torch.tensor([0.0, 0.8, 1.3], dtype=torch.float64),
+        top_k=torch.tensor([64, 5, 64]),
+        top_p=torch.tensor([1.0, 0.9, 0.5], dtype=torch.float64),
+        stop_from=torch.tensor([50, 50, 0]),
+        stop_ids=IDS[:3, None].contiguous(),
+    )
+    scores, last = logits(), batch.lengths[:, None].expand(-1, ROWS)
+    guesses = draw_after(scores, last, batch.sampling, IDS, level)
+    for topk in (TOPK, 1):
+        assert torch.equal(IDS[top_children(scores, batch, level, topk, IDS)[1][:, :, 0]], guesses)
+
+
+def test_what_filters_drop_is_worth_nothing(make_batch) -> None:
+    batch = working(make_batch([9, 10, 11], temperature=1.0), 2, top_k=torch.tensor([2, 64, 1]))
+    logs, columns = top_children(logits(), batch, 0, TOPK, IDS)
+    assert (logs > -torch.inf).sum(2).tolist() == [[2] * ROWS, [TOPK] * ROWS, [1] * ROWS]
+    assert all(len(set(row)) == TOPK for row in columns.flatten(0, 1).tolist())
+
+
+def test_siblings_are_distinct_also_where_all_are_equal(make_batch) -> None:
+    flat = GivenScores(torch.zeros(3 * ROWS, len(IDS)))
+    logs, columns = top_children(flat, make_batch([9, 10, 11]), 0, TOPK, IDS)
+    assert torch.equal(columns, torch.arange(TOPK).expand(3, ROWS, TOPK)), "the lower columns"
+    assert logs.unique().numel() == 1
+
+
+@pytest.mark.parametrize("certain", [True, False], ids=["certain", "equal"])
+@pytest.mark.parametrize("num_guesses", range(1, 21))
+def test_ties_never_orphan_a_child(num_guesses: int, certain: bool) -> None:
+    """Three levels of four: first all of probability 1 (as far as floats tell), then a quarter each."""
+    step = 0.0 if certain else float(torch.tensor(0.25).log())
+    worth = torch.tensor([[step] * 4 + [2 * step] * 16])
+    parents = torch.tensor([[-1] * 4 + [node for node in range(4) for _ in range(4)]])
+    tokens = torch.arange(20)[None]
+    guesses, columns = select_tree(worth, tokens, parents, num_guesses)
+    kept = guesses[:, 0].tolist()
+    assert kept == list(range(num_guesses))
+    for place, (token, column) in enumerate(zip(kept, columns[:, 0].tolist(), strict=True)):
+        assert column <= place, "parents come first"
+        assert (column == 0) == (token < 4)
+        assert column == 0 or kept[column - 1] == parents[0, token]

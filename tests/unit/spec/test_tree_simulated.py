@@ -1,0 +1,49 @@
+"""Synthetic acceptance of trees: the mean that was asked for, along a path of the tree."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from given_scores import GivenScores
+from overlap_spec_kernels import judge_tree
+from overlap_spec_kernels.judge_tree import JudgedTree
+from test_spec_simulated import CPU, DRAWN, ConstantVerifier
+
+from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.spec.types import SlotBatch, Window
+
+PARENTS = torch.tensor([0, 0, 0, 1, 2, 3, 5])
+TOKENS = torch.tensor([9, 1, 2, 3, 4, 5, 6])
+LONGEST = 5
+
+
+def judge(mean: float, batch: SlotBatch) -> JudgedTree:
+    verifier, size = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU)), len(batch.slots)
+    tokens, parents = (row.repeat(size, 1) for row in (TOKENS, PARENTS))
+    window = Window(tokens, batch.lengths[:, None].expand_as(tokens), parents)
+    drawn = verifier.verify(window, GivenScores(torch.empty(0, 1)), batch)
+    length, rows = torch.zeros(size + 1, dtype=torch.int64), torch.zeros(size + 1, len(TOKENS), dtype=torch.int64)
+    return judge_tree(
+        drawn.tokens, tokens, parents, batch.slots, batch.lengths, length, rows, size, LONGEST, drawn.accept_len
+    )
+
+
+@pytest.mark.parametrize("mean", [1.0, 2.5, 3.9, 5.0])
+def test_the_mean_is_the_one_asked_for(make_batch, mean: float) -> None:
+    """16 requests of 200 steps, each from where the step before left it, as decoding walks."""
+    batch = make_batch([100] * 16)
+    seeds = torch.randint(0, 1 << 62, (16,), generator=torch.Generator().manual_seed(5))
+    batch = replace(batch, sampling=replace(batch.sampling, seed=seeds))
+    committed = 0
+    for _ in range(200):
+        advance = judge(mean, batch).accept_len + 1
+        committed += int(advance.sum())
+        batch = replace(batch, lengths=batch.lengths + advance)
+    assert committed / (16 * 200) == pytest.approx(mean, rel=0.02)
+
+
+def test_first_children_stand_then_a_drawn_token(make_batch) -> None:
+    judged = judge(4.0, make_batch([10, 11]))
+    assert judged.accept_len.tolist() == [3, 3]
+    assert judged.tokens.tolist() == [[1, 3, 5, DRAWN, -1]] * 2
+    assert judged.path[:, :4].tolist() == [[0, 1, 3, 5]] * 2

@@ -1,0 +1,118 @@
+"""What memory goes to, and what each flag gives back, by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from ring import tiny_loaded
+from tiny_models import tiny_config
+
+from overlap_spec.config import AttentionSettings, EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.errors import ConfigError
+from overlap_spec.resolve import resolve
+from overlap_spec.worker import memory
+from overlap_spec.worker.geometry import demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.savings import Demand, savings
+
+MIB = 1 << 20
+DEMAND = Demand(
+    target_weights=1000 * MIB,
+    draft_weights=100 * MIB,
+    target_kv=4096,
+    draft_kv=1024,
+    vocab_size=MIB // 8,  # a row of logits, twice in float32, is 1 MiB
+    hidden_size=1024,
+    itemsize=4,
+    max_running_requests=8,
+    width=32,
+    chunk=4096,
+    scratch_rows=1024,  # of 1 MiB together
+)
+
+
+def test_the_sum() -> None:
+    assert DEMAND.workspace == (8 * 32 + 512 + 24 * 16) * MIB
+    assert DEMAND.scratch == 9 * MIB, "the dummy slot's too"
+    assert DEMAND.num_bytes == (1100 + 1152 + 9) * MIB
+
+
+def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
+    assert {saving.flag: saving.num_bytes // MIB for saving in savings(DEMAND)} == {
+        "--speculative-num-draft-tokens 16": 8 * 16,
+        "--speculative-eagle-topk 1": 9,
+        "--max-running-requests 4": 4 * 32 + 4,
+        "--dtype bfloat16": 550 + 192 + 4,  # half of the weights, the longest chunk and the trees' rows
+        "--chunked-prefill-size 2048": 192,
+        "--speculative-algorithm NONE": 100 + 8 * 31 + 9,
+    }
+    assert list(savings(DEMAND))[0].flag == "--speculative-num-draft-tokens 16"
+    assert "--dtype bfloat16 (746 MiB and 2560 bytes a token)" in map(str, savings(DEMAND))
+
+
+def test_a_shorter_log_of_n_grams_gives_nine_tenths_back() -> None:
+    ngram = replace(DEMAND, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=300 * MIB, ngram_capacity=10_000_000)
+    assert {saving.flag: saving.num_bytes // MIB for saving in savings(ngram)} == {
+        "--speculative-num-draft-tokens 16": 8 * 16,
+        "--speculative-ngram-capacity 1000000": 270,
+        "--max-running-requests 4": 4 * 32,
+        "--dtype bfloat16": 500 + 192,
+        "--chunked-prefill-size 2048": 192,
+        "--speculative-algorithm NONE": 300 + 8 * 31,
+    }
+
+
+def test_what_is_turned_down_already_gives_nothing_back() -> None:
+    least = replace(
+        DEMAND, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, max_running_requests=4, itemsize=2, chunk=2048
+    )
+    assert savings(least) == []
+
+
+def settled(has_cuda: bool, **flags: Any) -> Settings:
+    files = ModelFiles(
+        weights="/none", config=tiny_config(), tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128,
+        preset_draft="/head", preset_spec=("EAGLE3", 3, 1, 4),
+    )  # fmt: skip
+    return resolve(EngineConfig(**flags), files, Machine(num_cores=2, has_cuda=has_cuda))[0]
+
+
+def test_a_gpu_that_is_too_small_says_what_to_turn_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.torch.cuda, "mem_get_info", lambda: (600 * MIB, 1000 * MIB))
+    models = tiny_loaded(1, 3, torch.float32)
+    with pytest.raises(ConfigError) as caught:
+        settle_geometry(settled(True, dtype="float32"), models, torch.device("cuda"))
+    for words in (
+        "--mem-fraction-static: ",
+        "MiB are missing",
+        "raise --mem-fraction-static, of which 0.01 are 10 MiB",
+        "turn down, in this order: --speculative-num-draft-tokens 2 (0 MiB), --max-running-requests 4",
+    ):
+        assert words in str(caught.value)
+
+
+def test_the_table_says_what_memory_goes_to() -> None:
+    facts = memory_facts(DEMAND, 50 * MIB)
+    assert facts["memory"] == (
+        "1000 MiB of target weights, 100 MiB of draft weights, 1152 MiB of workspace, 9 MiB for trees,"
+        " 50 MiB of CUDA graphs; 5120 bytes of KV cache a token"
+    )
+    assert facts["to save memory"].startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
+
+
+def test_torch_attention_has_shorter_chunks() -> None:
+    models = tiny_loaded(1, 3, torch.float32)
+    attention = AttentionSettings(target_torch=True)
+    settings = settled(True, dtype="float32")
+    long = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, max_len=9000))
+    assert demand_of(long, models).chunk == 8192
+    assert demand_of(msgspec.structs.replace(long, attention=attention), models).chunk == 512
+
+
+def test_the_demand_is_that_of_the_models() -> None:
+    models = tiny_loaded(1, 3, torch.float32)
+    demand = demand_of(settled(False), models)
+    assert demand.target_weights == models.target.num_bytes and demand.draft_weights == models.proposer.num_bytes
+    assert (demand.target_kv, demand.draft_kv) == (2 * 2 * 2 * 16 * 4, 2 * 1 * 2 * 16 * 4)
+    assert (demand.width, demand.max_running_requests, demand.chunk, demand.itemsize) == (4, 48, 512, 4)
