@@ -1,8 +1,9 @@
 """Where a decode step's time goes on a GPU, without server and scheduler: step time, and what of it each kernel takes.
 
     python benchmarks/step_profile.py --output benchmarks/results/step_profile_h200.json
+    python benchmarks/step_profile.py --batch-sizes 8 --model-path benchmarks/shapes/llama-3.1-8b --load-format dummy ..
 
-SmolLM2 in bfloat16 with decode graphs, plain and EAGLE-3 (3, 1, 4), batch 1 and 64, prompts of tests/data.
+Without an engine's flags: SmolLM2 in bfloat16 with decode graphs, plain and EAGLE-3 (3, 1, 4). Prompts of tests/data.
 
 A kernel that is a dependent launch begins while the one before it still runs, and waits for it: its duration is not
 what it costs. So kernels are put in the order of their ends; each is charged from the end of the one before it, or from
@@ -15,6 +16,8 @@ its own begin if that is later; between those two nothing ran. Charges and idle 
 
 import argparse
 import json
+import shlex
+import sys
 import time
 from array import array
 from collections import defaultdict
@@ -27,6 +30,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.config import EngineConfig, Machine
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
@@ -50,25 +54,42 @@ class Ran(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", required=True)
+    parser.add_argument("--output")
     parser.add_argument("--commit")
+    parser.add_argument("--batch-sizes", default="1,64")
+    add_engine_flags(parser)
     arguments = parser.parse_args()
+    batches = [int(batch) for batch in arguments.batch_sizes.split(",")]
     prompts = [row["prompt_ids"] for row in json.loads(ROWS.read_text())["rows"]]
-    config = EngineConfig(max_running_requests=64, max_total_tokens=200_000)
-    figures = [row for asked in (without_speculation(config), config) for row in measure(asked, prompts)]
-    run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads(), arguments.commit)
-    run["command"] = f"python benchmarks/step_profile.py --output {arguments.output}"
-    write_report(arguments.output, {"benchmark": "step_profile", "run": run, "figures": figures})
+    room = {"max_running_requests": max(batches), "max_total_tokens": 16 * PAGES_PER_SLOT * (max(batches) + 2)}
+    config = engine_config(arguments, **room)
+    nothing_asked = config == EngineConfig(**room)
+    configs = (without_speculation(config), config) if nothing_asked else (config,)
+    figures = [row for config in configs for row in measure(config, prompts, batches)]
+    if arguments.output:
+        run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads(), arguments.commit)
+        run["command"] = recorded_command()
+        write_report(arguments.output, {"benchmark": "step_profile", "run": run, "figures": figures})
 
 
-def measure(config: EngineConfig, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """Both batch sizes of one engine."""
+def recorded_command() -> str:
+    """Without what says where the result goes."""
+    kept = [word for pair in zip(sys.argv, ["", *sys.argv], strict=False) if (word := _kept(*pair))]
+    return shlex.join(["python", *kept])
+
+
+def _kept(word: str, before: str) -> str:
+    return "" if {word, before} & {"--output", "--commit"} else word
+
+
+def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) -> list[dict[str, Any]]:
+    """All batch sizes of one engine."""
     settings, _ = resolve(config, resolve_model(config), Machine(8, has_cuda=True))
     executor, geometry, _ = build(settings, lambda done, total: None)
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
     capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
     rows = []
-    for batch in (1, 64):
+    for batch in batches:
         fill(executor, geometry.width, prompts, batch)
         plan = StepPlan(0, Phase.DECODE, [SlotWork(slot) for slot in range(batch)], geometry.width)
         steps(executor, plan, 10, ahead=True)

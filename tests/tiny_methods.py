@@ -66,6 +66,11 @@ def _ngram(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_step
     return NgramDraft.of(NgramSettings(max_match=4, capacity=1024), num_steps, target.embedding.device)
 
 
+def _ngram_by_frequency(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    asked = NgramSettings(max_match=6, max_breadth=4, by_frequency=True, capacity=4096)
+    return NgramDraft.of(asked, num_steps, target.embedding.device)
+
+
 def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     asked = NgramSettings(min_match=2, max_breadth=1, by_frequency=True, capacity=1 << 16)
     return NgramDraft.of(asked, num_steps, target.embedding.device)
@@ -85,6 +90,7 @@ TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
     "STANDALONE": ("STANDALONE", _standalone),
     "STANDALONE of fewer tokens": ("STANDALONE", _smaller_standalone),
     "NGRAM": ("NGRAM", _ngram),
+    "NGRAM by frequency": ("NGRAM", _ngram_by_frequency),
     "NGRAM of chains": ("NGRAM", _ngram_chain),
 }
 

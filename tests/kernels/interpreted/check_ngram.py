@@ -1,0 +1,28 @@
+"""The operations on n-grams under the interpreter: what their twins find, and leave in the log, token by token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ngram_inputs import CASES, NgramOps
+from overlap_spec_kernels._ngram_merge_kernel import merge_on_device
+from overlap_spec_kernels.ngram_absorb import _ngram_absorb_triton, ngram_absorb_reference
+from overlap_spec_kernels.ngram_match import _ngram_match_triton, ngram_match_reference
+from overlap_spec_kernels.ngram_merge import ngram_merge_reference
+from overlap_spec_kernels.ngram_outlook import _ngram_outlook_triton, ngram_outlook_reference
+from overlap_spec_kernels.ngram_store import _ngram_store_triton, ngram_store_reference
+
+TWINS = NgramOps(
+    ngram_store_reference, ngram_absorb_reference, ngram_match_reference, ngram_merge_reference, ngram_outlook_reference
+)
+KERNELS = NgramOps(
+    _ngram_store_triton, _ngram_absorb_triton, _ngram_match_triton, merge_on_device, _ngram_outlook_triton
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_play_as_their_twins_do(name: str) -> None:
+    case = replace(CASES[name], num_steps=4)
+    played = zip(case.play(KERNELS), case.play(TWINS), strict=True)
+    for number, (actual, expected) in enumerate(played):
+        assert torch.equal(actual, expected), f"output {number}"

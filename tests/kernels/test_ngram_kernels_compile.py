@@ -1,0 +1,52 @@
+"""The kernels of n-grams compile for Hopper; no GPU is needed. The interpreter accepts what the compiler does not."""
+
+import importlib
+from typing import Any
+
+import pytest
+import triton
+from ngram_inputs import LIMITS
+from overlap_spec_kernels._launch import TritonKernel
+from overlap_spec_kernels.ngram_log import HASH_STEP, PAGE
+from overlap_spec_kernels.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+INT32 = ("pool_ptr", "page_table_ptr", "log_tokens_ptr", "fill_ptr")
+RECENT = LIMITS["by recency"]
+COMMON: dict[str, Any] = {
+    "MAX_MATCH": RECENT.max_match, "SIZES": sum(1 << size for size in RECENT.sizes), "HASH_STEP": HASH_STEP,
+    "PAGE": PAGE, "MATCH_SHIFT": MATCH_SHIFT, "OWN_BIT": OWN_BIT, "OWN": OWN_MATCHES, "COUNT": OWN_MATCHES,
+    "CONTEXT": RECENT.context, "BRANCH": RECENT.branch, "LEVEL_BITS": 8, "STRENGTH_BITS": 8, "PDL": True,
+}  # fmt: skip
+MERGE = {"NUM_LEVELS": 11, "NO_RANK": 64, "BLOCK_N": 128, "BLOCK_M": 16, "BLOCK_C": 32, "BLOCK_L": 16}
+KERNELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("ngram_store", "_ngram_store_kernel", {"BLOCK": 16}),
+    ("ngram_match", "_ngram_match_kernel", {"BLOCK": 1024}),
+    ("ngram_match", "_ngram_match_kernel", {"BLOCK": 2048, "PAGE_SIZE": 1}),
+    ("ngram_absorb", "_ngram_absorb_kernel", {"BLOCK_B": 64}),
+    ("_ngram_merge_kernel", "_ngram_merge_kernel", MERGE | {"BY_FREQUENCY": False}),
+    ("_ngram_merge_kernel", "_ngram_merge_kernel", MERGE | {"BY_FREQUENCY": True, "BLOCK_N": 2048, "PAGE_SIZE": 1}),
+    ("ngram_outlook", "_ngram_outlook_kernel", {"BLOCK_K": 16, "BLOCK_D": 16}),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "constants"), KERNELS)
+def test_it_compiles_without_spills(module: str, name: str, constants: dict[str, Any]) -> None:
+    scope = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))
+    if isinstance(scope[name], TritonKernel):  # as its first launch would do
+        scope[name].compile_module()
+    function = scope[name]
+    known = COMMON | {"PAGE_SIZE": 16} | constants
+    constants = {argument: known[argument] for argument in function.arg_names if argument in known}
+    pointers = dict.fromkeys(INT32, "*i32") | ({"tokens_ptr": "*i32"} if module == "ngram_absorb" else {})
+    signature = {
+        argument: "constexpr"
+        if argument in constants
+        else pointers.get(argument, "*i64" if argument.endswith("_ptr") else "i32")
+        for argument in function.arg_names
+    }
+    by_place = {(function.arg_names.index(argument),): value for argument, value in constants.items()}
+    compiled = triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options={"num_warps": 4})
+    assert "griddepcontrol.wait" in compiled.asm["ptx"] and ".local" not in compiled.asm["ptx"]
