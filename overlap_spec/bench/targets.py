@@ -72,6 +72,14 @@ def _chat_ratio(report: Report) -> float | None:
     return ours / plain if ours and plain else None
 
 
+def _steps(work: str, figures: dict[int, tuple[float, float]]) -> tuple[Target, ...]:
+    """Step times by batch: those of the peer, and what must be reached."""
+    return tuple(
+        Target(f"{work}, batch {batch}, ms a step", _step("engine", batch), peer, must, None)
+        for batch, (peer, must) in figures.items()
+    )
+
+
 FIRST_TOKEN = "first token of 128-token prompts, batch 1, ms (SGLang: 28 to 40)"
 SYNTHETIC = "EAGLE-3 (3, 1, 4), synthetic acceptance of 2.5"
 
@@ -96,8 +104,15 @@ TARGETS: dict[str, tuple[Target, ...]] = {  # by the last part of the model's na
         Target(FIRST_TOKEN, _first_token, 28.0, 10.0, None),
     ),
 }
+TREE_TARGETS: dict[str, tuple[Target, ...]] = {
+    "llama-3.1-8b": _steps(
+        "EAGLE-3 tree (5, 8, 32), synthetic acceptance of 2.5", {1: (8.59, 6.2), 8: (12.7, 8.0), 32: (36.5, 26.0)}
+    ),
+    "smollm2": _steps("EAGLE-3 tree (5, 4, 16)", {1: (4.66, 1.3), 64: (6.80, 2.8)}),
+}
 
 
 def targets_of(report: Report) -> tuple[Target, ...]:
-    """The rows for a report's model. Raises: KeyError if nothing is to be reached with it."""
-    return TARGETS[report["engine"]["settings"]["model"].rstrip("/").rpartition("/")[2]]
+    """The rows for a report's model and chain or tree. Raises: KeyError if nothing is to be reached with it."""
+    settings = report["engine"]["settings"]
+    return (TREE_TARGETS if settings["topk"] > 1 else TARGETS)[settings["model"].rstrip("/").rpartition("/")[2]]

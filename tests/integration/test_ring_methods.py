@@ -16,8 +16,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_storm_of_40_schedules(codec: TextCodec, method: str) -> None:
-    run_storm(40, codec, method=method)
+def test_storm_of_25_schedules(codec: TextCodec, method: str) -> None:
+    run_storm(25, codec, method=method)
 
 
 @pytest.mark.full
