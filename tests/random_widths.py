@@ -1,7 +1,8 @@
 """A width policy for storms. Not here: any sense."""
 
 import random
-from collections.abc import Sequence
+
+from overlap_spec.messages import StepResult
 
 
 class RandomWidths:
@@ -23,7 +24,5 @@ class RandomWidths:
             self._now = self._rng.choice([1, *self._widths])
             self._left = self._rng.choice([1, 1, 2, 5, 25 if self._now == 1 else 3])
 
-    def observe(
-        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
-    ) -> None:
-        assert all(len(run) <= proposed + 1 for run, proposed in zip(tokens, num_proposed, strict=True))
+    def observe(self, result: StepResult) -> None:
+        assert all(len(run) <= proposed + 1 for run, proposed in zip(result.tokens, result.num_proposed, strict=True))

@@ -29,6 +29,7 @@ from overlap_spec.messages import (
     Rejected,
     SamplingParams,
     Shutdown,
+    StepCosts,
     StepResult,
     TextDeltas,
     ToClient,
@@ -108,6 +109,7 @@ class RingConfig:
     accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
+    step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
     @property
     def width(self) -> int:
@@ -117,6 +119,7 @@ class RingConfig:
 
     def geometry(self) -> Geometry:
         width = self.width
+        any_width = tuple(range(1, width)) if self.widths_seed is not None else ()
         return Geometry(
             self.num_slots,
             width,
@@ -125,7 +128,7 @@ class RingConfig:
             self.num_pages,
             self.chunk_tokens,
             self.dtype,
-            () if self.widths_seed is None else tuple(range(1, width)),
+            any_width or self.step_costs.widths[:-1],
             method_named(EVERY_METHOD[self.method][0]).foresees,
         )
 
@@ -202,6 +205,8 @@ class WatchedInbox:
         if isinstance(message, StepResult):
             for slot, tokens in zip(self.slots_of_step.pop(message.step_id), message.tokens, strict=True):
                 self.lengths[slot] = self.lengths.get(slot, 0) + len(tokens)
+            for path, tokens in zip(message.paths, message.tokens if message.paths else [], strict=True):
+                assert (path % 2**64).bit_count() == len(tokens), "a column for each token but the bonus, and a bit"
         return message
 
     def _check(self) -> None:
@@ -293,7 +298,10 @@ class Ring:
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
         self.scheduler = build_scheduler(
-            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs)), settings, cache, links
+            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs), costs=config.step_costs),
+            settings,
+            cache,
+            links,
         )
         if config.widths_seed is not None:
             self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)

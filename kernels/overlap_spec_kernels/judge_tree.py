@@ -18,6 +18,8 @@ from torch import Tensor
 from overlap_spec_kernels._judge_tree_kernel import judge_tree_kernel
 from overlap_spec_kernels._launch import dependent_launch, next_power_of_2, require, runs_triton
 
+_MAX_COLUMNS = 64
+
 
 class JudgedTree(NamedTuple):
     """What was decided for each row of the batch."""
@@ -27,7 +29,7 @@ class JudgedTree(NamedTuple):
     path: Tensor  # [B, D] i64: window columns from the root down; column i in place i > accept_len
     accept_len: Tensor  # [B] i64, 0..D - 1
     next_positions: Tensor  # [D, B] i64: new length + row index; row 0 is the new lengths
-    published: Tensor  # [B, D + 1] i64: `tokens`, then the depth of the deepest guess, at most D - 1
+    published: Tensor  # [B, D + 2] i64: `tokens`, the path in bits, the depth of the deepest guess, at most D - 1
 
 
 def judge_tree(
@@ -51,8 +53,10 @@ def judge_tree(
     which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
     twice. With `accept_len`, the walk goes to the lowest child instead, whatever was drawn, so many times or while
     there is one; the guesses on it are committed, then what was drawn after the last.
-    Shapes: drawn, window_tokens, parents [B, W] i64, slots, lengths [B] i64 (of `gather_tree`), length [S] i64, window
-    [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
+    The path in bits says what narrower windows would have committed: bit i - 1 for every column i > 0 on it, and above
+    them bit k, k being the last column with a guess.
+    Shapes: drawn, window_tokens, parents [B, W] i64, W <= 64, slots, lengths [B] i64 (of `gather_tree`), length [S]
+    i64, window [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
     require(drawn.dim() == 2 and drawn.dtype == torch.int64 and drawn.is_contiguous(), "drawn", "[B, W] int64")
     for name, value in {"window_tokens": window_tokens, "parents": parents}.items():
@@ -66,6 +70,7 @@ def judge_tree(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
+    require(drawn.shape[1] <= _MAX_COLUMNS, "drawn", "at most 64 columns")
     require(1 <= depth <= drawn.shape[1], "depth", "1 to the columns of drawn")
     run = _judge_tree_triton if runs_triton(drawn) else judge_tree_reference
     return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len)
@@ -92,6 +97,7 @@ def judge_tree_reference(
     tokens = tokens.masked_fill(step > walked[:, None], -1)
     new_lengths = lengths + walked + 1
     bonus = drawn.gather(1, path.gather(1, walked[:, None])).squeeze(1)
+    deepest = _depths(window_tokens, parents, depth).amax(1, keepdim=True)
     resting = slots == dummy
     length[slots] = new_lengths.masked_fill(resting, 0)
     window[slots, 0] = bonus.masked_fill(resting, 0)
@@ -102,7 +108,7 @@ def judge_tree_reference(
         path=path,
         accept_len=walked,
         next_positions=step[:, None] + new_lengths,
-        published=torch.cat((tokens, _depths(window_tokens, parents, depth).amax(1, keepdim=True)), 1),
+        published=torch.cat((tokens, _path_bits(window_tokens, path, walked), deepest), 1),
     )
 
 
@@ -122,6 +128,15 @@ def _walk(
         walked = walked + found
         path.append(torch.where(found, node, step))
     return torch.cat(path, 1), walked.squeeze(1)
+
+
+def _path_bits(window_tokens: Tensor, path: Tensor, walked: Tensor) -> Tensor:
+    """See `judge_tree`. Shapes: path [B, D], walked [B] -> [B, 1]."""
+    column = torch.arange(window_tokens.shape[1], device=path.device)
+    last = torch.where(window_tokens >= 0, column, 0).amax(1, keepdim=True)
+    step = torch.arange(path.shape[1], device=path.device)
+    stood = torch.where((step > 0) & (step <= walked[:, None]), 1 << (path - 1).clamp(min=0), 0)
+    return (1 << last) + stood.sum(1, keepdim=True)
 
 
 def _depths(window_tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
@@ -156,7 +171,7 @@ def _judge_tree_triton(
         path=drawn.new_empty(num_slots, depth),
         accept_len=drawn.new_empty(num_slots),
         next_positions=drawn.new_empty(depth, batch_stride)[:, :num_slots],
-        published=drawn.new_empty(num_slots, depth + 1),
+        published=drawn.new_empty(num_slots, depth + 2),
     )
     judge_tree_kernel[(num_slots,)](
         drawn,

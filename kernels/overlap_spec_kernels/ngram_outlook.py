@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from overlap_spec_kernels._launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
@@ -15,17 +16,18 @@ from overlap_spec_kernels._launch import TritonKernel, dependent_launch, next_po
 if TYPE_CHECKING:
     import triton.language as tl
 
-LEVEL_BITS, STRENGTH_BITS = 8, 8  # of the number, from below; then a bit
+LEVEL_BITS, STRENGTH_BITS = 8, 8  # of the number, from below; then a column
 
 
 def ngram_outlook(
     guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
 ) -> Tensor:
-    """levels + (strength << 8) + (1 << 16 if some guess after the run was right) of the whole window of each slot.
+    """levels + (strength << 8) + (column of the guess after the run that was right << 16) of each slot's whole window.
 
-    `last` is the window column where the run of accepted guesses ends, 0 the root; `committed` holds the tokens of the
-    run, and then the token after it. Shapes: guesses, parents [S, K] i64, levels, strength [S] i64, slots, last [B]
-    i64, committed [B, D] i64, padded with -1 -> [B] i64. Raises: ValueError naming the argument. Sync: never.
+    Column 0: no such guess was right. `last` is the window column where the run of accepted guesses ends, 0 the root;
+    `committed` holds the tokens of the run, and then the token after it. Shapes: guesses, parents [S, K] i64, levels,
+    strength [S] i64, slots, last [B] i64, committed [B, D] i64, padded with -1 -> [B] i64.
+    Raises: ValueError naming the argument. Sync: never.
     """
     for name, value in {"guesses": guesses, "parents": parents}.items():
         require(value.dim() == 2 and value.shape == guesses.shape, name, "[S, K]")
@@ -43,8 +45,9 @@ def ngram_outlook_reference(
 ) -> Tensor:
     count = (committed >= 0).sum(1, keepdim=True)
     newest = committed.gather(1, (count - 1).clamp(min=0))
-    right = ((guesses[slots] == newest) & (parents[slots] == last[:, None])).any(1)
-    return levels[slots] + (strength[slots] << LEVEL_BITS) + (right.long() << LEVEL_BITS + STRENGTH_BITS)
+    right = (guesses[slots] == newest) & (parents[slots] == last[:, None])
+    column = (right * torch.arange(1, 1 + guesses.shape[1], device=slots.device)).amax(1)
+    return levels[slots] + (strength[slots] << LEVEL_BITS) + (column << LEVEL_BITS + STRENGTH_BITS)
 
 
 def _ngram_outlook_triton(
@@ -105,5 +108,5 @@ def _ngram_outlook_kernel(
     token = tl.load(guesses_ptr + slot * num_guesses + guess, mask=inside, other=-1)
     parent = tl.load(parents_ptr + slot * num_guesses + guess, mask=inside, other=-1)
     right = inside & (token == newest) & (parent == tl.load(last_ptr + row))
-    found = tl.max(right.to(tl.int64), axis=0) << (LEVEL_BITS + STRENGTH_BITS)
+    found = tl.max(tl.where(right, guess + 1, 0), axis=0).to(tl.int64) << (LEVEL_BITS + STRENGTH_BITS)
     tl.store(out_ptr + row, tl.load(levels_ptr + slot) + (tl.load(strength_ptr + slot) << LEVEL_BITS) + found)

@@ -105,6 +105,7 @@ class WorkerReady(Message, frozen=True):
     Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none.
     `foresees`: results have outlooks, and every window is filled whole, whatever the width of the step before.
+    `branches`: guesses are no chain: results of steps with guesses have paths.
     """
 
     num_slots: int
@@ -121,6 +122,7 @@ class WorkerReady(Message, frozen=True):
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
     foresees: bool = False
+    branches: bool = False
 
 
 class StepResult(Message, frozen=True):
@@ -130,8 +132,10 @@ class StepResult(Message, frozen=True):
     `gpu_gap`: seconds the device had nothing to do between the step before and this one, whatever the reason.
     `launch_time`: seconds the host took to launch it; 0 where the host is the device. `outlooks`: of methods that fill
     whole windows, by slot, what was guessed beyond the step's width too: levels of guesses in bits 0-7, how many tokens
-    they rest on in bits 8-15, and in bit 16 whether a guess after the accepted run was right. Empty: no slot had a
-    guess.
+    they rest on in bits 8-15, and from bit 16 on the column of the guess after the accepted run that was right, 0 for
+    none. Empty: no slot had a guess. `paths`: of windows whose guesses are no chain, by slot, what narrower steps
+    would have committed: bit i - 1 for every column i > 0 that stood, and above them bit k, k being the last column
+    with a guess; 64 bits, with a sign. Empty: guess i stood in column i.
     """
 
     step_id: int
@@ -141,6 +145,7 @@ class StepResult(Message, frozen=True):
     gpu_gap: float = 0.0
     launch_time: float = 0.0
     outlooks: list[int] = []
+    paths: list[int] = []
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------

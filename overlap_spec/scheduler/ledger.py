@@ -65,7 +65,7 @@ class Ledger:
 
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
         counters, width, catch_up = self._counters, step.plan.width, step.plan.catch_up
-        self._widths.observe(result.tokens, result.num_proposed, result.outlooks)
+        self._widths.observe(result)
         for request, run, num_proposed in zip(step.requests, result.tokens, result.num_proposed, strict=True):
             request.pending_min -= 1
             request.pending_max -= width

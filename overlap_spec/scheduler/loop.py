@@ -25,6 +25,7 @@ from overlap_spec.messages import (
     ToWorker,
     WorkerReady,
 )
+from overlap_spec.scheduler.acceptance import ChainAcceptance, ColumnAcceptance
 from overlap_spec.scheduler.admission import Admission, why_refused
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.limits import Limits
@@ -157,7 +158,10 @@ def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callab
         return MatchedWidth(ready.width)
     if not ready.step_costs.widths:
         return FixedWidth(ready.width)
-    return OutlookWidth(ready.step_costs) if ready.foresees else MeasuredWidth(ready.step_costs, clock)
+    if ready.foresees:
+        return OutlookWidth(ready.step_costs)
+    acceptance = ColumnAcceptance if ready.branches else ChainAcceptance
+    return MeasuredWidth(ready.step_costs, acceptance(ready.step_costs.widths[-1] - 1), clock)
 
 
 def build_scheduler(

@@ -1,9 +1,9 @@
 """How wide decode steps are: narrower where drafting would lose, down to 1, which is plain decoding.
 
-Not here: what a width means to the device. A step of width w commits 1 + r1 + r1 r2 + .. + r1..r(w-1) tokens per slot,
-r(i) being the rate at which guess i is accepted once all before it were; it takes the seconds that the worker
-measured at start. The policy maximizes tokens per second. It narrows at once, and widens only for a clear gain, some
-steps after the last change: so it does not flap, and errs on the side of plain decoding.
+Not here: what a width means to the device. What a step of a width is expected to commit is learnt from results
+(`acceptance.py`); it takes the seconds that the worker measured at start. The policy maximizes tokens per second. It
+narrows at once, and widens only for a clear gain, some steps after the last change: so it does not flap, and errs on
+the side of plain decoding.
 
 Narrow steps do not test the guesses that they leave out. So now and then a few steps are wider, as rarely as it takes
 to lose at most PROBE_BUDGET if all of their guesses fail; and what is known of guesses that are not tested counts for
@@ -13,17 +13,12 @@ little by then. The first step of a probe has no new guesses yet, the device pro
 import bisect
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from overlap_spec.messages import StepCosts
+from overlap_spec.messages import StepCosts, StepResult
+from overlap_spec.scheduler.acceptance import Estimator
 
-MEMORY = 64  # tests of a guess after which an older one counts 1/e; eight steps' worth where that is more
-FIRST_RATE = 0.7  # what guess 1 is believed to have been accepted at ..
-FIRST_TESTS = 8.0  # .. in so many tests before the first
-PRIOR_TESTS = 2.0  # that of guess i is believed to be that of guess i - 1; how many tests the belief is worth
-STALE_TESTS = 6.0  # how many tests the knowledge of an untested guess is worth when it is probed
 WIDER_GAIN = 1.03  # tokens per second, over those of now, for which a step gets wider
 SETTLING_STEPS = 16  # after a change, until a step gets wider
 PROBE_BUDGET = 0.01  # of the time
@@ -45,10 +40,8 @@ class WidthPolicy(Protocol):
         """Note a decode step that is sent."""
         ...
 
-    def observe(
-        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
-    ) -> None:
-        """Learn from a settled decode step: what each slot committed, how many guesses it had, and its outlook."""
+    def observe(self, result: StepResult) -> None:
+        """Learn from a settled decode step."""
         ...
 
 
@@ -65,58 +58,8 @@ class FixedWidth:
     def planned(self, width: int, batch_size: int) -> None:
         """Nothing to note."""
 
-    def observe(
-        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
-    ) -> None:
+    def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
-
-
-class Acceptance:
-    """Smoothed rates at which guesses 1..K are accepted, each given that those before it were."""
-
-    def __init__(self, num_guesses: int, first_rate: float = FIRST_RATE) -> None:
-        self._tests = [FIRST_TESTS] + [0.0] * (num_guesses - 1)
-        self._passes = [first_rate * FIRST_TESTS] + [0.0] * (num_guesses - 1)
-
-    def observe(self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int]) -> None:
-        """Take in one step's rows."""
-        lengths = zip(map(len, tokens), num_proposed, strict=True)
-        # The guess after the accepted ones was tested too, and failed.
-        self.take(Counter((min(length, proposed), length - 1) for length, proposed in lengths))
-
-    def take(self, rows: Mapping[tuple[int, int], int]) -> None:
-        """Take in one step: how many rows tested so many of their guesses, of which so many passed."""
-        tests, passes = [0] * len(self._tests), [0] * len(self._tests)
-        for (tested, passed), count in rows.items():
-            for i in range(tested):
-                tests[i] += count
-                passes[i] += count * (i < passed)
-        for i, count in enumerate(tests):
-            kept = math.exp(-count / max(MEMORY, 8 * count)) if count else 1.0
-            self._tests[i] = kept * self._tests[i] + count
-            self._passes[i] = kept * self._passes[i] + passes[i]
-
-    def rates(self) -> list[float]:
-        """Of guesses 1..K."""
-        rates = [self._passes[0] / self._tests[0]]
-        for tests, passes in zip(self._tests[1:], self._passes[1:], strict=True):
-            rates.append((passes + PRIOR_TESTS * rates[-1]) / (tests + PRIOR_TESTS))
-        return rates
-
-    def committed(self) -> list[float]:
-        """Expected tokens per slot of a step of width 1..W."""
-        expected, reached = [1.0], 1.0
-        for rate in self.rates():
-            reached *= rate
-            expected.append(expected[-1] + reached)
-        return expected
-
-    def forget(self, tested: int) -> None:
-        """Let what is known of the guesses after the first `tested` count for little."""
-        for i in range(tested, len(self._tests)):
-            kept = min(1.0, STALE_TESTS / self._tests[i]) if self._tests[i] else 1.0
-            self._tests[i] *= kept
-            self._passes[i] *= kept
 
 
 class CostTable:
@@ -141,11 +84,11 @@ class CostTable:
 class MeasuredWidth:
     """The policy of this module's docstring. `clock`: seconds; only the log lines depend on it."""
 
-    def __init__(self, costs: StepCosts, clock: Callable[[], float]) -> None:
+    def __init__(self, costs: StepCosts, acceptance: Estimator, clock: Callable[[], float]) -> None:
         self._costs = CostTable(costs)
         self._widths = costs.widths
         self._clock = clock
-        self.acceptance = Acceptance(self._widths[-1] - 1)
+        self.acceptance = acceptance
         self.current = self._logged = self._widths[-1]
         self._logged_at = -math.inf
         self._since_change = 0
@@ -176,12 +119,9 @@ class MeasuredWidth:
         if self.current != self._logged and self._clock() - self._logged_at >= LOG_S:
             self._log(batch_size)
 
-    def observe(
-        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
-    ) -> None:
+    def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
-        if any(num_proposed):
-            self.acceptance.observe(tokens, num_proposed)
+        self.acceptance.observe(result)
 
     @property
     def _wider(self) -> int:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 from overlap_spec.config import WidthRule
+from overlap_spec.messages import StepResult
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +74,12 @@ class RuledWidth:
     def planned(self, width: int, batch_size: int) -> None:
         """Nothing to note."""
 
-    def observe(
-        self, tokens: Sequence[Sequence[int]], num_proposed: Sequence[int], outlooks: Sequence[int] = ()
-    ) -> None:
+    def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
+        tokens = result.tokens
         rule = self._rule_for(len(tokens))
         before = rule.steps
-        had_guesses = any(num_proposed)
+        had_guesses = any(result.num_proposed)
         rule.observe(sum(map(len, tokens)) / len(tokens) - 1 if had_guesses else None)
         if rule.steps != before and 0 not in (rule.steps, before):  # a rule with 0 probes for ever
             log.info("Draft steps %d -> %d: %.2f guesses accepted on average", before, rule.steps, rule.average)

@@ -54,6 +54,7 @@ def worker_ready(
         max_deferred=geometry.max_deferred,
         roofline=ceiling,
         foresees=models.method.foresees,
+        branches=models.proposer.tree is not None,
     )
 
 

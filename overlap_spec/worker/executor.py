@@ -83,6 +83,7 @@ class Executor:
         plan = handle.plan
         seating = self._seated(handle)
         verified = self.decoder.verify(seating.on_device, plan.width, seating.sampling)
+        handle.has_paths = verified.path is not None
         self._publish(handle, verified.committed.published[: len(plan.work)])  # tokens leave before the draft works
         on_published(handle)
         self.decoder.draft(verified)
@@ -127,6 +128,6 @@ class Executor:
         return loaded
 
     def _publish(self, handle: StepHandle, published: Tensor) -> None:
-        """Start the copy out. Shapes: [B, n + 1] i64: tokens padded with -1, then the number of guesses."""
+        """Start the copy out. Shapes: [B, n] i64 (`Committed.published`)."""
         handle.download = self.device.download(published)
         handle.device.decided = handle.download.done

@@ -40,6 +40,7 @@ class StepHandle:
         self.host = host
         self.device = DeviceTimes()
         self.download: Download
+        self.has_paths = False  # whether the last but one of a row's numbers is a path, as windows of trees have
         self._before = before
 
     def ready(self) -> bool:
@@ -49,7 +50,8 @@ class StepHandle:
     def wait(self) -> StepResult:
         """Block until the tokens are on the host; at most once a step."""
         rows = self.download.rows()
-        tokens = [[token for token in row[:-1] if token >= 0] for row in rows]
+        num_columns = -2 if self.has_paths else -1
+        tokens = [[token for token in row[:num_columns] if token >= 0] for row in rows]
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin
         self.host.published = time.monotonic()
@@ -61,6 +63,7 @@ class StepHandle:
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
             [row[-1] >> OUTLOOK_SHIFT for row in rows] if any(row[-1] >> OUTLOOK_SHIFT for row in rows) else [],
+            [row[-2] for row in rows] if self.has_paths else [],
         )
 
     def _device_seconds(self) -> tuple[float, float]:

@@ -34,12 +34,13 @@ class HostSlot:
 class Committed:
     """What came of a step's windows. `published`: committed tokens, padded with -1, then how many guesses might stand.
 
-    Those are the guesses of a chain, and of a tree the distance of its deepest one from the root.
+    Those are the guesses of a chain, and of a tree the distance of its deepest one from the root. Before them stands,
+    of a tree alone, which columns its path has (`judge_tree`).
     """
 
     verdict: Verdict
     after: SlotBatch  # at the new lengths
-    published: Tensor  # [B, D + 1] i64
+    published: Tensor  # [B, D + 1] i64; of trees [B, D + 2]
 
 
 @dataclass(frozen=True)

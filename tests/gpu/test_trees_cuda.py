@@ -5,6 +5,7 @@ tests/gpu/test_engine_cuda.py, nothing on the launch path may wait for the devic
 """
 
 import json
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,8 @@ from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult
+from overlap_spec.scheduler.acceptance import columns_of
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 NUM_SCHEDULES, NUM_REQUESTS, MOST_TOGETHER = 15, 150, 8
@@ -174,6 +176,39 @@ def test_storm(codec: TextCodec, method: str, batch_sizes: tuple[int, ...], reco
     )
     name = f"storm_trees_{'graphs' if batch_sizes else 'eager'}_{method.replace(' ', '_')}"
     record_summary(name, {"schedules": NUM_SCHEDULES, **seen}, torch.cuda.get_device_name())
+
+
+def test_paths_of_wide_steps_tell_what_narrow_ones_commit(files: ModelFiles, rows: list[dict], record_summary) -> None:
+    """Mean runs at width 8, by columns that stood, against mean runs of steps that are narrower."""
+    engine = tree_of(files, (5, 4, 8), speculative_adaptive=True)
+    try:
+        runs = {width: results_of(engine, prompts_of(rows[:20]), width) for width in (8, 4, 2)}
+    finally:
+        engine.close()
+    paths = [columns_of(result.paths[0]) for result in runs[8]]
+    assert all(last == 7 for _, last in paths)
+    figures = {}
+    for width, results in runs.items():
+        foretold = 1 + sum(column < width for columns, _ in paths for column in columns) / len(paths)
+        measured = sum(len(result.tokens[0]) for result in results) / len(results)
+        assert measured == pytest.approx(foretold, rel=0.06)
+        figures |= {f"width_{width}": round(measured, 4), f"width_{width}_foretold": round(foretold, 4)}
+    record_summary("smollm2_eagle3_tree_columns", figures, torch.cuda.get_device_name())
+
+
+def results_of(engine: Solo, prompts: list[list[int]], width: int) -> list[StepResult]:
+    """Decode steps of one request after the other, all of this width."""
+    results = []
+    for prompt in prompts:
+        pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
+        reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
+        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", prompt).tobytes(), reset=reset)
+        engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], engine._geometry.width)).wait()
+        num_tokens = 1
+        while num_tokens < NUM_TOKENS:
+            results.append(engine.executor.launch(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width)).wait())
+            num_tokens += len(results[-1].tokens[0])
+    return results
 
 
 @sync_mode_warns

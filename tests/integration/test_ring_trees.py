@@ -6,9 +6,13 @@ import pytest
 from storm import run_storm
 from tiny_tokenizer import write_tokenizer
 
+from overlap_spec.messages import StepCosts
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 WINDOWED: dict[str, Any] = {"family": "mistral with a window", "num_draft_tokens": 14, "num_steps": 5}
+# Of one request and of six: who is alone has wide steps, in company they are narrow.
+COSTS = StepCosts((1, 6), (1, 2, 4, 8), ((1.0, 1.02, 1.04, 1.06), (1.0, 3.0, 5.0, 7.0)))
+ADAPTIVE: dict[str, Any] = {"num_draft_tokens": 8, "num_steps": 4, "widths_seed": None, "step_costs": COSTS}
 CASES: dict[str, dict[str, Any]] = {
     "EAGLE3": {},
     "EAGLE3, wide": {"method": "EAGLE3", "topk": 8, "num_draft_tokens": 24, "num_steps": 4},
@@ -20,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "STANDALONE": {},
     "STANDALONE of fewer tokens": {},
     "random trees": {},
+    "EAGLE3, as wide as pays": {"method": "EAGLE3", **ADAPTIVE},
 }
 
 

@@ -129,13 +129,36 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
         assert judged.path[row].tolist() == path + list(range(len(path), depth))
         assert judged.accept_len[row] == accepted
         assert judged.next_positions[:, row].tolist() == list(range(length, length + depth))
-        assert judged.published[row].tolist() == [*tokens, min(max(depths, default=0), depth - 1)]
+        *published, path_bits, deepest = judged.published[row].tolist()
+        last = max((column for column in range(1, width) if guesses[column] >= 0), default=0)
+        assert published == tokens and deepest == min(max(depths, default=0), depth - 1)
+        assert path_bits % 2**64 == sum(1 << column - 1 for column in path[1:]) + (1 << last)
         is_dummy = slot == state.dummy
         assert state.length[slot] == (0 if is_dummy else length)
         assert state.window[slot].tolist() == [0 if is_dummy else drawn[path[-1]], *[-1] * (columns - 1)]
     others = [slot for slot in range(state.dummy) if slot not in slots.tolist()]
     assert torch.equal(state.length[others], before.length[others])
     assert torch.equal(state.window[others], before.window[others])
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_path_says_what_narrower_windows_would_have_committed(kind: str) -> None:
+    num_rows, width, depth = 33, 16, 6
+    state = tree_state(num_rows, width, page_size=16)
+    slots = step_slots(state, num_rows)
+    parents = state.parents[slots]
+    window_tokens, drawn = draws(kind, state.window[slots], parents)
+
+    def judged(columns: int) -> tuple[list[int], list[int]]:
+        """Guesses that stand, and paths in bits."""
+        first = [tensor[:, :columns].contiguous() for tensor in (drawn, window_tokens, parents)]
+        rows = slots, state.length[slots], state.length.clone(), state.window.clone(), state.dummy
+        verdict = judge_tree(*first, *rows, min(depth, columns))
+        return verdict.accept_len.tolist(), verdict.published[:, -2].tolist()
+
+    for word, *narrower in zip(judged(width)[1], *(judged(columns)[0] for columns in range(1, width)), strict=True):
+        path_bits = word ^ 1 << word.bit_length() - 1
+        assert narrower == [(path_bits & (1 << columns - 1) - 1).bit_count() for columns in range(1, width)]
 
 
 def walked(drawn: list[int], guesses: list[int], parents: list[int], most: int, given: bool) -> list[int]:

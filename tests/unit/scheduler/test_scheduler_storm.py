@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 from fake_device import VOCAB, Bench, expected_stream, make_admit, make_ready
+from msgspec.structs import replace
 
-from overlap_spec.messages import Abort, AbortReason, FlushCache, Phase
+from overlap_spec.messages import Abort, AbortReason, FlushCache, Phase, StepCosts
 from overlap_spec.scheduler import admission
 
 NUM_SCHEDULES = 250
@@ -29,7 +30,11 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         max_len=120,
         max_deferred=rng.choice([2, 5, 16]) if width > 1 and seed % 2 else 0,
     )
-    widths_seed = seed if ready.max_deferred else None
+    if ready.max_deferred and seed % 4 == 1:  # as wide as pays
+        seconds = tuple(1 + i * rng.random() / 2 for i in range(width))
+        costs = StepCosts((1, 4), tuple(range(1, width + 1)), (seconds, tuple(2 * s * s for s in seconds)))
+        ready = replace(ready, step_costs=costs, branches=seed % 8 == 1)
+    widths_seed = seed if ready.max_deferred and not ready.step_costs.widths else None
     return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, widths_seed=widths_seed)
 
 

@@ -5,80 +5,26 @@ import random
 
 import pytest
 from fake_device import Bench, expected_stream, make_admit, make_ready
+from played_engine import Chain, Engine
 
-from overlap_spec.messages import Phase, StepCosts
-from overlap_spec.scheduler.width import (
-    MEMORY,
-    PROBE_BUDGET,
-    SETTLING_STEPS,
-    Acceptance,
-    CostTable,
-    FixedWidth,
-    MeasuredWidth,
-)
+from overlap_spec.messages import Phase, StepCosts, StepResult
+from overlap_spec.scheduler.acceptance import MEMORY, ChainAcceptance
+from overlap_spec.scheduler.width import PROBE_BUDGET, SETTLING_STEPS, CostTable, FixedWidth
 
 FREE = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0)))
 DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))  # relative to a step of width 1
-
-
-class Engine:
-    """Plays steps in flight: each guess is accepted with `rates[i]` if those before it were. Counts time and tokens."""
-
-    def __init__(self, costs: StepCosts, rates: list[float], batch_size: int = 1, depth: int = 2) -> None:
-        self.policy = MeasuredWidth(costs, clock=lambda: self.seconds)
-        self.table = CostTable(costs)
-        self.rates = rates
-        self.batch_size = batch_size
-        self.seconds = self.tokens = 0.0
-        self.widths: list[int] = []
-        self._rng = random.Random(5)
-        self._flight: list[tuple[list[list[int]], list[int]]] = []
-        self._depth = depth
-        self._num_guesses = 0
-
-    def run(self, num_steps: int) -> list[int]:
-        """Returns the widths of these steps."""
-        begin = len(self.widths)
-        for _ in range(num_steps):
-            self._step()
-        return self.widths[begin:]
-
-    def _step(self) -> None:
-        width = self.policy.choose(self.batch_size)
-        self.policy.planned(width, self.batch_size)
-        proposed = min(self._num_guesses, width - 1)
-        self._num_guesses = width - 1
-        runs = [[7] * (1 + self._accepted(proposed)) for _ in range(self.batch_size)]
-        self.widths.append(width)
-        self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
-        self.tokens += sum(map(len, runs))
-        self._flight.append((runs, [proposed] * self.batch_size))
-        if len(self._flight) == self._depth:
-            self.policy.observe(*self._flight.pop(0))
-
-    def _accepted(self, proposed: int) -> int:
-        for i in range(proposed):
-            if self._rng.random() >= self.rates[i]:
-                return i
-        return proposed
-
-    def plain_ratio(self) -> float:
-        """Tokens per second over those of plain decoding, since the start."""
-        return self.tokens / self.batch_size / self.seconds * self.table.seconds(self.batch_size)[0]
-
-    def reset_clock(self) -> None:
-        self.seconds = self.tokens = 0.0
+NEVER, MOSTLY = Chain((0.0, 0.0, 0.0)), Chain((0.95, 0.95, 0.95))
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
-@pytest.mark.parametrize("rates", [[0.8, 0.7, 0.6], [0.1, 0.1, 0.1]])
-def test_where_wide_steps_are_free_all_are(batch_size: int, rates: list[float]) -> None:
-    assert set(Engine(FREE, rates, batch_size).run(2000)) == {4}
+@pytest.mark.parametrize("rates", [(0.8, 0.7, 0.6), (0.1, 0.1, 0.1)])
+def test_where_wide_steps_are_free_all_are(batch_size: int, rates: tuple[float, ...]) -> None:
+    assert set(Engine(FREE, Chain(rates), batch_size).run(2000)) == {4}
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 32), (8, 8), (64, 4)])
 def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most: int) -> None:
-    engine = Engine(DEAR, [0.0, 0.0, 0.0], batch_size)
+    engine = Engine(DEAR, NEVER, batch_size)
     widths = engine.run(3000)
     assert 1 in widths[:most], widths[:most]
     assert max(widths[most:]) == 2, "a probe is one width up"
@@ -90,19 +36,19 @@ def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 4 * MEMORY), (64, 40)])
 def test_acceptance_that_is_lost_is_noticed(batch_size: int, most: int) -> None:
-    engine = Engine(DEAR, [0.95, 0.95, 0.95], batch_size)
+    engine = Engine(DEAR, MOSTLY, batch_size)
     engine.run(500)
     assert set(engine.run(100)) == {4}
-    engine.rates = [0.0, 0.0, 0.0]
+    engine.guesses = NEVER
     assert 1 in engine.run(most)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
-    engine = Engine(DEAR, [0.0, 0.0, 0.0], batch_size)
+    engine = Engine(DEAR, NEVER, batch_size)
     engine.run(5000)
     assert engine.policy.current == 1
-    engine.rates = [0.95, 0.95, 0.95]
+    engine.guesses = MOSTLY
     engine.run(2500)
     assert engine.policy.current == 4
     assert set(engine.run(500)) == {4}
@@ -116,16 +62,16 @@ def test_it_is_never_much_worse_than_plain_decoding(batch_size: int, seed: int) 
     for i in range(6):
         two = 1 + rng.random() / (2 if i % 2 else 10)
         costs = StepCosts((1, 64), (1, 2, 4), ((1.0, two, two + rng.random() / (1 if i % 2 else 10)),) * 2)
-        engine = Engine(costs, [rng.random() for _ in range(3)] if i < 4 else [0.0] * 3, batch_size)
+        engine = Engine(costs, Chain(tuple(rng.random() for _ in range(3))) if i < 4 else NEVER, batch_size)
         engine.run(200)
         engine.reset_clock()
         engine.run(3000)
-        assert engine.plain_ratio() > 0.98, (costs, engine.rates)
+        assert engine.plain_ratio() > 0.98, (costs, engine.guesses)
 
 
 def test_close_calls_do_not_flap() -> None:
     """Wide steps at break-even: each change costs a step without guesses, so there are few."""
-    engine = Engine(StepCosts((1,), (1, 4), ((1.0, 1.5),)), [0.5, 0.0, 0.0])
+    engine = Engine(StepCosts((1,), (1, 4), ((1.0, 1.5),)), Chain((0.5, 0.0, 0.0)))
     widths = engine.run(10_000)
     changes = sum(a != b for a, b in zip(widths, widths[1:], strict=False))
     assert changes < 10_000 / SETTLING_STEPS / 4
@@ -142,19 +88,20 @@ def test_batch_sizes_between_and_beyond_the_measured_ones() -> None:
 
 
 def test_rates_are_of_guesses_that_were_tested() -> None:
-    acceptance = Acceptance(3)
+    acceptance = ChainAcceptance(3)
+    of_each = StepResult(0, [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]], [3, 3, 3, 3], 0.0)  # 0, 1, 2, 3 accepted
     for _ in range(1000):
-        acceptance.observe([[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]], [3, 3, 3, 3])  # 0, 1, 2, 3 accepted
+        acceptance.observe(of_each)
     assert acceptance.rates() == pytest.approx([3 / 4, 2 / 3, 1 / 2], abs=0.01)
     assert acceptance.committed() == pytest.approx([1, 1.75, 2.25, 2.5], abs=0.03)
     for _ in range(1000):
-        acceptance.observe([[1], [1, 2], [1]], [1, 1, 0])  # the last slot had no guess
+        acceptance.observe(StepResult(0, [[1], [1, 2], [1]], [1, 1, 0], 0.0))  # the last slot had no guess
     assert acceptance.rates() == pytest.approx([1 / 2, 2 / 3, 1 / 2], abs=0.01), "what is not tested stays"
 
 
 def test_a_change_is_logged_once_and_probes_are_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        engine = Engine(DEAR, [0.0, 0.0, 0.0])
+        engine = Engine(DEAR, NEVER)
         engine.run(3000)
     lines = [record.message for record in caplog.records]
     assert lines[0].startswith("Step width 4 -> ")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from overlap_spec.messages import StepCosts
+from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width import CostTable
 from overlap_spec.scheduler.width_outlook import MatchedWidth, OutlookWidth
 
@@ -20,6 +20,7 @@ class Slot:
     strength: int = 0
     levels: int = 0
     rate: float = 0.0  # at which each guess is right
+    columns: tuple[int, ...] = tuple(range(1, 12))  # where the right guess of each level stands
 
 
 class Engine:
@@ -31,7 +32,7 @@ class Engine:
         self.seconds = self.tokens = 0.0
         self._depth = depth
         self._rng = random.Random(5)
-        self._flight: list[tuple[list[list[int]], list[int], list[int]]] = []
+        self._flight: list[StepResult] = []
 
     def run(self, num_steps: int) -> list[int]:
         """Returns the widths of these steps."""
@@ -40,20 +41,26 @@ class Engine:
     def _step(self) -> int:
         count = len(self.slots)
         width = self.policy.choose(count)
-        runs, proposed, outlooks = [], [], []
+        runs, proposed, outlooks, paths = [], [], [], []
         for slot in self.slots:
             right = 0
             while right < slot.levels and self._rng.random() < slot.rate:
                 right += 1
-            seen = min(right, width - 1)
+            stood = [column for column in slot.columns[:right] if column < width]
+            seen = len(stood)
             runs.append([7] * (seen + 1))
             proposed.append(min(slot.levels, width - 1))
-            outlooks.append(slot.levels | slot.strength << 8 | (right > seen) << 16)
+            outlooks.append(slot.levels | slot.strength << 8 | (slot.columns[seen] << 16 if right > seen else 0))
+            paths.append(sum(1 << column - 1 for column in stood) + (1 << min(11, width - 1)))
         self.tokens += sum(map(len, runs)) / count
         self.seconds += CostTable(CHEAP).seconds(count)[WIDTHS.index(width)]
-        self._flight.append((runs, proposed, outlooks if any(outlooks) else []))
+        self._flight.append(
+            StepResult(
+                0, runs, proposed, 0.0, outlooks=outlooks if any(outlooks) else [], paths=paths if width > 1 else []
+            )
+        )
         if len(self._flight) == self._depth:
-            self.policy.observe(*self._flight.pop(0))
+            self.policy.observe(self._flight.pop(0))
         return width
 
 
@@ -121,10 +128,18 @@ def test_it_is_never_much_slower_than_plain_decoding(num_slots: int) -> None:
     assert engine.tokens / engine.seconds > 0.99
 
 
+@pytest.mark.parametrize(("columns", "best"), [((1, 2, 3), 4), ((2, 5, 6), 8), ((4, 9, 11), 12)])
+def test_a_step_is_as_wide_as_what_is_right_in_its_tree(columns: tuple[int, ...], best: int) -> None:
+    engine = Engine(1)
+    engine.slots[0] = Slot(strength=12, levels=3, rate=1.0, columns=columns)
+    engine.run(100)
+    assert set(engine.run(100)) == {best}
+
+
 def test_explicit_numbers_are_kept_unless_nothing_matches() -> None:
     policy = MatchedWidth(12)
     assert policy.choose(4) == 12
-    policy.observe([[7]] * 4, [0] * 4, [])
+    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0))
     assert policy.choose(4) == 1
-    policy.observe([[7]] * 4, [0] * 4, [0, 0, 3 | 1 << 8, 0])
+    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, outlooks=[0, 0, 3 | 1 << 8, 0]))
     assert policy.choose(64) == 12

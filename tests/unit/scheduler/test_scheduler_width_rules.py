@@ -3,6 +3,7 @@
 import pytest
 
 from overlap_spec.config import WidthRule
+from overlap_spec.messages import StepResult
 from overlap_spec.scheduler.width_rules import RuledSteps, RuledWidth
 
 
@@ -74,8 +75,8 @@ def test_a_rule_holds_from_its_batch_size_on_after_padding() -> None:
 
 def test_results_reach_the_rule_of_their_batch_size() -> None:
     widths = RuledWidth([rule((1, 3), 3), WidthRule(4, (3, 5), initial_steps=3)], padded=())
-    widths.observe([[1], [1]], [0, 0])  # the first step after a change has no guesses: nothing is measured
-    assert widths.choose(2) == 4
-    widths.observe([[1], [1, 2]], [3, 3])  # 0.5 accepted on average
+    widths.observe(StepResult(0, [[1], [1]], [0, 0], 0.0))
+    assert widths.choose(2) == 4, "the first step after a change has no guesses: nothing is measured"
+    widths.observe(StepResult(0, [[1], [1, 2]], [3, 3], 0.0))  # 0.5 accepted on average
     assert widths.choose(2) == 2
     assert widths.choose(4) == 4

@@ -236,7 +236,7 @@ def test_an_outlook_says_what_was_promised_and_what_became_of_it() -> None:
 
     assert outlook([3]) == (4, 2, 1), "a step of width 1 would have had a guess right"
     assert outlook([9]) == (4, 2, 0)
-    assert outlook([3, 4]) == (4, 2, 1)
+    assert outlook([3, 4]) == (4, 2, 2), "in the column after"
     assert outlook([3, 9]) == (4, 2, 0)
     assert outlook([3, 4, 1, 2, 7]) == (4, 2, 0), "nothing was guessed there"
 

@@ -1,0 +1,129 @@
+"""The width policy where guesses branch, against trees that are played by hand: each column tells what it is worth."""
+
+import random
+
+import pytest
+from fake_device import Bench, make_admit, make_ready
+from played_engine import Engine, Tree
+
+from overlap_spec.messages import Phase, StepCosts, StepResult
+from overlap_spec.scheduler.acceptance import ChainAcceptance, ColumnAcceptance
+from overlap_spec.scheduler.width import PROBE_BUDGET, MeasuredWidth
+
+WIDTHS = (1, 2, 4, 8)
+DEAR = StepCosts((1, 64), WIDTHS, ((1.0, 1.2, 1.4, 1.6), (1.0, 1.2, 1.4, 1.6)))
+RICH = Tree((0, 0, 1, 2, 1, 2, 3), (0.55, 0.4, 0.6, 0.6, 0.35, 0.35, 0.6))  # 8 is best
+POOR = Tree((0, 0, 0, 1, 2, 3, 4), (0.5, 0.3, 0.15, 0.08, 0.08, 0.08, 0.08))  # 4 is best
+WRONG = Tree((0, 0, 0, 1, 2, 3, 4), (0.0,) * 7)
+BEST = {RICH: 8, POOR: 4, WRONG: 1}
+
+
+def speeds(tree: Tree, costs: StepCosts) -> dict[int, float]:
+    """Tokens per second of each width."""
+    return {width: tree.committed(width) / s for width, s in zip(costs.widths, costs.seconds[0], strict=True)}
+
+
+@pytest.mark.parametrize("tree", BEST)
+def test_the_trees_are_what_they_are_said_to_be(tree: Tree) -> None:
+    ranked = sorted(speeds(tree, DEAR).items(), key=lambda item: -item[1])
+    assert ranked[0][0] == BEST[tree] and ranked[0][1] > 1.08 * ranked[1][1], ranked
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 8, 64])
+@pytest.mark.parametrize("tree", BEST)
+def test_it_converges_to_the_best_width(tree: Tree, batch_size: int, depth: int) -> None:
+    engine = Engine(DEAR, tree, batch_size, depth)
+    engine.run(1000)
+    widths = engine.run(500)
+    assert widths.count(BEST[tree]) > 0.93 * len(widths), "the rest are probes"
+
+
+@pytest.mark.parametrize("tree", [RICH, POOR])
+def test_a_chains_rates_would_choose_otherwise(tree: Tree) -> None:
+    """They take the first columns to reach as deep as the whole tree does."""
+    engine = Engine(DEAR, tree, batch_size=8, estimator=ChainAcceptance(7))
+    engine.run(1500)
+    widths = engine.run(2000)
+    assert widths.count(BEST[tree]) < 0.5 * len(widths)
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+@pytest.mark.parametrize(("before", "after"), [(RICH, POOR), (RICH, WRONG), (POOR, RICH), (WRONG, RICH)])
+def test_it_follows_when_guesses_change(before: Tree, after: Tree, batch_size: int) -> None:
+    engine = Engine(DEAR, before, batch_size)
+    engine.run(1500)
+    assert engine.policy.current == BEST[before]
+    engine.guesses = after
+    engine.run(2500)
+    assert engine.policy.current == BEST[after]
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_probes_cost_little(batch_size: int) -> None:
+    engine = Engine(DEAR, WRONG, batch_size)
+    engine.run(200)
+    engine.reset_clock()
+    engine.run(6000)
+    assert engine.plain_ratio() >= 1 - PROBE_BUDGET
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_nearly_as_fast_as_the_best_width_for_any_tree(seed: int) -> None:
+    """Trees that are best first, as drafts make them."""
+    rng = random.Random(seed)
+    first = rng.random()
+    tree = Tree((0, 1, 0, 2, 1, 4, 3), tuple(min(first, rate) for rate in (0.9, 0.8, 0.1, 0.7, 0.1, 0.6, 0.5)))
+    two = 1 + rng.random() / 4
+    four = two + rng.random() / 4
+    costs = StepCosts((1,), WIDTHS, ((1.0, two, four, four + rng.random() / 2),))
+    engine = Engine(costs, tree, batch_size=4)
+    engine.run(500)
+    engine.reset_clock()
+    engine.run(4000)
+    assert engine.plain_ratio() > 0.95 * max(speeds(tree, costs).values())
+
+
+def path(*columns: int, last: int) -> int:
+    """As a result has it, with a sign."""
+    word = sum(1 << column - 1 for column in columns) + (1 << last)
+    return word - (1 << 64) if word >> 63 else word
+
+
+def result(*paths: int) -> StepResult:
+    return StepResult(0, [[7]] * len(paths), [0] * len(paths), 0.0, paths=list(paths))
+
+
+def test_each_column_is_tested_by_the_windows_that_have_it() -> None:
+    acceptance = ColumnAcceptance(4)
+    for _ in range(1000):
+        acceptance.observe(result(path(1, 3, last=4), path(2, last=4), path(1, 3, 4, last=4), path(last=4)))
+    assert acceptance.rates() == pytest.approx([1 / 2, 1 / 4, 1 / 2, 1 / 4], abs=0.01)
+    assert acceptance.committed() == pytest.approx([1, 1.5, 1.75, 2.25, 2.5], abs=0.03)
+    for _ in range(1000):
+        acceptance.observe(result(path(1, 2, last=2), path(last=0)))  # narrower, and no guess at all
+    assert acceptance.rates() == pytest.approx([1, 1, 1 / 2, 1 / 4], abs=0.02), "what is not tested stays"
+    for _ in range(100):
+        acceptance.observe(StepResult(0, [[7]], [0], 0.0))
+    assert acceptance.rates() == pytest.approx([1, 1, 1 / 2, 1 / 4], abs=0.02)
+
+
+def test_the_widest_window_there_is() -> None:
+    acceptance = ColumnAcceptance(63)
+    for _ in range(500):
+        acceptance.observe(result(path(1, 63, last=63)))
+    assert acceptance.rates() == pytest.approx([1, *[0] * 61, 1], abs=0.04)
+
+
+def test_a_scheduler_learns_from_the_paths_of_results() -> None:
+    """The fake device's paths are random columns, each in half of the steps that have it."""
+    costs = StepCosts((1, 8), (1, 2, 4), ((1.0, 1.1, 2.0),) * 2)
+    bench = Bench(make_ready(step_costs=costs, max_deferred=4, num_pages=200, branches=True))
+    policy = bench.scheduler.planner.widths
+    assert isinstance(policy, MeasuredWidth) and isinstance(policy.acceptance, ColumnAcceptance)
+    for uid in range(1, 5):
+        bench.admit(make_admit(uid, [uid, 2, 3], 150))
+    bench.finish_all()
+    bench.check_streams()
+    widths = [plan.width for plan in bench.all_plans if plan.phase is Phase.DECODE]
+    assert widths[30:].count(2) > 0.9 * len(widths[30:])
