@@ -1,6 +1,5 @@
 """The worker process: loads, warms up, says so, then runs its loop. Not here: the loop (`loop.py`)."""
 
-import gc
 import time
 from functools import partial
 
@@ -124,8 +123,6 @@ async def main(context: ActorContext) -> None:
             "draft_kv_bytes_per_token": models.proposer.kv_shape.bytes_per_token(geometry.dtype),
         }
     )
-    gc.collect()
-    gc.freeze()  # what was loaded stays: no collection between steps goes through it again
     tracer = _step_tracer(context, executor)
     Worker(executor, inbox, context.step_outlet("scheduler"), Patience(settings.spin_s), tracer).run()
     tracer.finish()

@@ -28,22 +28,14 @@ FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_n
 
 
 def warm_up(executor: Executor, geometry: Geometry, prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,)) -> None:
-    """Prefill and decode once in each variant: greedy, sampled, filtered and masked.
-
-    On CUDA at every width, and with prompts in all slots at once: the memory that takes is there from then on.
-    """
-    on_cuda = executor.slots.length.is_cuda  # a CPU compiles nothing, and keeps no memory
+    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width."""
     for num_tokens in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
     for sampling in (GREEDY, SAMPLED, FILTERED):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(PROBE_TOKENS, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
-        if on_cuda:
-            slots = range(min(geometry.num_slots, geometry.max_chunk))
-            everybody = [_prompt(geometry, sampling, start=0, num_tokens=1, slot=slot) for slot in slots]
-            _run(executor, StepPlan(0, Phase.PREFILL, everybody, geometry.width))
-        for width in geometry.narrower if on_cuda else ():
+        for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
             _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
             late = [SlotWork(slot=0, deferred=int(width == 1))]
@@ -69,7 +61,17 @@ def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[in
         decoder.capture(pool)
         prefiller.capture(pool)
         executor.decoder, executor.prefiller = decoder, prefiller
+        _run_uncaptured(executor, geometry)
     return time.perf_counter() - started
+
+
+def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
+    """Once more what no graph holds: a capture gives back the memory that eager steps had."""
+    slots = range(min(geometry.num_slots, geometry.max_chunk))
+    for sampling in (GREEDY, SAMPLED, FILTERED):
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(geometry.max_chunk, geometry.max_len - 1)))
+        everybody = [_prompt(geometry, sampling, start=0, num_tokens=1, slot=slot) for slot in slots]
+        _run(executor, StepPlan(0, Phase.PREFILL, everybody, geometry.width))
 
 
 @dataclass(frozen=True)
