@@ -143,7 +143,6 @@ def main() -> int:
     above = [divergence for divergence in found if divergence.margin > bound]
     device = torch.cuda.get_device_name() if on_cuda else arguments.device
     run = describe_run(device, torch.get_num_threads(), arguments.commit)
-    run["command"] = f"python benchmarks/bf16_divergences.py --output {arguments.output}"
     report = {
         "benchmark": "bf16_divergences",
         "run": run,

@@ -113,7 +113,6 @@ def main() -> None:
             torch.cuda.empty_cache()
     if arguments.output:
         facts = describe_run(torch.cuda.get_device_name(), 1, arguments.commit)
-        facts["command"] = "python benchmarks/choose_tiles.py"
         write_report(arguments.output, {"benchmark": "choose_tiles", "run": facts, "figures": rows})
 
 

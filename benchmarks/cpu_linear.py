@@ -52,7 +52,6 @@ def main() -> None:
         figures.append(row)
         print(row, flush=True)
     run = describe_run("cpu", torch.get_num_threads())
-    run["command"] = f"python benchmarks/cpu_linear.py --output {arguments.output}"
     write_report(arguments.output, {"benchmark": "linear", "run": run, "figures": figures})
 
 

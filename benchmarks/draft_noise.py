@@ -11,9 +11,7 @@ the distribution and commits other tokens.
 import argparse
 import dataclasses
 import json
-import shlex
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +59,6 @@ def main() -> None:
     rows = json.loads((ROOT / "tests/data/greedy64.json").read_text())["rows"][:20] * arguments.num_seeds
     figures = by_matching(rows, arguments.num_threads) + by_rejection(rows, arguments.num_threads)
     run = describe_run("cpu", arguments.num_threads)
-    run["command"] = shlex.join(["python", "benchmarks/draft_noise.py", *sys.argv[1:]])
     write_report(arguments.output, {"benchmark": "draft_noise", "run": run, "figures": figures})
 
 

@@ -9,8 +9,6 @@ save memory`), and in the error of a start that does not fit.
 
 import argparse
 import json
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +79,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--gpu-mib", type=int, default=80 * 1024, help="memory of the GPU")
     arguments = parser.parse_args()
-    run = describe_run("cpu", 1) | {"command": shlex.join(["python", "benchmarks/memory_guide.py", *sys.argv[1:]])}
+    run = describe_run("cpu", 1)
     settings = settled()
     report = {"benchmark": "memory_guide", "run": run, **guide(settings, demand(settings), arguments.gpu_mib)}
     write_report(arguments.output, report)

@@ -180,7 +180,6 @@ def run() -> None:
                 print(rows[-1], flush=True)
     if arguments.output:
         facts = describe_run("none", num_cores, arguments.commit)
-        facts["command"] = f"python benchmarks/round_trip.py{' --poll' if arguments.poll else ''}"
         write_report(arguments.output, {"benchmark": "round_trip", "run": facts, "figures": rows})
 
 

@@ -16,8 +16,6 @@ its own begin if that is later; between those two nothing ran. Charges and idle 
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from array import array
 from collections import defaultdict
@@ -72,18 +70,7 @@ def main() -> None:
     figures = [row for config in configs for row in measure(config, prompts, batches)]
     if arguments.output:
         run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads(), arguments.commit)
-        run["command"] = recorded_command()
         write_report(arguments.output, {"benchmark": "step_profile", "run": run, "figures": figures})
-
-
-def recorded_command() -> str:
-    """Without what says where the result goes."""
-    kept = [word for pair in zip(sys.argv, ["", *sys.argv], strict=False) if (word := _kept(*pair))]
-    return shlex.join(["python", *kept])
-
-
-def _kept(word: str, before: str) -> str:
-    return "" if {word, before} & {"--output", "--commit"} else word
 
 
 def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) -> list[dict[str, Any]]:

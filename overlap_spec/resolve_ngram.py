@@ -3,6 +3,8 @@
 There is one number, the draft tokens of a window; how deep and how wide its tree is follows from what is found.
 """
 
+from collections.abc import Mapping
+
 from overlap_spec.config import NGRAM, EngineConfig, ModelFiles, NgramSettings, SpecSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.resolve_numbers import GIVEN
@@ -26,18 +28,22 @@ _NOT_FOR_NGRAM = {
 }
 
 
+def refuse_flags(config: EngineConfig, reasons: Mapping[str, str]) -> None:
+    """None of these fields may be given. Raises: ConfigError naming the flag, with its reason."""
+    for field, why in reasons.items():
+        if getattr(config, field) not in (None, False):
+            raise ConfigError(field, why)
+
+
 def refuse_ngram_flags(config: EngineConfig) -> None:
     """For every other method. Raises: ConfigError naming the flag."""
-    for field in config.__struct_fields__:
-        if field.startswith(PREFIX) and getattr(config, field) is not None:
-            raise ConfigError(field, "goes with --speculative-algorithm NGRAM alone; leave it out")
+    fields = [field for field in config.__struct_fields__ if field.startswith(PREFIX)]
+    refuse_flags(config, dict.fromkeys(fields, "goes with --speculative-algorithm NGRAM alone; leave it out"))
 
 
 def resolve_ngram(config: EngineConfig, files: ModelFiles) -> SpecSettings:
     """Settle all of it. Raises: ConfigError naming the flag."""
-    for field, why in _NOT_FOR_NGRAM.items():
-        if getattr(config, field) not in (None, False):
-            raise ConfigError(field, why)
+    refuse_flags(config, _NOT_FOR_NGRAM)
     ngram = _settings(config, files)
     asked, most = config.speculative_num_draft_tokens, MOST_TREE_TOKENS
     if ngram.max_breadth == 1:

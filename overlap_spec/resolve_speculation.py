@@ -25,8 +25,8 @@ from overlap_spec.config import (
 from overlap_spec.config_speculation import Algorithm
 from overlap_spec.errors import ConfigError
 from overlap_spec.resolve_multi_layer import brings_draft, with_layers
-from overlap_spec.resolve_ngram import refuse_ngram_flags, resolve_ngram
-from overlap_spec.resolve_numbers import FIELDS, GIVEN, OF_PRESET, resolve_numbers
+from overlap_spec.resolve_ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
+from overlap_spec.resolve_numbers import FIELDS, GIVEN, resolve_numbers
 from overlap_spec.width_rules import read_width_rules
 
 TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # that steps of trees may have besides their own
@@ -36,6 +36,7 @@ NEEDS_SPECULATION = (
     "speculative_draft_model_quantization",
     "speculative_simulate_acc_len",
 )
+NEEDS_DRAFT_MODEL = NEEDS_SPECULATION[:-1]
 
 
 def resolve_speculation(
@@ -48,9 +49,8 @@ def resolve_speculation(
     spec = with_layers(_resolve_spec(config, files, notes), config, files)
     if spec.method != NGRAM:
         refuse_ngram_flags(config)
-    spec = _with_bench_flags(spec, config, notes)
     rules = _resolve_rules(config, spec)
-    spec = _with_widths(spec, config, rules)
+    spec = _with_bench_flags(_with_widths(spec, config, rules), config, notes)
     if spec.width > 1 and spec.numbers_from != GIVEN:
         numbers = (spec.num_steps, spec.topk, spec.width)
         notes.append(f"speculative steps, topk and draft tokens set to {numbers}: {spec.numbers_from}")
@@ -58,21 +58,11 @@ def resolve_speculation(
 
 
 def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> SpecSettings:
-    """Explicit speculative flags replace an alias's preset as a set; without any, the preset holds."""
-    method = config.speculative_algorithm
-    asked = ("speculative_algorithm", "speculative_draft_model_path", "speculative_token_map", *FIELDS)
-    if all(getattr(config, field) is None for field in asked):
-        if files.preset_spec is None:
-            return SpecSettings(PLAIN, None, 0, 0, 1)
-        preset, num_steps, topk, width = files.preset_spec
-        return SpecSettings(preset, files.preset_draft, num_steps, topk, width, numbers_from=OF_PRESET)
-    if method is None:
-        known = ", ".join(get_args(Algorithm))
-        raise ConfigError(
-            "speculative_algorithm", f"missing: another --speculative flag was given; name one of {known}"
-        )
+    """The method, its draft and its numbers. An alias has all three, and keeps what the flags do not replace."""
+    method = _method_of(config, files)
     if method == PLAIN:
-        _refuse_with_none(config)
+        if config.speculative_algorithm is not None:
+            _refuse_with_none(config)
         return SpecSettings(PLAIN, None, 0, 0, 1)
     if method == NGRAM:
         return resolve_ngram(config, files)
@@ -87,6 +77,8 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
         method, draft = MTP, files.weights
     if draft is None and not is_own_method(method):
         raise ConfigError("speculative_draft_model_path", f"{method} needs a draft model: give its directory or hub id")
+    if draft is None:
+        refuse_flags(config, dict.fromkeys(NEEDS_DRAFT_MODEL, f"{method} was given no draft model; leave it out"))
     numbers = resolve_numbers(config, files, notes)
     return SpecSettings(
         method,
@@ -95,6 +87,19 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
         token_map=_resolve_token_map(config, method),
         numbers_from=numbers.source,
     )
+
+
+def _method_of(config: EngineConfig, files: ModelFiles) -> str:
+    """The one that is named, else the alias's, else none. Raises: ConfigError if flags need one and say not which."""
+    if config.speculative_algorithm is not None:
+        return config.speculative_algorithm
+    of_a_method = ("speculative_draft_model_path", "speculative_token_map", *(() if files.preset_spec else FIELDS))
+    if any(getattr(config, field) is not None for field in of_a_method):
+        known = ", ".join(get_args(Algorithm))
+        raise ConfigError(
+            "speculative_algorithm", f"missing: another --speculative flag was given; name one of {known}"
+        )
+    return PLAIN if files.preset_spec is None else files.preset_spec[0]
 
 
 def _resolve_token_map(config: EngineConfig, method: str) -> str | None:
@@ -134,9 +139,7 @@ def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]
     """Where the draft's weights come from, and whether acceptance is made up. Explicit numbers are not needed here."""
     mean = config.speculative_simulate_acc_len
     if spec.width == 1:
-        for field in NEEDS_SPECULATION:
-            if getattr(config, field) is not None:
-                raise ConfigError(field, "has no effect without speculation; leave it out")
+        refuse_flags(config, dict.fromkeys(NEEDS_SPECULATION, "has no effect without speculation; leave it out"))
         return spec
     if mean is not None:
         longest = min(spec.width, spec.num_steps + 1)
@@ -165,7 +168,8 @@ def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule,
     if path is None:
         return ()
     if spec.topk > 1:
-        raise ConfigError("speculative_adaptive_config", "counts the steps of chains: use --speculative-eagle-topk 1")
+        flag = "--speculative-ngram-max-bfs-breadth" if spec.method == NGRAM else "--speculative-eagle-topk"
+        raise ConfigError("speculative_adaptive_config", f"counts the steps of chains: use {flag} 1")
     if not config.speculative_adaptive:
         raise ConfigError("speculative_adaptive_config", "has no effect without --speculative-adaptive")
     return read_width_rules(path, config.speculative_num_steps)
@@ -175,6 +179,11 @@ def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRul
     """Explicit numbers are kept, unless the flag says that they are where to begin."""
     if rules:
         *fewer, num_steps = sorted({steps for rule in rules for steps in rule.candidate_steps})
+        if spec.multi_layer and num_steps > spec.num_steps:
+            raise ConfigError(
+                "speculative_adaptive_config",
+                f"has candidate_steps of up to {num_steps}, and there are {spec.num_steps} layers, one for each step",
+            )
         narrower = tuple(steps + 1 for steps in fewer)
         return msgspec.structs.replace(spec, num_steps=num_steps, width=num_steps + 1, narrower=narrower)
     if spec.width == 1:

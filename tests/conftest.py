@@ -1,4 +1,4 @@
-"""Shared fixtures: where long runs leave their summaries."""
+"""Shared fixtures: the default model and its references, a tokenizer, where long runs leave their summaries."""
 
 import json
 import os
@@ -13,8 +13,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch  # after the lines above
+from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.bench.report import describe_run
+from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.hub import resolve_model
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+DATA = Path(__file__).parent / "data"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,8 +34,29 @@ def heads(request: pytest.FixtureRequest) -> Path:
     """The directory of trained heads; tests that need them are skipped without it."""
     given = request.config.getoption("--heads")
     if given is None:
-        pytest.skip("needs --heads DIR")
+        pytest.skip(
+            "needs --heads DIR: only the EAGLE-3 head of the default model is shipped; the formats of the others are "
+            "checked with random weights in every run"
+        )
     return Path(given)
+
+
+@pytest.fixture(scope="session")
+def files() -> ModelFiles:
+    """Of the default model, found or downloaded once."""
+    return resolve_model(EngineConfig())
+
+
+@pytest.fixture(scope="session")
+def rows() -> list[dict[str, Any]]:
+    """Prompts, and the default model's tokens in transformers (tests/data/make_references.py)."""
+    return json.loads((DATA / "greedy64.json").read_text())["rows"]
+
+
+@pytest.fixture(scope="session")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    """Of a tiny tokenizer."""
+    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture

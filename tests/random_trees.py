@@ -33,6 +33,8 @@ class RandomTreeDraft:
     work: ForwardWork = NO_WORK
     extend_work: ForwardWork = NO_WORK
     aux_layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0
+    token_bytes: int = 0
 
     @classmethod
     def of(cls, target: LoadedTarget, num_levels: int) -> "RandomTreeDraft":

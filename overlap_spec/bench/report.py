@@ -9,15 +9,17 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 VERSIONED = ("overlap-spec", "torch", "triton", "transformers", "pyzmq", "msgspec")
+NOT_RECORDED = ("--output", "--commit")  # where a result goes, and what it says itself: no part of what was measured
 
 
 def describe_run(device: str, num_threads: int, commit: str | None = None) -> dict[str, Any]:
-    """Facts of this machine and this command line.
+    """Facts of this machine and of the command line that this process was started with.
 
     `device`: the worker's, as its start-up facts name it. `commit`: for a source tree without git metadata.
     """
@@ -29,8 +31,18 @@ def describe_run(device: str, num_threads: int, commit: str | None = None) -> di
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONED if (version := _version(name))},
         "commit": commit or _commit(),
-        "command": shlex.join(["overlap-spec", *sys.argv[1:]]),
+        "command": recorded_command(sys.argv),
     }
+
+
+def recorded_command(argv: Sequence[str]) -> str:
+    """What measures the same again: a command line or a script, without `NOT_RECORDED`."""
+    script = Path(argv[0]).resolve()
+    is_script = script.suffix == ".py" and script.stem != "__main__"
+    program = ["python", f"{script.parent.name}/{script.name}"] if is_script else ["overlap-spec"]
+    words = zip(argv[1:], argv, strict=False)  # each with the one before it
+    kept = [word for word, before in words if not {before, word.partition("=")[0]} & set(NOT_RECORDED)]
+    return shlex.join(program + kept)
 
 
 def write_report(path: str, report: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Names to `ModelFiles`: the alias, a directory, a .gguf file, a hub id. Not here: downloads, and reading weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from overlap_spec.config import DUMMY, SMOLLM2_SPEC, EngineConfig, ModelFiles, c
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.gguf_config import read_gguf_config
+from overlap_spec.hub.json_file import read_json
 from overlap_spec.hub.progress import Progress, ignore_progress
 from overlap_spec.hub.snapshots import fetch_config, fetch_file, fetch_repository, fetch_tokenizer, looks_like_hub_id
 
@@ -70,7 +70,7 @@ def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
     else:
         _check_gguf_format(config, smollm2.ALIAS)
         weights = smollm2.fetch_weights(Path(cache_directory()), progress)
-    model = _read_json(smollm2.DATA / "config.json")
+    model = read_json(smollm2.DATA / "config.json")
     return ModelFiles(
         weights=str(weights),
         config=model,
@@ -101,7 +101,7 @@ def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> Mo
         raise ConfigError("load_format", f"gguf needs a .gguf file, and {path} is a directory; name the file in it")
     if not (path / "config.json").is_file():
         raise ConfigError("model_path", f"{path} has no config.json; give a Hugging Face directory or a .gguf file")
-    return _model_files(path, path, _read_json(path / "config.json"), config, progress)
+    return _model_files(path, path, read_json(path / "config.json"), config, progress)
 
 
 def _model_files(
@@ -153,7 +153,7 @@ def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> st
 def _eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:
     """All ids that end a turn: generation_config.json often knows more than config.json."""
     generation = directory / "generation_config.json"
-    configs = [_read_json(generation)] if generation.is_file() else []
+    configs = [read_json(generation)] if generation.is_file() else []
     found: dict[int, None] = {}
     for config in (*configs, model):
         ids = config.get("eos_token_id")
@@ -161,13 +161,3 @@ def _eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:
     if wrong := [token for token in found if not isinstance(token, int) or token < 0]:
         raise CheckpointError(f"{directory}: eos_token_id must be token ids, found {wrong[0]!r}")
     return tuple(found)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content

@@ -4,12 +4,11 @@ Guesses are ids: a draft of another vocabulary runs, is judged exactly, and has 
 said by tokenizer.json; how many ids a model has, by its config.json, where families pad it to sizes of their own.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.hub.json_file import read_json
 
 FIELD = "speculative_draft_model_path"
 
@@ -38,7 +37,7 @@ def check_draft_vocabulary(draft: str, files: ModelFiles) -> list[str]:
 
 
 def _check_sizes(draft: str, files: ModelFiles) -> None:
-    size = _read_json(Path(draft) / "config.json").get("vocab_size")
+    size = read_json(Path(draft) / "config.json").get("vocab_size")
     if size != files.vocab_size:
         raise ConfigError(
             FIELD,
@@ -52,7 +51,7 @@ def _read_vocabulary(directory: Path) -> dict[int, str] | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    content = _read_json(path)
+    content = read_json(path)
     try:
         vocabulary = content["model"]["vocab"]
         tokens = (
@@ -67,13 +66,3 @@ def _read_vocabulary(directory: Path) -> dict[int, str] | None:
 
 def _named(tokens: dict[int, str], token: int) -> str:
     return repr(tokens[token]) if token in tokens else "missing"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content

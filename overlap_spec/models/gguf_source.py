@@ -61,7 +61,7 @@ class GgufSource:
         tensor = self._tensors[name]
         try:
             dequantized = dequantize(tensor.data, tensor.tensor_type)  # a float32 tensor: a view of the file
-        except NotImplementedError:
+        except NotImplementedError:  # what gguf raises for the types that it can only name
             raise CheckpointError(
                 f"{self.origin}: tensor {tensor.name}: type {tensor.tensor_type.name} cannot be dequantised"
             ) from None

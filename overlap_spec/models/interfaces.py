@@ -21,8 +21,6 @@ from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
 
-
-MOST_WINDOW_ROWS = 16  # of a request whose rows may be a window
 MASK_BITS = 64
 
 

@@ -6,6 +6,7 @@ A map knows what surrounds it in a layer, because on a GPU that is one kernel: `
 They hold loaded tensors and are called with [T, ...] rows; there is no module tree and no autograd.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -41,14 +42,14 @@ class RMSNorm(Norm):
         return Normed(stream, self(stream))
 
 
-class _Map:
+class _Map(ABC):
     """What every map can do, one operation after another."""
 
     __slots__ = ()
 
+    @abstractmethod
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, I] -> [T, O]."""
-        raise NotImplementedError
 
     def gated(self, x: Normed) -> Tensor:
         """silu(first half) * second half. Shapes: [T, I] -> [T, O / 2]."""

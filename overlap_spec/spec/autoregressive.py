@@ -20,10 +20,9 @@ from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, RowBatch, Scores, TargetOutput
-from overlap_spec.spec.coins import DraftProbs
+from overlap_spec.spec.coins import DraftProbs, draw_guess
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows
-from overlap_spec.spec.sampler import draw_after
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
@@ -102,7 +101,7 @@ class AutoregressiveProposer:
             if guesses:
                 rows = single_rows(batch, i - 1, self._page_size)
                 drafted = self.advance(guesses[-1], self.features(drafted), rows)
-            guesses.append(self._guess(self.scores(drafted), batch, i))
+            guesses.append(draw_guess(self.scores(drafted), batch, i, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Normed:
@@ -120,10 +119,3 @@ class AutoregressiveProposer:
     def scores(self, drafted: Normed) -> Scores:
         """See `Drafter`."""
         return self._head.scores(drafted)
-
-    def _guess(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
-        """Shapes: scores of B rows -> [B] i64."""
-        if self._probs is not None:
-            return self._probs.draw(scores, batch, index)
-        last = batch.lengths[:, None]
-        return draw_after(scores, last, batch.sampling, self.target_ids, offset=index).squeeze(1)

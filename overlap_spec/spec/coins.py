@@ -87,6 +87,16 @@ class DraftProbs:
         return q.index_copy(2, self.target_ids, self._probs[slots, :num_guesses].double())
 
 
+def draw_guess(scores: Scores, batch: SlotBatch, index: int, target_ids: Tensor, probs: DraftProbs | None) -> Tensor:
+    """Draw guess `index` of each chain: from q if `probs` is to be told of it, else with the target's noise.
+
+    Shapes: scores of B rows, target_ids [Vd] i64 -> target ids [B] i64.
+    """
+    if probs is not None:
+        return probs.draw(scores, batch, index)
+    return draw_after(scores, batch.lengths[:, None], batch.sampling, target_ids, offset=index).squeeze(1)
+
+
 @dataclass(frozen=True)
 class Rejection:
     """Guesses were drawn from `probs`, each with coins of its own."""

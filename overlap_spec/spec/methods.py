@@ -82,6 +82,16 @@ class LoadedProposer(Protocol):
         """What its trees are like; None: it guesses chains."""
         ...
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens Vd that it can guess, where it can draw guesses for rejection sampling (`DraftProbs`); else 0."""
+        ...
+
+    @property
+    def token_bytes(self) -> int:
+        """What each token of the KV pool takes beside its KV."""
+        ...
+
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
         """Make it runnable."""
         ...
@@ -108,6 +118,8 @@ class NoDraft:
     extend_work: ForwardWork = ForwardWork()
     aux_layers: tuple[int, ...] = ()
     tree: TreeShape | None = None
+    draft_vocab_size: int = 0
+    token_bytes: int = 0
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
         return self.make(shape)
@@ -120,6 +132,7 @@ class ChainDraft:
     head: LoadedDraft
     num_steps: int
     tree: TreeShape | None = None
+    token_bytes: int = 0
 
     @property
     def kv_shape(self) -> KVShape:
@@ -128,6 +141,10 @@ class ChainDraft:
     @property
     def num_bytes(self) -> int:
         return self.head.num_bytes
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.head.draft_vocab_size
 
     @property
     def work(self) -> ForwardWork:
@@ -161,6 +178,7 @@ class SmallModelDraft:
     num_steps: int
     aux_layers: tuple[int, ...] = ()
     tree: TreeShape | None = None
+    token_bytes: int = 0
 
     @property
     def kv_shape(self) -> KVShape:
@@ -169,6 +187,10 @@ class SmallModelDraft:
     @property
     def num_bytes(self) -> int:
         return self.draft.num_bytes
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return len(self.draft.target_ids)
 
     @property
     def work(self) -> ForwardWork:
@@ -200,6 +222,8 @@ class TreeDraft:
 
     chain: ChainDraft | SmallModelDraft
     branching: Branching
+    draft_vocab_size: int = 0  # trees are judged by no draft's probabilities
+    token_bytes: int = 0
 
     @property
     def kv_shape(self) -> KVShape:
@@ -242,6 +266,7 @@ class MultiLayerDraft:
     layers: MtpLayersWeights
     aux_layers: tuple[int, ...] = ()
     tree: TreeShape | None = None
+    token_bytes: int = 0
 
     @property
     def kv_shape(self) -> KVShape:
@@ -250,6 +275,10 @@ class MultiLayerDraft:
     @property
     def num_bytes(self) -> int:
         return self.layers.num_bytes
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.layers.layers[0].draft_vocab_size
 
     @property
     def work(self) -> ForwardWork:

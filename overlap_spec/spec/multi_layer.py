@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.spec.coins import DraftProbs
+from overlap_spec.spec.coins import DraftProbs, draw_guess
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import last_rows
-from overlap_spec.spec.sampler import draw_after
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
@@ -153,7 +152,9 @@ class MultiLayerProposer:
             tokens = F.pad(tokens[:, 1:], (0, 1))
             if layer < num_guesses:
                 newest = output.view(len(batch.slots), num_rows, -1)[:, -1].contiguous()
-                guesses.append(self._guess(self._layers.scores(layer, newest), batch, layer))
+                guesses.append(
+                    draw_guess(self._layers.scores(layer, newest), batch, layer, self._layers.target_ids, self._probs)
+                )
                 tokens[:, -1] = guesses[-1]
         return guesses
 
@@ -190,10 +191,3 @@ class MultiLayerProposer:
         positions = begins[:, None] + newest - starts[:, None]
         newest = newest.clamp(min=0)
         self._recent.put(slots, positions, features[newest], prompts.next_tokens[newest])
-
-    def _guess(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
-        """Shapes: scores of B rows -> [B] i64."""
-        if self._probs is not None:
-            return self._probs.draw(scores, batch, index)
-        last = batch.lengths[:, None]
-        return draw_after(scores, last, batch.sampling, self._layers.target_ids, offset=index).squeeze(1)

@@ -32,10 +32,12 @@ class NgramDraft:
     log: NgramLog
     num_guesses: int
     corpus: Tensor  # [n] i32
-    kv_shape: KVShape = KVShape(0, 0, 0)  # its pool has 4 bytes for a token
+    kv_shape: KVShape = KVShape(0, 0, 0)
     work: ForwardWork = ForwardWork()
     extend_work: ForwardWork = ForwardWork()
     aux_layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0  # guesses are not drawn at random
+    token_bytes: int = torch.int32.itemsize  # of its pool
 
     @staticmethod
     def of(asked: NgramSettings, num_guesses: int, place: torch.device) -> NgramDraft:

@@ -26,10 +26,9 @@ from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.spec.coins import DraftProbs
+from overlap_spec.spec.coins import DraftProbs, draw_guess
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows, window_rows
-from overlap_spec.spec.sampler import draw_after
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
@@ -116,7 +115,7 @@ class StandaloneProposer:
             if guesses:
                 rows = single_rows(batch, i, self._page_size)
                 hidden = self.advance(guesses[-1], self.features(hidden), rows)
-            guesses.append(self._guess(self.scores(hidden), batch, i))
+            guesses.append(draw_guess(self.scores(hidden), batch, i, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor | Normed:
@@ -139,13 +138,6 @@ class StandaloneProposer:
     def scores(self, drafted: Tensor | Normed) -> Scores:
         """See `Drafter`."""
         return self._model.scores(drafted)
-
-    def _guess(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
-        """Shapes: scores of B rows -> [B] i64."""
-        if self._probs is not None:
-            return self._probs.draw(scores, batch, index)
-        last = batch.lengths[:, None]
-        return draw_after(scores, last, batch.sampling, self.target_ids, offset=index).squeeze(1)
 
 
 class RereadingProposer(StandaloneProposer):

@@ -65,16 +65,15 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
     """Size the KV pool from what is left. Raises: ConfigError saying what is missing and which flag to turn."""
     dtype = torch_dtype(settings.model.dtype)
     width = settings.spec.width
-    per_token = bytes_per_token(models, dtype)
-    chunk = _max_chunk(settings)
-    budget = _budget(settings, demand_of(settings, models), device)
+    demand = demand_of(settings, models)
+    budget = _budget(settings, demand, device)
     return Geometry(
         num_slots=settings.scheduler.max_running_requests,
         width=width,
         page_size=settings.cache.page_size,
         max_len=settings.model.max_len,
-        num_pages=num_pages(settings.cache, per_token, budget, MIN_REQUEST_TOKENS + 3 * width),
-        max_chunk=chunk,
+        num_pages=num_pages(settings.cache, demand.per_token, budget, MIN_REQUEST_TOKENS + 3 * width),
+        max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
         foresees=models.method.foresees,
@@ -111,6 +110,8 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         scratch_rows=0 if proposer.tree is None else proposer.tree.scratch_rows,
         ngram_log=log,
         ngram_capacity=settings.spec.ngram.capacity,
+        token_bytes=proposer.token_bytes,
+        drawn_from=proposer.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 
 
@@ -122,11 +123,13 @@ def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
         "of n-gram log": demand.ngram_log,
         "of workspace": demand.workspace,
         "for trees": demand.scratch,
+        "of draft probabilities": demand.draft_probs,
         "of CUDA graphs": graph_bytes,
     }
     taken = ", ".join(f"{num_bytes // MIB} MiB {what}" for what, num_bytes in parts.items() if num_bytes)
+    beside = f" and {demand.token_bytes} beside it" if demand.token_bytes else ""
     return {
-        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token",
+        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token{beside}",
         "to save memory": ", ".join(map(str, savings(demand))),
     }
 
@@ -135,7 +138,7 @@ def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:
     if device.type == "cpu":
         return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
     in_order = ", ".join(map(str, savings(demand)))
-    return cuda_budget(settings.cache, demand.workspace + demand.scratch, in_order)
+    return cuda_budget(settings.cache, demand.workspace + demand.scratch + demand.draft_probs, in_order)
 
 
 def _max_chunk(settings: Settings) -> int:

@@ -54,8 +54,8 @@ def free_bytes(device: str) -> int:
 def num_pages(cache: CacheSettings, bytes_per_token: int, budget: Budget, least_tokens: int) -> int:
     """Pages to allocate, the dummy page 0 included.
 
-    `least_tokens`: below this not even one request runs. Raises: ConfigError with the missing MiB and the
-    flags to turn.
+    `bytes_per_token`: of all that is sized by pages. `least_tokens`: below this not even one request runs.
+    Raises: ConfigError with the missing MiB and the flags to turn.
     """
     page_bytes = bytes_per_token * cache.page_size
     fitting = budget.num_bytes // page_bytes - 1

@@ -32,6 +32,13 @@ class Demand:
     scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: those of trees
     ngram_log: int = 0
     ngram_capacity: int = 0  # tokens that the log holds
+    token_bytes: int = 0  # of a token, beside its KV
+    drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
+
+    @property
+    def per_token(self) -> int:
+        """What a token takes in the pool."""
+        return self.target_kv + self.draft_kv + self.token_bytes
 
     @property
     def workspace(self) -> int:
@@ -45,9 +52,16 @@ class Demand:
         return (self.max_running_requests + 1) * self.scratch_rows * self.draft_kv
 
     @property
+    def draft_probs(self) -> int:
+        """What guesses were drawn from, in float32: for each a row, and its own probability; the dummy slot's too."""
+        columns = self.drawn_from + 1 if self.drawn_from else 0
+        return (self.max_running_requests + 1) * (self.width - 1) * columns * 4
+
+    @property
     def num_bytes(self) -> int:
         """All but pages."""
-        return self.target_weights + self.draft_weights + self.ngram_log + self.workspace + self.scratch
+        weights = self.target_weights + self.draft_weights
+        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ class Saving:
 
     flag: str
     num_bytes: int
-    kv_bytes: int  # of a token
+    kv_bytes: int  # of a token in the pool
 
     def __str__(self) -> str:
         per_token = f" and {self.kv_bytes} bytes a token" if self.kv_bytes else ""
@@ -65,9 +79,8 @@ class Saving:
 
 def savings(demand: Demand) -> list[Saving]:
     """What can be turned down, each by itself, in the order in which to try."""
-    kv = demand.target_kv + demand.draft_kv
     return [
-        Saving(flag, demand.num_bytes - less.num_bytes, kv - less.target_kv - less.draft_kv)
+        Saving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
         for flag, less in _turned_down(demand)
         if less.num_bytes < demand.num_bytes
     ]
@@ -89,7 +102,7 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
     if demand.chunk > SHORT_CHUNK:
         yield f"--chunked-prefill-size {SHORT_CHUNK}", replace(demand, chunk=SHORT_CHUNK)
     if demand.width > 1:
-        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0)
+        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0, token_bytes=0)
         yield "--speculative-algorithm NONE", plain
 
 

@@ -1,12 +1,14 @@
 """A tiny model on disk, and services that serve it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from command_line import Service
 from tiny_models import tiny_eagle3, tiny_target, write_checkpoint
 from tiny_tokenizer import write_tokenizer
+
+from overlap_spec import Engine, EngineConfig
 
 CONTEXT = 8192  # long enough for a stream that outlives what a test does to it
 
@@ -29,6 +31,13 @@ def tiny_flags(tiny_model: Path) -> tuple[str, ...]:
         *("--model", str(tiny_model), "--dtype", "float64", "--max-total-tokens", "20000"),
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model", str(tiny_model / "head")),
     )
+
+
+@pytest.fixture(scope="session")
+def engine_of(tiny_model: Path) -> Callable[[dict[str, object]], Engine]:
+    """Not started. Of flags: an engine of the tiny model, exact."""
+    given = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
+    return lambda flags: Engine(EngineConfig(**given | flags))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """EAGLE with a token map through real processes, from flags to tokens: those of plain decoding."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from tiny_eagle import tiny_eagle
 from tiny_models import VOCAB, tiny_target, write_checkpoint
 
-from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec import Engine, SamplingParams
 from overlap_spec.errors import ActorDied
 
+EngineOf = Callable[[dict[str, object]], Engine]
 SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 PLAIN: dict[str, object] = {"speculative_algorithm": "NONE"}
 
@@ -30,14 +32,9 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     }
 
 
-def engine_of(tiny_model: Path, flags: dict[str, object]) -> Engine:
-    config = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
-    return Engine(EngineConfig(**config | flags))
-
-
-def test_tokens_are_those_of_plain_decoding(tiny_model: Path, eagle: dict[str, object]) -> None:
+def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, eagle: dict[str, object]) -> None:
     async def tokens(flags: dict[str, object]) -> list[int]:
-        async with engine_of(tiny_model, flags) as engine:
+        async with engine_of(flags) as engine:
             answer = await engine.client.complete("The sky is", SAMPLING)
             assert flags is PLAIN or 0 < answer.usage.spec_verify_ct < 23, "of 24 tokens one is the prompt's"
             return list(answer.token_ids)
@@ -46,10 +43,10 @@ def test_tokens_are_those_of_plain_decoding(tiny_model: Path, eagle: dict[str, o
 
 
 def test_a_map_of_another_target_fails_the_start_by_its_file(
-    tiny_model: Path, eagle: dict[str, object], tmp_path: Path
+    engine_of: EngineOf, eagle: dict[str, object], tmp_path: Path
 ) -> None:
     async def start() -> None:
-        async with engine_of(tiny_model, eagle | {"speculative_token_map": str(tmp_path / "map.pt")}):
+        async with engine_of(eagle | {"speculative_token_map": str(tmp_path / "map.pt")}):
             pass
 
     torch.save([1, VOCAB], tmp_path / "map.pt")

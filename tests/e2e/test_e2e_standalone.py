@@ -1,6 +1,7 @@
 """A language model as draft through real processes, from flags to tokens: those of plain decoding."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ from tiny_models import tiny_target, write_checkpoint
 from tiny_standalone import tiny_language_draft
 from tiny_tokenizer import write_tokenizer
 
-from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec import Engine, SamplingParams
 from overlap_spec.errors import ConfigError
 
+EngineOf = Callable[[dict[str, object]], Engine]
 SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 PLAIN: dict[str, object] = {"speculative_algorithm": "NONE"}
 
@@ -31,14 +33,9 @@ def flags_of(draft: Path) -> dict[str, object]:
     }
 
 
-def engine_of(tiny_model: Path, flags: dict[str, object]) -> Engine:
-    config = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
-    return Engine(EngineConfig(**config | flags))
-
-
-def test_tokens_are_those_of_plain_decoding(tiny_model: Path, draft: Path) -> None:
+def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, draft: Path) -> None:
     async def tokens(flags: dict[str, object]) -> list[int]:
-        async with engine_of(tiny_model, flags) as engine:
+        async with engine_of(flags) as engine:
             assert not [note for note in engine.notes if "vocabulary" in note], "its tokenizer was compared"
             answer = await engine.client.complete("The sky is", SAMPLING)
             assert answer.usage.spec_verify_ct < len(answer.token_ids) - 1, "no guess was right"
@@ -47,17 +44,17 @@ def test_tokens_are_those_of_plain_decoding(tiny_model: Path, draft: Path) -> No
     assert asyncio.run(tokens(flags_of(draft))) == asyncio.run(tokens(PLAIN))
 
 
-def test_without_a_tokenizer_sizes_are_compared_and_the_log_says_so(tiny_model: Path, draft: Path) -> None:
+def test_without_a_tokenizer_sizes_are_compared_and_the_log_says_so(engine_of: EngineOf, draft: Path) -> None:
     async def notes() -> list[str]:
-        async with engine_of(tiny_model, flags_of(draft) | {"skip_tokenizer_init": True}) as engine:
+        async with engine_of(flags_of(draft) | {"skip_tokenizer_init": True}) as engine:
             return engine.notes
 
     assert any("only the size of its vocabulary" in note for note in asyncio.run(notes()))
 
 
-def test_another_vocabulary_ends_the_start_before_any_process(tiny_model: Path, tmp_path: Path) -> None:
+def test_another_vocabulary_ends_the_start_before_any_process(engine_of: EngineOf, tmp_path: Path) -> None:
     async def start() -> None:
-        async with engine_of(tiny_model, flags_of(other)):
+        async with engine_of(flags_of(other)):
             pass
 
     other = write_tokenizer(write_checkpoint(tmp_path, tiny_language_draft(2, tiny_target(1), vocab=120)), 120)

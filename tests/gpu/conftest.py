@@ -1,4 +1,7 @@
-"""Every test of this folder is marked `cuda`, and skipped on a machine without a GPU."""
+"""Every test of this folder is marked `cuda`, and skipped on a machine without a GPU.
+
+Random inputs begin at the same seed, and torch's products of float32 are IEEE.
+"""
 
 from pathlib import Path
 
@@ -6,7 +9,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch sees none; where there is one: pytest -m cuda"
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
@@ -16,3 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.cuda)
             item.add_marker(NEEDS_GPU)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_ieee() -> None:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False

@@ -10,26 +10,15 @@ import torch
 from plain_oracle import PlainOracle
 from ring import RingConfig, tiny_loaded
 from storm import random_requests, run_requests, run_storm
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import AttentionSettings
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
 BATCH_SIZES = (1, 2, 4, 6)
 NUM_SCHEDULES = 15
 OPS = ("decode_attention", "paged_attention", "rope_kv_write", "tree_attention")
 TORCH = AttentionSettings(target_torch=True, draft_torch=True)
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(autouse=True)
-def _ieee() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @contextmanager

@@ -18,11 +18,6 @@ from torch import Tensor
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def on_gpu(inputs: DecodeInputs) -> DecodeInputs:
     return DecodeInputs(*(to_device(value, "cuda") for value in inputs))
 

@@ -19,8 +19,7 @@ from device_watch import (
 )
 from solo import Solo, SoloAnswer, assert_answers_equal
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams
 
 DATA = Path(__file__).parent.parent / "data"
@@ -30,16 +29,6 @@ FEW = 10  # prompts where a step takes long: one request, launched operation by 
 NUM_STEPS = {"plain": 0, "eagle3": 3}
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0)
 SAMPLED = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=3)
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 def engine_of(files: ModelFiles, num_steps: int, batch: int = BATCH, **flags: Any) -> Solo:

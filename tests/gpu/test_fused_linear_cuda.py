@@ -37,12 +37,6 @@ LARGE = [
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of a norm over a norm
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 

@@ -21,11 +21,6 @@ REQUESTS = [[(0, 1)], [(70, 3), (0, 3), (15, 3)], [(50, 9), (3, 9)]]  # decode a
 CHUNKS = [[(0, 65)], [(5, 7), (0, 333), (19, 1)], [(130, 40)]]
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def on_gpu(inputs: Any) -> tuple[Any, ...]:
     return tuple(to_device(value, "cuda") for value in inputs)
 

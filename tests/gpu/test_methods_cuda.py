@@ -11,22 +11,11 @@ from ring import RingConfig, tiny_loaded
 from storm import run_requests, run_storm
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 from tiny_methods import TINY_METHODS
-from tiny_tokenizer import write_tokenizer
 
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, NUM_REQUESTS = 15, 150
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(autouse=True)
-def _ieee() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("method", OTHERS)

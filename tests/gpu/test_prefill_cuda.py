@@ -18,7 +18,6 @@ Make = Callable[[bool], Executor]
 
 @pytest.fixture(params=[0, 3], ids=["plain", "eagle3"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    torch.backends.cuda.matmul.allow_tf32 = False
     place = torch.device("cuda", 0)
     config = RingConfig(num_steps=request.param, num_slots=10, num_pages=401, chunk_tokens=160, dtype=torch.float32)
     models = tiny_loaded(1, request.param, torch.float32, place)

@@ -15,9 +15,8 @@ from near_oracle import NearOracle
 from plain_oracle import PlainOracle
 from ring import RingConfig, tiny_loaded
 from storm import Request, random_requests, run_requests, run_storm
-from tiny_tokenizer import write_tokenizer
 
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 Watch = Callable[[], AbstractContextManager[object]]
 
@@ -35,16 +34,6 @@ RINGS = {
     "graphs-plain": {"graph_batch_sizes": BATCH_SIZES, "num_steps": 0, "page_size": 8, "num_pages": 23},
     "eager": {"page_size": 1, "num_pages": 180, "widths_seed": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(autouse=True)
-def _ieee() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def mixed_requests(seed: str, count: int, filters: bool = True) -> list[Request]:

@@ -19,11 +19,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 PAGE_SIZE = 16
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def widened(value: object) -> object:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 

@@ -16,11 +16,6 @@ from torch import Tensor
 PREFIXES = [300, 0, 15, 1, 17, 16, 700]
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def every_group() -> list[Case]:
     """Every group and head dim in both dtypes."""
     return [

@@ -39,11 +39,6 @@ PAGE_SIZE = 16
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", [*SHAPES, (200, 32, 32, 6)])
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def on_gpu(*values: Any) -> tuple[Any, ...]:
     return tuple(to_device(value, "cuda") for value in values)
 

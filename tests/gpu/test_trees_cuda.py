@@ -18,27 +18,15 @@ from solo import Solo, assert_answers_equal
 from storm import run_requests, run_storm
 from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of, set_up, tokens_of
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
-from tiny_tokenizer import write_tokenizer
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult
 from overlap_spec.scheduler.acceptance import columns_of
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, NUM_REQUESTS, MOST_TOGETHER = 15, 150, 8
 SHAPES = {"4-3-10": (4, 3, 10), "5-8-32": (5, 8, 32), "1-4-5": (1, 4, 5), "8-16-64": (8, 16, 64)}
 DRAFTED = ["EAGLE", "EAGLE with a token map", "EAGLE3", "NEXTN", "STANDALONE", "STANDALONE of fewer tokens"]
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 def tree_of(files: ModelFiles, shape: tuple[int, int, int], **flags: Any) -> Solo:
@@ -150,16 +138,6 @@ def test_ready_means_warm(files: ModelFiles, rows: list[dict], dtype: str) -> No
         engine.close()
     assert not compiled, compiled
     assert taken == 0
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(autouse=True)
-def _ieee() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("batch_sizes", [(), BATCH_SIZES], ids=["eager", "graphs"])

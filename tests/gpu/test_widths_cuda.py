@@ -9,13 +9,11 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from device_watch import sync_mode_warns, synchronization_is_an_error
 from solo import Solo, assert_answers_equal
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.worker.geometry import MAX_DEFERRED
 from overlap_spec.worker.warmup import _step_seconds, measure_steps
@@ -23,11 +21,6 @@ from overlap_spec.worker.warmup import _step_seconds, measure_steps
 ROWS = json.loads((Path(__file__).parent.parent / "data" / "greedy64.json").read_text())["rows"]
 NUM_TOKENS = 64
 CUDA: dict[str, Any] = {"device": "cuda", "graphs": True}
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
 
 
 def answer(engine: Solo, prompt: list[int], seed: int) -> list[int]:

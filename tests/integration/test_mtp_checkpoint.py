@@ -6,17 +6,15 @@ target with a layer trained for it (`--heads DIR` with `mtp/`), where what the l
 """
 
 import json
-import shutil
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from merged_mimo import merge
 from mtp_reference import DeepSeek, Mimo, ReferenceMtp, generate
-from solo import Solo, assert_equal_up_to_near_ties
-from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, check_chain, greedy
+from solo import assert_equal_up_to_near_ties
+from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
 from tiny_models import TinyCheckpoint, tiny_target, write_checkpoint
 from tiny_mtp import in_deepseek_layout, with_mtp
 from torch import Tensor
@@ -28,18 +26,6 @@ from overlap_spec.hub import resolve_model
 
 FEW_PROMPTS = 4
 PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
-
-
-def chain_of(files: ModelFiles, num_steps: int, method: str = "EAGLE", **more: Any) -> Solo:
-    return Solo(
-        files,
-        device="cpu",
-        speculative_algorithm=method,
-        speculative_num_steps=num_steps,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=num_steps + 1,
-        **more,
-    )
 
 
 def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
@@ -74,25 +60,9 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
         first, steps = generate(target, mtp, prompt, num_steps, FEW_TOKENS)
         chains.append({"first": first, "steps": [vars(step) for step in steps]})
         rows.append({"prompt_ids": prompt})
-    solo = chain_of(files, num_steps, method, dtype="float64")
-    try:
+    with closing(chain_of(files, num_steps, method, dtype="float64")) as solo:
         lengths = check_chain(solo, rows, chains, FEW_TOKENS)
-    finally:
-        solo.close()
     assert len(set(lengths)) > 2
-
-
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ModelFiles]:
-    heads: Path = request.getfixturevalue("heads")
-    directory = tmp_path_factory.mktemp("mimo")
-    yield merge(resolve_model(EngineConfig()), heads / "mtp", directory)
-    shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +75,14 @@ def chains() -> dict[str, list[dict[str, Any]]]:
 def test_a_trained_layer_drafts_as_the_written_out_loop(
     merged: ModelFiles, rows: list[dict], chains: dict, num_steps: int
 ) -> None:
-    solo = chain_of(merged, num_steps)
-    try:
+    with closing(chain_of(merged, num_steps, "EAGLE")) as solo:
         lengths = check_chain(solo, rows[:FEW_PROMPTS], chains[str(num_steps)][:FEW_PROMPTS], FEW_TOKENS)
-    finally:
-        solo.close()
     assert len(set(lengths)) > 2
 
 
 def test_two_steps_in_flight_and_small_pages_change_nothing(merged: ModelFiles, rows: list[dict]) -> None:
-    solo = chain_of(merged, 3, "NEXTN", depth=2, page_size=1)
-    try:
+    with closing(chain_of(merged, 3, "NEXTN", depth=2, page_size=1)) as solo:
         assert_equal_up_to_near_ties(rows[:2], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
-    finally:
-        solo.close()
 
 
 @pytest.mark.full
@@ -127,10 +91,6 @@ def test_two_steps_in_flight_and_small_pages_change_nothing(merged: ModelFiles, 
 def test_accept_length_is_the_written_out_loops(
     merged: ModelFiles, rows: list[dict], chains: dict, num_steps: int, record_summary
 ) -> None:
-    solo = chain_of(merged, num_steps)
-    try:
+    with closing(chain_of(merged, num_steps, "EAGLE")) as solo:
         lengths = check_chain(solo, rows[:20], chains[str(num_steps)], ALL_TOKENS)
-    finally:
-        solo.close()
-    figures = {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
-    record_summary(f"smollm2_mtp_chain{num_steps}_cpu", figures)
+    record_summary(f"smollm2_mtp_chain{num_steps}_cpu", accept_figures(lengths))

@@ -5,19 +5,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from ring import Answer, Ring, RingConfig, running, tiny_loaded
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.messages import SamplingParams, StepResult
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPT = [(7 * i) % 100 + 10 for i in range(45)]
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.95, seed=1234, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def with_ring(codec: TextCodec, config: RingConfig, use: Callable[[Ring], Awaitable[object]]) -> object:

@@ -2,23 +2,16 @@
 
 import random
 
-import pytest
 import torch
 from near_oracle import NearOracle
 from ring import Answer, RingConfig, tiny_loaded
 from storm import random_requests, run_requests
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 MOST = 0.15  # of logits with a deviation of 3
 CONFIG = RingConfig(num_steps=3, num_pages=60, num_slots=5, dtype=torch.bfloat16, widths_seed=3, max_len=120)
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 class Recording:

@@ -3,16 +3,14 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from ring import RingConfig, running, tiny_loaded
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)
 REJECTION = AcceptSettings(rejection=True)
@@ -20,12 +18,6 @@ THRESHOLDS = AcceptSettings(threshold_single=0.9, threshold_acc=0.9)
 PROMPT = [5, 17, 42, 9, 80]
 NUM_SAMPLES = 400
 SIGNIFICANCE = 1e-3
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    return load_codec(write_tokenizer(directory))
 
 
 def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]) -> list[tuple[int, ...]]:

@@ -2,26 +2,18 @@
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from ring import RingConfig, running, tiny_loaded
 from storm import run_storm
 from tiny_methods import TINY_METHODS
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import AcceptSettings, AttentionSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 NARROW = AttentionSettings(draft_window=2)
 PROMPT = [5, 17, 42, 9, 80, 33, 21, 64]
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    return load_codec(write_tokenizer(directory))
 
 
 def answer(config: RingConfig, codec: TextCodec, temperature: float) -> tuple[list[int], int]:

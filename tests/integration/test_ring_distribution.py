@@ -9,13 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from ring import Ring, RingConfig, running, tiny_loaded
 from tiny_models import CPU
-from tiny_tokenizer import write_tokenizer
 from torch import Tensor
 
 from overlap_spec.config import AcceptSettings
@@ -24,7 +22,7 @@ from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.spec.coins import CoinVerifier, Rejection, Thresholds
 from overlap_spec.spec.rows import chunk_rows
 from overlap_spec.spec.tree_coins import TreeCoinVerifier
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.geometry import LoadedModels
 
 VOCAB, LENGTH = 6, 3
@@ -64,12 +62,6 @@ WAYS = {
     "thresholds at 1": Way(CHAIN, at_one),
     "thresholds at 1, tree": Way(TREE, at_one),
 }
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    directory: Path = tmp_path_factory.mktemp("tokenizer")
-    return load_codec(write_tokenizer(directory))
 
 
 def loaded(config: RingConfig) -> LoadedModels:

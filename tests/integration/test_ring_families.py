@@ -9,20 +9,14 @@ from ring import RingConfig, running, tiny_loaded
 from storm import run_storm
 from tiny_families import TINY_FAMILIES
 from tiny_models import tiny_target
-from tiny_tokenizer import write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_storm.py
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:

@@ -3,16 +3,10 @@
 import pytest
 from storm import run_storm
 from tiny_methods import TINY_METHODS
-from tiny_tokenizer import write_tokenizer
 
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_storm.py
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.mark.parametrize("method", OTHERS)

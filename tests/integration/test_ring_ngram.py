@@ -11,21 +11,15 @@ from dataclasses import replace
 import pytest
 from ngram_reference import Limits, runs
 from ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.messages import Flush, FlushCache, SamplingParams, StepCosts
 from overlap_spec.scheduler.width_outlook import OutlookWidth
 from overlap_spec.spec.ngram import NgramProposer
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0, seed=0, ignore_eos=True)
 LIMITS = {"NGRAM": Limits(max_match=4), "NGRAM of chains": Limits(min_match=2, max_breadth=1, by_frequency=True)}
 BASE = RingConfig(num_steps=7, chunk_tokens=16, num_slots=2)
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

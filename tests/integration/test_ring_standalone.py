@@ -9,20 +9,14 @@ from dataclasses import replace
 
 import pytest
 from ring import Answer, RingConfig, running, tiny_loaded
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPT = [(7 * i) % 100 + 10 for i in range(45)]
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
 BASE = RingConfig(method="STANDALONE", chunk_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def answers(config: RingConfig, codec: TextCodec, sampling: SamplingParams = GREEDY) -> list[Answer]:

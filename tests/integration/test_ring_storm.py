@@ -2,14 +2,8 @@
 
 import pytest
 from storm import run_storm
-from tiny_tokenizer import write_tokenizer
 
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+from overlap_spec.tokenizer.codec import TextCodec
 
 
 def test_storm_of_100_schedules(codec: TextCodec) -> None:

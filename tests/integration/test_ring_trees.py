@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 from storm import run_storm
-from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.messages import StepCosts
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.tokenizer.codec import TextCodec
 
 WINDOWED: dict[str, Any] = {"family": "mistral with a window", "num_draft_tokens": 14, "num_steps": 5}
 # Of one request and of six: who is alone has wide steps, in company they are narrow.
@@ -26,11 +25,6 @@ CASES: dict[str, dict[str, Any]] = {
     "random trees": {},
     "EAGLE3, as wide as pays": {"method": "EAGLE3", **ADAPTIVE},
 }
-
-
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def storm_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, int]:

@@ -6,28 +6,18 @@ tokens; `-m full` takes everything.
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from solo import Solo, assert_equal_up_to_near_ties
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams
 
 DATA = Path(__file__).parent.parent / "data"
 FEW_PROMPTS, FEW_TOKENS, ALL_TOKENS = 8, 32, 64
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +39,11 @@ def eagle3(files: ModelFiles) -> Iterator[Solo]:
     solo.close()
 
 
-def chain_of(files: ModelFiles, num_steps: int, **more: Any) -> Solo:
+def chain_of(files: ModelFiles, num_steps: int, method: str = "EAGLE3", **more: Any) -> Solo:
     return Solo(
         files,
         device="cpu",
-        speculative_algorithm="EAGLE3",
+        speculative_algorithm=method,
         speculative_num_steps=num_steps,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=num_steps + 1,
@@ -79,6 +69,11 @@ def check_chain(solo: Solo, rows: list[dict], chains: list[dict], num_tokens: in
     return lengths
 
 
+def accept_figures(lengths: list[int]) -> dict[str, float]:
+    """Of all runs."""
+    return {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
+
+
 def test_plain_decoding_is_transformers(plain: Solo, rows: list[dict]) -> None:
     assert_equal_up_to_near_ties(
         rows[:FEW_PROMPTS], lambda ids: plain.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS
@@ -91,11 +86,8 @@ def test_eagle3_drafts_and_accepts_as_the_written_out_loop(eagle3: Solo, rows: l
 
 
 def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, rows: list[dict]) -> None:
-    solo = chain_of(files, 3, depth=2, page_size=1)
-    try:
+    with closing(chain_of(files, 3, depth=2, page_size=1)) as solo:
         assert_equal_up_to_near_ties(rows[:3], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
-    finally:
-        solo.close()
 
 
 def test_a_seed_gives_the_same_tokens_with_and_without_speculation(plain: Solo, eagle3: Solo, rows: list[dict]) -> None:
@@ -119,13 +111,9 @@ def test_plain_decoding_is_transformers_on_all_prompts(plain: Solo, rows: list[d
 def test_accept_length_is_the_written_out_loops(
     files: ModelFiles, rows: list[dict], chains: dict, num_steps: int, record_summary
 ) -> None:
-    solo = chain_of(files, num_steps)
-    try:
+    with closing(chain_of(files, num_steps)) as solo:
         lengths = check_chain(solo, rows[:20], chains[str(num_steps)], ALL_TOKENS)
-    finally:
-        solo.close()
-    accept_length = round(sum(lengths) / len(lengths), 4)
-    record_summary(f"smollm2_chain{num_steps}_cpu", {"accept_length": accept_length, "verify_steps": len(lengths)})
+    record_summary(f"smollm2_chain{num_steps}_cpu", accept_figures(lengths))
 
 
 @pytest.mark.full
@@ -136,10 +124,7 @@ def test_accept_length_is_the_written_out_loops(
 def test_eagle3_is_plain_decoding(
     files: ModelFiles, rows: list[dict], num_steps: int, depth: int, page_size: int, record_summary
 ) -> None:
-    solo = chain_of(files, num_steps, depth=depth, page_size=page_size)
-    try:
+    with closing(chain_of(files, num_steps, depth=depth, page_size=page_size)) as solo:
         found = assert_equal_up_to_near_ties(rows, lambda ids: solo.answer(ids, greedy(ALL_TOKENS)).tokens, ALL_TOKENS)
-    finally:
-        solo.close()
     name = f"smollm2_eagle3_cpu_steps{num_steps}_depth{depth}_page{page_size}"
     record_summary(name, {"prompts": len(rows), "tokens": ALL_TOKENS, "near_ties": str(found)})

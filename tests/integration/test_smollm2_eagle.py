@@ -5,28 +5,18 @@ What that loop did is committed (tests/data/eagle_chains.json). Needs `--heads D
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from solo import Solo, assert_equal_up_to_near_ties
-from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, check_chain, greedy
+from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 
 FEW_PROMPTS = 4
 CHAINS = {"3": (3, False), "5": (5, False), "3 mapped": (3, True)}  # name in the file: draft steps, with a token map
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +26,12 @@ def chains() -> dict[str, list[dict[str, Any]]]:
 
 def eagle(files: ModelFiles, heads: Path, name: str, **more: Any) -> Solo:
     num_steps, mapped = CHAINS[name]
-    return Solo(
+    return chain_of(
         files,
-        device="cpu",
-        speculative_algorithm="EAGLE",
+        num_steps,
+        "EAGLE",
         speculative_draft_model_path=str(heads / "eagle2"),
         speculative_token_map=str(heads / "token_map_16384.pt") if mapped else None,
-        speculative_num_steps=num_steps,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=num_steps + 1,
         **more,
     )
 
@@ -58,20 +45,14 @@ def accept_length(chain: list[dict[str, Any]]) -> float:
 def test_guesses_and_runs_are_the_written_out_loops(
     files: ModelFiles, rows: list[dict], chains: dict, heads: Path, name: str
 ) -> None:
-    solo = eagle(files, heads, name)
-    try:
+    with closing(eagle(files, heads, name)) as solo:
         lengths = check_chain(solo, rows[:FEW_PROMPTS], chains[name][:FEW_PROMPTS], FEW_TOKENS)
-    finally:
-        solo.close()
     assert len(set(lengths)) > 2
 
 
 def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, rows: list[dict], heads: Path) -> None:
-    solo = eagle(files, heads, "3", depth=2, page_size=1)
-    try:
+    with closing(eagle(files, heads, "3", depth=2, page_size=1)) as solo:
         assert_equal_up_to_near_ties(rows[:2], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
-    finally:
-        solo.close()
 
 
 def test_accept_lengths_of_the_written_out_loop(chains: dict) -> None:
@@ -87,10 +68,6 @@ def test_accept_lengths_of_the_written_out_loop(chains: dict) -> None:
 def test_accept_length_is_the_written_out_loops(
     files: ModelFiles, rows: list[dict], chains: dict, heads: Path, name: str, record_summary
 ) -> None:
-    solo = eagle(files, heads, name)
-    try:
+    with closing(eagle(files, heads, name)) as solo:
         lengths = check_chain(solo, rows[:20], chains[name], ALL_TOKENS)
-    finally:
-        solo.close()
-    figures = {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
-    record_summary(f"smollm2_eagle_chain{name.replace(' ', '_')}_cpu", figures)
+    record_summary(f"smollm2_eagle_chain{name.replace(' ', '_')}_cpu", accept_figures(lengths))

@@ -14,18 +14,12 @@ import torch
 from ngram_reference import Limits, guess, runs
 from solo import Solo, SoloAnswer
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 from overlap_spec.messages import ChatPrompt, SamplingParams
 from overlap_spec.tokenizer.codec import load_codec
 
 FEW_PROMPTS, FEW_TOKENS, ALL_TOKENS = 2, 32, 96
 WIDTH, LOOKED_UP = 12, 10  # draft tokens of a window, its root included; transformers' default
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
 
 
 @pytest.fixture(scope="module")

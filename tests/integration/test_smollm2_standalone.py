@@ -5,27 +5,18 @@ run takes 4 prompts x 32 tokens; `-m full` takes all 20 x 64.
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from solo import Solo, assert_equal_up_to_near_ties
-from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, check_chain, greedy
+from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import check_draft_vocabulary, resolve_model
+from overlap_spec.config import ModelFiles
+from overlap_spec.hub import check_draft_vocabulary
 
 FEW_PROMPTS = 4
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +25,7 @@ def chains() -> dict[str, list[dict[str, Any]]]:
 
 
 def standalone(files: ModelFiles, heads: Path, num_steps: int, **more: Any) -> Solo:
-    return Solo(
-        files,
-        device="cpu",
-        speculative_algorithm="STANDALONE",
-        speculative_draft_model_path=str(heads / "standalone"),
-        speculative_num_steps=num_steps,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=num_steps + 1,
-        **more,
-    )
+    return chain_of(files, num_steps, "STANDALONE", speculative_draft_model_path=str(heads / "standalone"), **more)
 
 
 def test_it_has_the_targets_tokens(files: ModelFiles, heads: Path) -> None:
@@ -54,20 +36,14 @@ def test_it_has_the_targets_tokens(files: ModelFiles, heads: Path) -> None:
 def test_guesses_and_runs_are_the_written_out_loops(
     files: ModelFiles, rows: list[dict], chains: dict, heads: Path, num_steps: int
 ) -> None:
-    solo = standalone(files, heads, num_steps)
-    try:
+    with closing(standalone(files, heads, num_steps)) as solo:
         lengths = check_chain(solo, rows[:FEW_PROMPTS], chains[str(num_steps)][:FEW_PROMPTS], FEW_TOKENS)
-    finally:
-        solo.close()
     assert set(lengths) == set(range(1, num_steps + 2))
 
 
 def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, rows: list[dict], heads: Path) -> None:
-    solo = standalone(files, heads, 3, depth=2, page_size=1)
-    try:
+    with closing(standalone(files, heads, 3, depth=2, page_size=1)) as solo:
         assert_equal_up_to_near_ties(rows[:2], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
-    finally:
-        solo.close()
 
 
 @pytest.mark.full
@@ -76,10 +52,6 @@ def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, r
 def test_accept_length_is_the_written_out_loops(
     files: ModelFiles, rows: list[dict], chains: dict, heads: Path, num_steps: int, record_summary
 ) -> None:
-    solo = standalone(files, heads, num_steps)
-    try:
+    with closing(standalone(files, heads, num_steps)) as solo:
         lengths = check_chain(solo, rows[:20], chains[str(num_steps)], ALL_TOKENS)
-    finally:
-        solo.close()
-    figures = {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
-    record_summary(f"smollm2_standalone{num_steps}_cpu", figures)
+    record_summary(f"smollm2_standalone{num_steps}_cpu", accept_figures(lengths))

@@ -5,41 +5,20 @@ The default run takes 3 prompts x 24 tokens; `-m full` takes all 20 x 64.
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from merged_mimo import merge
 from reference_trees import path_of
 from solo import Solo, SoloAnswer, assert_equal_up_to_near_ties
 from test_smollm2 import ALL_TOKENS, DATA, greedy
 
-from overlap_spec.config import EngineConfig, ModelFiles
-from overlap_spec.hub import resolve_model
+from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams
 
 FEW_PROMPTS, FEW_TOKENS = 3, 24
 METHODS = {"eagle3": "EAGLE3", "eagle2": "EAGLE", "mtp": "NEXTN", "standalone": "STANDALONE"}
 SWAPPED = 1 / 40  # of trees: nodes of nearly the same worth in another order
-
-
-@pytest.fixture(scope="module")
-def files() -> ModelFiles:
-    return resolve_model(EngineConfig())
-
-
-@pytest.fixture(scope="module")
-def merged(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory, heads: Path) -> Iterator[ModelFiles]:
-    directory = tmp_path_factory.mktemp("mimo")
-    yield merge(files, heads / "mtp", directory)
-    shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    return json.loads((DATA / "greedy64.json").read_text())["rows"]
 
 
 @pytest.fixture(scope="module")

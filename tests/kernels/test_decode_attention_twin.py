@@ -10,11 +10,6 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
     """Shapes: x [d], angles [d] (cos, then sin) -> [d]."""
     turned = torch.complex(*x.chunk(2)) * torch.complex(*angles.chunk(2))

@@ -15,11 +15,6 @@ from torch import Tensor
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("num_rows", [1, 3, 65])
 @pytest.mark.parametrize("size", [60, 576])
 def test_rms_norm(num_rows: int, size: int) -> None:

@@ -13,11 +13,6 @@ from step_inputs import DRAWS, SHAPES, VOCABULARY, draws, slot_state, step_slots
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @every_shape
 def test_gather_window(num_rows: int, width: int, columns: int) -> None:
     state = slot_state(num_rows, columns, page_size=16)

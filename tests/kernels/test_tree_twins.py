@@ -33,11 +33,6 @@ from tree_inputs import (
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def ancestors(parents: list[int], column: int) -> list[int]:
     """From a column up to the root, both included."""
     path = [column]

@@ -19,11 +19,6 @@ from overlap_spec_kernels.normed import Norm, Normed
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def tiling(block_n: int, parts: int, size_k: int) -> _Tiling:
     return _Tiling(block_n, max(128, 1 << (size_k - 1).bit_length()), parts)
 

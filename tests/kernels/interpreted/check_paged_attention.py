@@ -11,11 +11,6 @@ PREFILL = [[(0, 65)], [(5, 7), (0, 33), (19, 1)]]  # from the start, and from th
 HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape(3, 1, 128)]
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def check(
     requests: list[tuple[int, int]], heads: HeadShape, page_size: int, num_splits: int, window: int | None = None
 ) -> None:

@@ -13,11 +13,6 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 ROWS = [1, 3, 7, 65]
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", [60, 576])
 def test_rms_norm(num_rows: int, size: int) -> None:

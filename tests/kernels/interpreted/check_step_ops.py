@@ -24,11 +24,6 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @every_shape
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_gather_window(page_size: int, num_rows: int, width: int, columns: int) -> None:

@@ -11,11 +11,6 @@ HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]
 SPLIT = 160  # programs that a launch aims at: several splits of the longer requests
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def run(inputs: TreeInputs, num_programs: int, window: int | None = None) -> torch.Tensor:
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3] * 2, torch.device("cpu"), num_programs)
     scratch.outputs.fill_(torch.nan)

@@ -32,11 +32,6 @@ from tree_inputs import (
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @every_shape
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_gather_tree(page_size: int, num_rows: int, width: int, columns: int, depth: int) -> None:

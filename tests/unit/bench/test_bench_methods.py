@@ -255,7 +255,9 @@ def test_the_chart_has_a_panel_for_each_set_of_prompts(chart: ModuleType) -> Non
 
 
 def test_the_chart_is_the_same_for_the_same_report(chart: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs --group charts")
+    pytest.importorskip(
+        "matplotlib", reason="draws with matplotlib, which only charts need: pip install --group charts"
+    )
     for name in ("a.svg", "b.svg"):
         chart.draw(json.loads(json.dumps(REPORT)), tmp_path / name)
     drawn = (tmp_path / "a.svg").read_text()

@@ -148,7 +148,8 @@ DEFAULT_GGUF = Path(cache_directory()) / ALIAS / Path(MEMBER).name
 
 @pytest.mark.full  # transformers takes half a minute to read it
 @pytest.mark.skipif(
-    not DEFAULT_GGUF.is_file(), reason=f"compares the default model's file, and there is no {DEFAULT_GGUF}"
+    not DEFAULT_GGUF.is_file(),
+    reason=f"reads the default model, and there is no {DEFAULT_GGUF}: the first `overlap-spec serve` downloads it",
 )
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_default_model_speaks_as_in_transformers() -> None:

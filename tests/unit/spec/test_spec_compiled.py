@@ -16,7 +16,9 @@ from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
 FILES = ModelFiles(weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128)
 
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler, and there is no g++: install it"
+)
 
 
 @needs_compiler

@@ -1,0 +1,18 @@
+"""Reads a JSON object, or says which file is none. Not here: what the files mean."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises: CheckpointError naming the file."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
