@@ -10,8 +10,8 @@ import pytest
 import torch
 from mtp_layers_reference import Layers, MimoV2, ReferenceLayers, StepChain, generate
 from solo import Solo
-from test_mtp_checkpoint import chain_of, norm_in_own_dtype
-from test_smollm2 import check_chain
+from test_mtp_checkpoint import norm_in_own_dtype
+from test_smollm2 import chain_of, check_chain
 from tiny_families import TINY_FAMILIES
 from tiny_models import TinyCheckpoint, tiny_target, write_checkpoint
 from tiny_mtp import tiny_mimo_v2, tiny_step, with_layers
@@ -50,7 +50,7 @@ def transformers_model(checkpoint: TinyCheckpoint) -> Any:
 
 
 def layered(files: ModelFiles, num_steps: int, **more: Any) -> Solo:
-    return chain_of(files, num_steps, dtype="float64", enable_multi_layer_eagle=True, **more)
+    return chain_of(files, num_steps, "EAGLE", dtype="float64", enable_multi_layer_eagle=True, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_drawn_guesses_of_layers_are_judged_by_rejection(layout: str, tmp_path: 
 def test_without_the_flag_its_name_is_said(tmp_path: Path) -> None:
     files = files_of(tmp_path, checkpoint_of("MiMo-V2"))
     with pytest.raises(ConfigError, match="3 MTP layers, one for each guess: add --enable-multi-layer-eagle"):
-        chain_of(files, 3)
+        chain_of(files, 3, "EAGLE")
     elsewhere = files_of(tmp_path / "plain", tiny_target(7))
     with pytest.raises(CheckpointError, match="several MTP layers, one for each guess: --enable-multi-layer-eagle"):
         chain_of(elsewhere, 3, "NEXTN", speculative_draft_model_path=str(tmp_path), dtype="float64")
