@@ -75,7 +75,7 @@ def random_config(rng: random.Random, crowded: bool) -> RingConfig:
 
 def with_room(config: RingConfig) -> RingConfig:
     """The windows of trees are wider: a request takes as many pages more."""
-    more = 2 * max(config.width - 6, 0)
+    more = 3 * max(config.width - 6, 0)  # as many windows may be on their way
     return replace(config, num_pages=config.num_pages + -(-more // config.page_size))
 
 

@@ -125,6 +125,11 @@ def _draft_noise(report: Report) -> list[str]:
     return _table(["temperature", "guesses drawn with", "accept length"], rows)
 
 
+def _accept_lengths(report: Report) -> list[str]:
+    rows = [[row["method"], row["numbers"], row["prompts"], row["accept_length"]] for row in report["figures"]]
+    return _table(["method", "numbers", "prompts", "accept length"], rows)
+
+
 def _kernels(report: Report) -> list[str]:
     rows = [
         [f"`{row['op']}`", row["model"], row["workload"], row["time_us"], row["gb_per_s"], f"{row['share']:.0%}"]
@@ -203,6 +208,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "scheduler": _scheduler,
     "step": _step,
     "draft_noise": _draft_noise,
+    "accept_lengths": _accept_lengths,
     "kernels": _kernels,
     "step_ops": _step_ops,
     "round_trip": _round_trip,
