@@ -1,7 +1,8 @@
 """Attention of the rows of a tree: to a shared prefix through the page table, and to extra keys by a bit mask.
 
-Not here: the write of K and V (`rope_kv_write`), chains (`decode_attention`), what the mask says (`gather_tree`). Every
-request has the same R rows and the same M extra keys:
+Not here: the write of K and V (`rope_kv_write`), chains (`decode_attention`), what the mask says (`gather_tree`), the
+kernel that replaces Triton's where 16-bit heads fill a Hopper (`_tree_attention_gluon`). Every request has the same R
+rows and the same M extra keys:
 
     keys of a request   | places 0 .. prefix - 1, by page table | extra keys, by their cache rows |
     a row sees            all (with a window, those near it)      those whose bit is set
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels._launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels._tree_attention_gluon import tiles_for
 from overlap_spec_kernels._tree_attention_kernel import tree_attention_kernel
 from overlap_spec_kernels.decode_attention import DecodeScratch
 
@@ -197,7 +199,12 @@ def _tree_attention_triton(
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     num_requests, block_d = page_table.shape[0], _padded(head_dim)
     scratch = scratch or DecodeScratch.allocate(block_d, q.device)
-    tiling = _tiling(q, k_cache, page_table, scratch.counters.shape[0], window)
+    num_programs = scratch.counters.shape[0]
+    if window is None and (
+        tiles := tiles_for(q, k_cache, v_cache, page_table, extra_rows.shape[1], scale, num_programs)
+    ):
+        return tiles.run(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, scale)
+    tiling = _tiling(q, k_cache, page_table, num_programs, window)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     tree_attention_kernel[(num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)](
         *(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, out),

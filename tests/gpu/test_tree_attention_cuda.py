@@ -9,11 +9,13 @@ import torch
 from attention_cases import BFLOAT, CLOSE, FLOAT, GROUPS, HALF, LLAMA, LONG, LONG_LENGTHS, SMOL, Case, name
 from device_watch import sync_mode_warns, synchronization_is_an_error
 from overlap_spec_kernels._inputs import HeadShape, TreeInputs, to_device, tree_inputs
+from overlap_spec_kernels._tree_attention_gluon import tiles_for
 from overlap_spec_kernels.decode_attention import DecodeScratch
 from overlap_spec_kernels.tree_attention import tree_attention, tree_attention_reference
 from torch import Tensor
 
 PREFIXES = [300, 0, 15, 1, 17, 16, 700]
+AROUND_BLOCKS = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 400, 2000]  # of 16, 32 and 64 keys
 
 
 def every_group() -> list[Case]:
@@ -83,6 +85,33 @@ def test_batches(num_requests: int, heads: HeadShape, width: int, num_extra: int
     check(tree_inputs(heads, width, num_extra, prefixes, 16, dtype, spare_pages=100))
 
 
+@pytest.mark.parametrize(("heads", "width", "num_extra", "page_size", "dtype"), [
+    (LLAMA, 32, 32, 16, BFLOAT), (LLAMA, 32, 1, 64, BFLOAT), (LLAMA, 64, 64, 16, HALF), (LLAMA, 33, 36, 32, BFLOAT),
+    (LLAMA, 8, 32, 16, BFLOAT), (SMOL, 16, 16, 16, BFLOAT), (SMOL, 33, 64, 64, HALF),
+])  # fmt: skip
+def test_tails_of_every_size(heads: HeadShape, width: int, num_extra: int, page_size: int, dtype: torch.dtype) -> None:
+    """With few programs it is Gluon's kernel, with its larger tiles where they are full; with many, Triton's."""
+    inputs = tree_inputs(heads, width, num_extra, AROUND_BLOCKS, page_size, dtype)
+    for num_programs in (1, None, 4096):
+        check(inputs, num_programs)
+
+
+def test_which_kernel() -> None:
+    """That in Gluon takes what fills a Hopper, but no pages of one token, no float32, no negative scale."""
+    many = on_gpu(tree_inputs(LLAMA, 32, 32, [40] * 8, 16, BFLOAT))
+    is_hopper = torch.cuda.get_device_capability() >= (9, 0)
+
+    def takes(inputs: TreeInputs, scale: float = 1.0, num_programs: int = 264) -> bool:
+        shared = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.page_table, inputs.extra_rows.shape[1])
+        return tiles_for(*shared, scale, num_programs) is not None
+
+    assert takes(many) == is_hopper
+    assert not takes(many, -1.0) and not takes(many, num_programs=4096)
+    assert not takes(on_gpu(tree_inputs(LLAMA, 32, 32, [40] * 8, 1, BFLOAT)))
+    assert not takes(on_gpu(tree_inputs(LLAMA, 32, 32, [40] * 8, 16, FLOAT)))
+    assert not takes(on_gpu(tree_inputs(LLAMA, 8, 65, [40] * 16, 16, BFLOAT)))
+
+
 def test_more_extra_keys_than_a_word_has_bits() -> None:
     check(tree_inputs(LLAMA, 8, 130, [90, 0], 16, BFLOAT))
     check(tree_inputs(SMOL, 4, 64, [90], 16, FLOAT))
@@ -117,7 +146,8 @@ def test_without_scratch_it_brings_its_own() -> None:
 def test_rows_of_a_projection() -> None:
     """q as a view of q, k and v side by side."""
     inputs = tree_inputs(SMOL, 16, 16, [100, 3], 16, BFLOAT)
-    check(inputs._replace(q=torch.cat((inputs.q, inputs.q), dim=1)[:, : SMOL.num_heads]))
+    for num_programs in (None, 1):
+        check(inputs._replace(q=torch.cat((inputs.q, inputs.q), dim=1)[:, : SMOL.num_heads]), num_programs)
 
 
 def test_float64_is_the_twin() -> None:
@@ -151,10 +181,11 @@ def test_200_launches_agree_bit_by_bit(heads: HeadShape, prefixes: list[int], dt
     assert all(bool(out.isfinite().all()) for out in first) and not scratch.counters.any()
 
 
-def test_a_row_does_not_depend_on_what_others_hold() -> None:
+@pytest.mark.parametrize("num_programs", [None, 1])
+def test_a_row_does_not_depend_on_what_others_hold(num_programs: int | None) -> None:
     """Bit by bit: other requests' queries, keys and masks may be anything."""
     inputs = on_gpu(tree_inputs(LLAMA, 8, 8, [400, 300], 16, BFLOAT))
-    scratch = scratch_for(inputs)
+    scratch = scratch_for(inputs, num_programs)
     first = tree_attention(*inputs, None, scratch)[:8].clone()
     inputs.q[8:] *= 3
     inputs.mask[1] = -1 << 3
@@ -163,9 +194,10 @@ def test_a_row_does_not_depend_on_what_others_hold() -> None:
 
 
 @sync_mode_warns
-def test_it_does_not_synchronize_and_can_be_captured() -> None:
+@pytest.mark.parametrize("num_programs", [None, 1])
+def test_it_does_not_synchronize_and_can_be_captured(num_programs: int | None) -> None:
     inputs = on_gpu(tree_inputs(SMOL, 16, 16, [70, 600], 16, BFLOAT))
-    scratch = scratch_for(inputs)
+    scratch = scratch_for(inputs, num_programs)
     expected = tree_attention(*inputs, None, scratch)
     torch.cuda.synchronize()
     with synchronization_is_an_error():

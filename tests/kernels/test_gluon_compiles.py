@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels import _decode_attention_gluon, _streamed_linear, _warpgroup_linear
+from overlap_spec_kernels import _decode_attention_gluon, _streamed_linear, _tree_attention_gluon, _warpgroup_linear
 from overlap_spec_kernels._launch import TritonKernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -13,7 +13,10 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLOAT32 = ("squares_ptr", "sums_ptr", "best_ptr", "cos_sin_ptr", "outputs_ptr", "weights_ptr", "partial_ptr")
-INTEGERS = {"best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64"}
+INTEGERS = {
+    "best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64",
+    "prefix_ptr": "*i64", "extra_rows_ptr": "*i64", "mask_ptr": "*i64",
+}  # fmt: skip
 MAP = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
     "BLOCK_N": 16, "BLOCK_K": 256, "WARPS_K": 4, "WARPS_N": 1, "STAGES": 4, "BLOCK_U": 256, "SIZE_K": 4096,
@@ -45,6 +48,16 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "SmolLM2": ATTENTION,
     "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
     "page size 1, not settled": ATTENTION | {"PAGE_SIZE": 1, "SETTLED": False},
+}
+TREE = {
+    "TILE_ROWS": 16, "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "PAGE_SIZE": 16, "BLOCK_M": 64, "KEYS": 64,
+    "STAGES": 4, "ALL_ROWS": 32, "WARPS": 4, "PDL": False,
+}  # fmt: skip
+TREES: dict[str, dict[str, Any]] = {
+    "8B, few requests": TREE,
+    "8B, many requests": TREE | {"TILE_ROWS": 32, "BLOCK_M": 128, "KEYS": 32, "WARPS": 8},
+    "8B, 3 stages, page size 64": TREE | {"STAGES": 3, "PAGE_SIZE": 64, "PDL": True},
+    "SmolLM2": TREE | {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "ALL_ROWS": 16, "PDL": True},
 }
 
 
@@ -103,9 +116,23 @@ def test_attention(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", TREES)
+def test_tree_attention(name: str) -> None:
+    """A warpgroup multiplies what threads have copied 16 bytes at a time past the registers."""
+    constants = TREES[name]
+    ptx = assembly(_tree_attention_gluon, "tree_attention_gluon_kernel", constants, constants["WARPS"])
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ".local" not in ptx
+    assert sizes_of_copies(ptx) == {"0x10"}
+    assert ptx.count("griddepcontrol.wait") == constants["PDL"]
+
+
+def sizes_of_copies(ptx: str) -> set[str]:
+    """Bytes of each, as written there."""
+    return set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx))
+
+
 def check(ptx: str) -> None:
     """It multiplies on tensor cores, copies 16 bytes at a time past the registers, and waits for the kernel before."""
     assert "mma.sync" in ptx and ptx.count("griddepcontrol.wait") == 1
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
-    assert copies and set(copies) == {"0x10"}
+    assert sizes_of_copies(ptx) == {"0x10"}
     assert ".local" not in ptx
