@@ -113,11 +113,17 @@ def step(dtype: torch.dtype) -> list[Tensor]:
 
 
 def tree_keys(dtype: torch.dtype) -> list[Tensor]:
-    """Tiles that take all keys, and many splits that are combined; in a window; more keys than a word has bits."""
+    """Tiles that take all keys, and many splits that are combined; in a window; more keys than a word has bits.
+
+    With heads of 96 columns by Triton's kernel, with others of 16 bits by Gluon's too.
+    """
     outs = []
-    for num_programs, width, num_extra, window in ((1, 45, 45, None), (64, 5, 9, None), (64, 7, 70, 40)):
-        inputs = on_gpu(*tree_inputs(HEADS, width, num_extra, [300, 0, 17], 16, dtype, spare_pages=30))
-        scratch = DecodeScratch.allocate(HEADS.head_dim, torch.device("cuda"), num_programs)
+    for heads, num_programs, width, num_extra, window in (
+        (HEADS, 1, 45, 45, None), (HEADS, 64, 5, 9, None), (HEADS, 64, 7, 70, 40),
+        (HeadShape(6, 2, 64), 1, 45, 45, None), (HeadShape(8, 2, 128), 1, 32, 32, None),
+    ):  # fmt: skip
+        inputs = on_gpu(*tree_inputs(heads, width, num_extra, [300, 0, 17], 16, dtype, spare_pages=30))
+        scratch = DecodeScratch.allocate(heads.head_dim, torch.device("cuda"), num_programs)
         outs.append(tree_attention(*inputs, window, scratch))
     return outs
 
