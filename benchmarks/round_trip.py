@@ -128,7 +128,8 @@ def measure(batch: int, depth: int, step_us: int, steps: int, spin: bool) -> dic
     settings = settings_for(batch, depth, spin)
     directory.write_private(SETTINGS_FILE, encode_settings(settings))
     directory.write_private(CASE, json.dumps({"step_us": step_us}).encode())
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     roles = {"scheduler": "overlap_spec.scheduler.actor", "worker": Path(__file__).stem}
     context = ActorContext("tokenizer", settings, directory.endpoints)
     children = [

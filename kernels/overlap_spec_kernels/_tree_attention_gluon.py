@@ -35,14 +35,14 @@ _HEAD_DIMS = (64, 128)
 _MAX_EXTRA = 64  # a word of the mask
 _FEW = 5  # times fewer programs than there may be: long prefixes are split instead
 _SMALL = 64  # rows times heads of a tile: what a warpgroup multiplies
-_PAGE = 16  # a multiple of it: what a thread copies of a block lies in one page
+_PAGES = (16, 32, 64)  # a block begins where a page does, and what a thread copies of it lies in one
 
 
 class Tiles(NamedTuple):
     """How rows and keys are cut up. From shapes alone."""
 
     block_m: int  # rows times query heads of a KV head, for each 16 a warp
-    keys: int  # of a block: 32 or 64, and no fewer than there are extra keys
+    keys: int  # of a block: 32 or 64, and no fewer than there are extra keys, or places in a page
     stages: int  # at least 3
     max_registers: int | None = None  # of a thread, so that two programs share a multiprocessor
 
@@ -94,7 +94,7 @@ def tiles_for(
     the keys once instead of twice, which pays as soon as there are more programs than run at once.
     """
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
-    if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size % _PAGE or not runs_gluon(q.device):
+    if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size not in _PAGES or not runs_gluon(q.device):
         return None
     if num_extra > _MAX_EXTRA or scale <= 0 or q.stride(0) % 16 or q.stride(1) % 16:
         return None
@@ -107,7 +107,7 @@ def tiles_for(
         return None
     if head_dim == 64 or 2 * programs <= num_programs:
         return Tiles(_SMALL, 64, 4)
-    if programs <= num_programs or width * group <= _SMALL or num_extra > 32:
+    if programs <= num_programs or width * group <= _SMALL or max(num_extra, page_size) > 32:
         return Tiles(_SMALL, 64, 3)
     return Tiles(2 * _SMALL, 32, 4, max_registers=128)
 

@@ -6,6 +6,7 @@ the next owner resets the slot, and nobody reads the dummy page.
 
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 
 CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
 PROBE_TOKENS = 64
+SMALL_STEP = 2048  # rows; with more, tensors are large, and fit into what the longest step had
 MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root where decode steps are timed
 CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as much longer as there are more
@@ -66,12 +68,26 @@ def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[in
 
 
 def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
-    """Once more what no graph holds: a capture gives back the memory that eager steps had."""
+    """Once more what no graph holds: a capture gives back the memory that eager steps had.
+
+    Steps of many sizes, because small tensors and large ones lie in memory of their own.
+    """
     slots = range(min(geometry.num_slots, geometry.max_chunk))
+    longest = min(geometry.max_chunk, geometry.max_len - 1)
     for sampling in (GREEDY, SAMPLED, FILTERED):
-        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(geometry.max_chunk, geometry.max_len - 1)))
-        everybody = [_prompt(geometry, sampling, start=0, num_tokens=1, slot=slot) for slot in slots]
-        _run(executor, StepPlan(0, Phase.PREFILL, everybody, geometry.width))
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
+        _run(executor, _prefill_all(geometry, sampling, slots, 1))
+    for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
+        _run(executor, _prefill_all(geometry, GREEDY, slots, num_tokens))
+    for num_tokens in _growing(PROBE_TOKENS, min(longest, SMALL_STEP)):
+        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=num_tokens))
+
+
+def _growing(first: int, last: int) -> Iterator[int]:
+    """Up to `last`, each a quarter more than the one before."""
+    while first <= last:
+        yield first
+        first += max(first // 4, 1)
 
 
 @dataclass(frozen=True)
@@ -144,6 +160,11 @@ def _timed(executor: Executor, plan: StepPlan) -> float:
 
 def _prefill(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:
     return StepPlan(0, Phase.PREFILL, [_prompt(geometry, sampling, start, num_tokens)], geometry.width)
+
+
+def _prefill_all(geometry: Geometry, sampling: SamplingParams, slots: range, num_tokens: int) -> StepPlan:
+    work = [_prompt(geometry, sampling, start=0, num_tokens=num_tokens, slot=slot) for slot in slots]
+    return StepPlan(0, Phase.PREFILL, work, geometry.width)
 
 
 def _prompt(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0) -> SlotWork:
