@@ -6,6 +6,7 @@ Features are the target's hidden states before its final norm, or in a chain the
 its own norm. The target is transformers' model; not here: what a layer computes (`mtp_reference.py`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layers:
+class Layers(ABC):
     """A layout of several layers."""
 
     chained: bool
     own_head: str | None  # the name of each layer's; None: the target's
 
+    @abstractmethod
     def names(self, index: int, num_target_layers: int) -> Mimo:
-        raise NotImplementedError
+        """Of the parts of layer `index`."""
 
 
 @dataclass(frozen=True)

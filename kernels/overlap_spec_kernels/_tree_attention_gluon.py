@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     barrier = gl.thread_barrier
 
-_LOG2_E = 1.4426950408889634
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
 _MAX_EXTRA = 64  # a word of the mask
@@ -55,9 +54,9 @@ class Tiles(NamedTuple):
         prefix: Tensor,
         extra_rows: Tensor,
         mask: Tensor,
-        scale: float,
+        scale_log2: float,
     ) -> Tensor:
-        """Launch. Shapes and errors: as `tree_attention`. Sync: never."""
+        """Launch. Shapes: as `tree_attention`; scale_log2 is of powers of two. Sync: never."""
         (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
         num_requests, group = page_table.shape[0], num_heads // num_kv_heads
         width, warps = num_rows // num_requests, self.block_m // 16
@@ -65,7 +64,7 @@ class Tiles(NamedTuple):
         out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
         tree_attention_gluon_kernel[(ceil_div(width, tile_rows), num_kv_heads, num_requests)](
             *(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, out),
-            *(scale * _LOG2_E, q.stride(0), q.stride(1), page_table.stride(0), page_table.shape[1] * page_size),
+            *(scale_log2, q.stride(0), q.stride(1), page_table.stride(0), page_table.shape[1] * page_size),
             *(width, extra_rows.shape[1]),
             TILE_ROWS=tile_rows,
             NUM_KV_HEADS=num_kv_heads,

@@ -203,7 +203,7 @@ def _tree_attention_triton(
     if window is None and (
         tiles := tiles_for(q, k_cache, v_cache, page_table, extra_rows.shape[1], scale, num_programs)
     ):
-        return tiles.run(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, scale)
+        return tiles.run(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, scale * _LOG2_E)
     tiling = _tiling(q, k_cache, page_table, num_programs, window)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     tree_attention_kernel[(num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)](

@@ -5,10 +5,8 @@ differently. The draft guesses ids that both have, and reads an id that only the
 costs acceptance where it happens and nothing else.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from overlap_spec_kernels import Normed
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.errors import CheckpointError
+from overlap_spec.json_file import read_json
 from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.draft_kind import DraftKind, draft_kind
 from overlap_spec.models.eagle3_loader import canonical_name
@@ -109,7 +108,7 @@ def load_language_draft(
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if no language model.
     """
     path, like = Path(directory), target.embedding
-    config = _read_config(path / "config.json")
+    config = read_json(path / "config.json")
     if load_format != DUMMY:
         _refuse_heads(path, load_format)
     files = ModelFiles(
@@ -131,13 +130,3 @@ def _refuse_heads(path: Path, load_format: str) -> None:
     )
     if kind is not DraftKind.LANGUAGE_MODEL:
         raise CheckpointError(f"{path}: expected {DraftKind.LANGUAGE_MODEL.value}, but this looks like {kind.value}")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable JSON file ({error})") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
-    return config

@@ -3,7 +3,6 @@
 A worker reads configs, loads weights, sizes its KV pool from the memory that is left, then calls `attach`.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.errors import CheckpointError
+from overlap_spec.json_file import read_json
 from overlap_spec.models import eagle3_loader, eagle_loader, llama_loader, mtp_loader
 from overlap_spec.models.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.draft_kind import DraftKind, draft_kind
@@ -103,7 +103,7 @@ def load_eagle(
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
     """
     path = Path(directory)
-    found = _read_json(path / "config.json")
+    found = read_json(path / "config.json")
     if has_layer(found) and any(name in ARCHITECTURES for name in found.get("architectures") or ()):
         return load_mtp(directory, target, dtype, device, progress, load_format, token_map)
     target_ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
@@ -133,7 +133,7 @@ def load_mtp(
     target_ids = None if token_map is None else read_token_map(token_map, target.vocab_size)
     if load_format != DUMMY:
         _open_head(path, DraftKind.MTP, dtype, device, ignore_progress, load_format)
-    found = _read_json(path / "config.json")
+    found = read_json(path / "config.json")
     config, layout = _known_config(found, str(path / "config.json")), layout_of(found)
     checkpoint: Weights
     if load_format == DUMMY:
@@ -156,7 +156,7 @@ def load_mtp_layers(
     Raises: CheckpointError as `load_mtp` does; ConfigError if it has fewer.
     """
     path, like = Path(directory), target.embedding
-    config = _known_config(_read_json(path / "config.json"), str(path / "config.json"))
+    config = _known_config(read_json(path / "config.json"), str(path / "config.json"))
     if load_format == DUMMY:
         made_up = DummyWeights(directory, like.dtype, like.device, progress)
         return mtp_loader.load_mtp_layers(config, MIMO_V2, made_up, target, num_layers)
@@ -178,16 +178,4 @@ def _open_head(
 
 
 def _eagle3_config(path: Path, target: LoadedTarget) -> Eagle3Config:
-    return Eagle3Config.from_hf(_read_json(path / "config.json"), target.num_layers, str(path / "config.json"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(config).__name__}")
-    return config
+    return Eagle3Config.from_hf(read_json(path / "config.json"), target.num_layers, str(path / "config.json"))

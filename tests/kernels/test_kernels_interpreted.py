@@ -28,7 +28,7 @@ def interpreted(checks: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
-    """Those that this session has chosen, begun before the first of them is waited for."""
+    """Of the checks that pytest was asked for, all begun before the first is waited for."""
     pytest.importorskip(
         "triton", reason="the interpreter is part of Triton, whose wheels are for Linux: pip install triton"
     )

@@ -15,7 +15,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 75  # its arguments alone may be ten
 
-COMMON = {"errors", "config", "config_speculation", "messages", "version"}  # imported by everybody but the kernels
+# imported by everybody but the kernels
+COMMON = {"errors", "config", "config_speculation", "messages", "version", "json_file"}
 LINKS = {"tracing", "transport", "step_link", "actor", "client", "client_calls", "client_link"}
 TOP = {
     "engine",
@@ -38,6 +39,7 @@ TOP = {
 # Part of the package -> parts it may import, beside itself and COMMON. A part is a module or a subpackage.
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(("errors", "version"), set()),
+    "json_file": {"errors"},
     **dict.fromkeys(
         (
             "config",
