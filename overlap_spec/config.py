@@ -95,7 +95,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
 
     enable_torch_compile: Annotated[
-        bool, Meta(description="compile what is no kernel of ours, the sampler, before the capture")
+        bool, Meta(description="compile what is no kernel of ours, the sampler without filters, before the capture")
     ] = False
     torch_compile_max_bs: (
         Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None

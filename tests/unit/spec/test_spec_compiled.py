@@ -52,6 +52,17 @@ def test_larger_batches_are_not_compiled(make_batch, monkeypatch) -> None:
     assert compiled == [2, 1]
 
 
+def test_filters_are_not_compiled(make_batch, monkeypatch) -> None:
+    def compile_nothing(function, **options):
+        return lambda *arguments: pytest.fail("compiled")
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    batch = make_batch([10, 20], temperature=0.8)
+    sampling = replace(batch.sampling, work=SamplingWork(sampled=True, filtered=True, masked=False))
+    arguments = torch.randn(2, 1, 8), batch.lengths[:, None], sampling, torch.arange(8)
+    assert torch.equal(compiled_draw(2)(*arguments), draw_columns(*arguments))
+
+
 def settle(has_cuda: bool = True, **asked: object) -> Settings:
     config = EngineConfig(speculative_algorithm="NONE", **asked)
     return resolve(config, FILES, Machine(num_cores=2, has_cuda=has_cuda))[0]
