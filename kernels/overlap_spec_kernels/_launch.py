@@ -90,6 +90,11 @@ def dependent_launch(device: torch.device, num_rows: int = 1) -> dict[str, bool]
     return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
 
 
+def lets_next_begin(device: torch.device) -> bool:
+    """Whether a kernel that is not itself dependent should say at once that a dependent one after it may begin."""
+    return _can_depend(device)
+
+
 def runs_gluon(device: torch.device) -> bool:
     """Whether kernels in Gluon run there: it is young, and its names have moved from version to version."""
     return _can_depend(device) and _has_gluon()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels._launch import TritonKernel, next_power_of_2, require, runs_triton, warps_for
+from overlap_spec_kernels._launch import TritonKernel, lets_next_begin, next_power_of_2, require, runs_triton, warps_for
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -49,6 +49,7 @@ def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float
         residual.stride(0),
         size,
         eps,
+        NEXT_BEGINS=lets_next_begin(x.device),
         BLOCK=block,
         num_warps=warps_for(block),
     )
@@ -66,9 +67,12 @@ def _add_rms_norm_kernel(
     residual_stride: int,
     size: int,
     eps: float,
+    NEXT_BEGINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One program per row; the row is read once and stays in registers."""
+    if NEXT_BEGINS:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

@@ -9,9 +9,9 @@ the weight is asked for before the kernel that writes the rows has ended:
     linear_logits  the same, in float32
     linear_add     v = residual + x W^T                and v times the next norm's weight, and its sums of squares
 
-Three kernels: short rows of W wait in registers where those of x are few (here), others stream through shared memory
-(`_streamed_linear`), large weights for more rows in tiles (`_warpgroup_linear`). Where none of them is faster, a BLAS
-and the row kernels do: the twin.
+Four kernels: short rows of W wait in registers where those of x are few (here), others stream through shared memory
+(`_streamed_linear`), large weights for more rows in tiles (`_warpgroup_linear`), and gates of many rows in tiles that
+two multiprocessors share (`_wide_linear`). Where none of them is faster, a BLAS and the row kernels do: the twin.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from overlap_spec_kernels._launch import (
 )
 from overlap_spec_kernels._streamed_linear import Call, Stream, num_columns, stream_for
 from overlap_spec_kernels._warpgroup_linear import Tiles, tiles_for
+from overlap_spec_kernels._wide_linear import wide_for
 from overlap_spec_kernels.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.silu_mul import silu_mul
@@ -153,6 +154,9 @@ def _launch(
     elif cut := cut_for(rows, weight, gated):
         call = _call(x, weight, gated, add, dtype, cut.block_n)
         cut.run(call, cut.num_programs(weight, gated))
+    elif gated and (wide := wide_for(rows, weight, gated)):
+        call = _call(normalised(x), weight, gated, add, dtype, wide.block_n)
+        wide.run(call, wide.num_programs(weight, gated))
     else:
         return None
     assert call.out is not None

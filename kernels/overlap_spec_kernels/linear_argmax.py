@@ -10,6 +10,7 @@ from torch import Tensor
 from overlap_spec_kernels._launch import TritonKernel, dependent_launch, next_power_of_2, require
 from overlap_spec_kernels._streamed_linear import Call, Stream
 from overlap_spec_kernels._warpgroup_linear import Tiles
+from overlap_spec_kernels._wide_linear import Wide, wide_for
 from overlap_spec_kernels.fused_linear import cut_for, linear_logits_reference, require_map
 from overlap_spec_kernels.normed import Normed, rows_of
 
@@ -26,7 +27,7 @@ def linear_argmax(x: Tensor | Normed, weight: Tensor, ids: Tensor | None = None)
     rows = rows_of(x)
     require_map(rows, weight)
     require(ids is None or (ids.shape == weight.shape[:1] and ids.dtype == torch.int64), "ids", "[V] int64")
-    cut = cut_for(rows, weight, gated=False)
+    cut = cut_for(rows, weight, gated=False) or wide_for(rows, weight, gated=False)
     return _best_of_programs(rows, weight, ids, cut) if cut else linear_argmax_reference(x, weight, ids)
 
 
@@ -35,7 +36,7 @@ def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | No
     return columns if ids is None else ids[columns]
 
 
-def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Stream | Tiles) -> Tensor:
+def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Stream | Tiles | Wide) -> Tensor:
     """A norm's scale is positive: it changes no row's order, and is left out."""
     programs, num_rows = cut.num_programs(weight, False), rows.shape[0]
     best = rows.new_empty((programs, num_rows), dtype=torch.float32)

@@ -1,0 +1,124 @@
+"""Kernels in CUDA C++, for what Triton and Gluon cannot say. Not here: the kernels.
+
+NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA brings both along, so neither nvcc nor
+a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_THREADS = 384
+_OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
+
+
+@functools.cache
+def runs_hopper(device: torch.device) -> bool:
+    """Whether kernels for sm_90a can be compiled and run there: no other generation has its products of warpgroups."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+
+
+class TensorMap(ctypes.Structure):
+    """What the copy engine must know of a matrix, opaque."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
+    """Tiles of so many rows and columns of a 16-bit matrix, swizzled by 128 bytes. What lies outside reads as zero.
+
+    Shapes: matrix [R, C], rows of C contiguous, 16-byte aligned and spaced.
+    """
+    from cuda.bindings import driver
+
+    kind = driver.CUtensorMapDataType
+    wide_range = matrix.dtype == torch.bfloat16
+    made = _checked(
+        driver.cuTensorMapEncodeTiled(
+            kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if wide_range else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            2,
+            matrix.data_ptr(),
+            [driver.cuuint64_t(size) for size in (matrix.shape[1], matrix.shape[0])],
+            [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
+            [driver.cuuint32_t(size) for size in (columns, rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), ctypes.sizeof(TensorMap)))
+
+
+class CudaKernel:
+    """A kernel of the current device: `kernel.launch(programs, arguments)` on its current stream."""
+
+    def __init__(self, code: bytes, name: str, shared: int) -> None:
+        """`shared`: bytes of shared memory that a program has beside what the code itself declares."""
+        from cuda.bindings import driver
+
+        self._shared = shared
+        self._module = _checked(driver.cuModuleLoadData(code))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, limit, shared))
+
+    def launch(self, programs: int, arguments: tuple[ctypes.Structure, ...]) -> None:
+        """It begins while the kernel before it still runs, and waits for it where it must. Sync: never."""
+        from cuda.bindings import driver
+
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        _checked(driver.cuLaunchKernelEx(self._config(programs), self._function, ctypes.addressof(pointers), 0))
+
+    def _config(self, programs: int) -> Any:
+        from cuda.bindings import driver
+
+        early = driver.CUlaunchAttribute()
+        early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = _THREADS, 1, 1
+        config.sharedMemBytes = self._shared
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs, config.numAttrs = [early], 1
+        return config
+
+
+def compiled(source: Path, defines: tuple[str, ...], headers: dict[str, str]) -> bytes:
+    """Machine code of a file, which may include its neighbours, and `headers` by name.
+
+    Raises: RuntimeError with the compiler's words.
+    """
+    from cuda.bindings import nvrtc
+
+    options = [*_OPTIONS, f"-I{source.parent}", *(f"-D{define}" for define in defines)]
+    names, texts = [name.encode() for name in headers], [text.encode() for text in headers.values()]
+    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names))
+    status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{source.name}: {log.decode()}")
+    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver or compiler returns, less its status. Raises: RuntimeError if it failed."""
+    status, *values = answer
+    if status != 0:
+        raise RuntimeError(f"CUDA: {status!r}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,132 @@
+// PTX of Hopper that C++ has no words for: barriers, the copy engine, clusters, products of a warpgroup.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+__device__ __forceinline__ u32 shared(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- clusters: programs on neighbouring multiprocessors, which see each other's shared memory ----
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// ---- barriers in shared memory that count arrivals and bytes ----
+
+__device__ __forceinline__ void set_up(u64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void show_barriers_to_cluster() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void expect(u64* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
+}
+
+// At the barrier in the same place of another program of the cluster, or of this one. No order of the cluster's scope is
+// asked for: that is a fence of the whole GPU at every arrival, and what a barrier here guards is read by products that
+// have ended, and written by the copy engine.
+__device__ __forceinline__ void arrive_at(u64* barrier, u32 rank) {
+    asm volatile(
+        "{ .reg .b32 there;\n"
+        "  mapa.shared::cluster.u32 there, %0, %1;\n"
+        "  mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared(barrier)), "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again:\n"
+        "  mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "  @done bra ready;\n"
+        "  bra again;\n"
+        "ready: }" ::"r"(shared(barrier)), "r"(parity)
+        : "memory");
+}
+
+// ---- the copy engine ----
+
+__device__ __forceinline__ void copy_tile(u32 target, const TensorMap* map, u64* barrier, int k, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+        ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(k), "r"(row)
+        : "memory");
+}
+
+// To the same place of all programs in `ranks`, a bit each; the barrier of each counts its bytes.
+__device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64* barrier, int k, int row, u16 ranks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(k), "r"(row), "h"(ranks)
+        : "memory");
+}
+
+// ---- products of a warpgroup ----
+
+// A matrix in shared memory whose rows are 128 swizzled bytes: its address, and 1024 bytes from eight rows to the next.
+__device__ __forceinline__ u64 described(u32 address) {
+    return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | ((address & 0x3FFFF) >> 4);
+}
+
+__device__ __forceinline__ void begin_products() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four 8 x 8 matrices of 16 bits from the registers of a product to shared memory; each lane has the address of a row.
+__device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// ---- threads ----
+
+__device__ __forceinline__ void meet_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// The kernel after this one, if it may, begins as soon as there is room for it; one that began early waits here until all
+// kernels before it have ended.
+__device__ __forceinline__ void let_next_begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_kernels_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}

@@ -1,0 +1,165 @@
+// y = x W^T for many rows of x on Hopper (sm_90a), with what follows the product done in its registers.
+//
+// The two programs of a cluster take a tile of 256 rows of x and COLUMNS rows of W: each has 128 rows of x of its own and
+// copies half of W's, which the copy engine sends to both. So W leaves the L2 cache once for 256 rows of x; a tile for
+// each program alone is more than that cache gives to 132 multiprocessors. (Gluon in Triton 3.6 cannot send a tile to a
+// cluster; that is why this is CUDA C++.) A program has three warpgroups: one copies, two multiply 64 rows of x each.
+//
+//     ring       [stage] | 128 rows of x, 64 of K | COLUMNS rows of W, 64 of K |    swizzled by 128 bytes
+//     full       of a stage: its bytes have arrived, from both programs
+//     empty      of a stage: the four multiplying warpgroups of both programs have read it
+//
+// The command line defines COLUMNS, STAGES and one of GATED and ARGMAX; `wgmma.h` is written for COLUMNS and the type of
+// x. Not here: which maps take this kernel (_wide_linear.py).
+
+#include "hopper.cuh"
+#include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high)
+
+// What the kernel is given beside the two tensor maps; the same fields in _wide_linear.py.
+struct Work {
+    void* out;      // GATED [T, N] of x's type, ARGMAX [tiles of W, T] float32
+    int* best_at;   // ARGMAX [tiles of W, T]
+    int num_rows;   // T
+    int size_n;     // N, columns of the result
+    int chunks;     // of 64 of K
+    int num_pairs;  // of 128 rows of x
+    int num_tiles;
+};
+
+constexpr int DEPTH = 64;
+constexpr int ROWS = 128;
+constexpr int CLUSTER = 2;
+constexpr int GROUPS = 2;  // warpgroups that multiply
+constexpr int GROUP_ROWS = ROWS / GROUPS;
+constexpr int SUMS = COLUMNS / 2;  // of a thread: 64 x COLUMNS over 128 threads
+constexpr int X_BYTES = ROWS * DEPTH * 2;
+constexpr int W_BYTES = COLUMNS * DEPTH * 2;
+constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
+
+struct Barriers {
+    u64 full[STAGES];
+    u64 empty[STAGES];
+};
+
+// The tiles of a cluster are numbers first, first + step, ..; rows change first: they share W.
+struct Tile {
+    int row, column;
+
+    __device__ __forceinline__ Tile(const Work& work, int number, int rank)
+        : row((number % work.num_pairs * CLUSTER + rank) * ROWS), column(number / work.num_pairs) {}
+
+    static __device__ __forceinline__ int first() { return blockIdx.x / CLUSTER; }
+    static __device__ __forceinline__ int step() { return gridDim.x / CLUSTER; }
+};
+
+// Where a ring stands: a stage, and the parity of its barriers' phase.
+struct Place {
+    int stage = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+#include "wide_linear_ends.cuh"  // finish(sums, work, tile, staged, group)
+
+// ---- the warpgroup that copies: one thread of it ----
+
+__device__ __forceinline__ void send_w(
+    const TensorMap* w_map, const Work& work, const Tile& tile, u32 rank, u32 stage, u64* full, int chunk
+) {
+#ifdef GATED
+    int row = rank * work.size_n + tile.column * (COLUMNS / 2);  // gate's rows from one, up's from the other
+#else
+    int row = tile.column * COLUMNS + rank * (COLUMNS / 2);
+#endif
+    expect(full, STAGE_BYTES);
+    send_tile(stage + X_BYTES + rank * (W_BYTES / 2), w_map, full, chunk * DEPTH, row, (1 << CLUSTER) - 1);
+}
+
+__device__ __forceinline__ void copy_all(
+    const TensorMap* x_map, const TensorMap* w_map, const Work& work, char* ring, Barriers* barriers, u32 rank
+) {
+    Place place;
+    int early = min(work.chunks, STAGES);  // stages of W, which no kernel before this one writes
+    Tile first(work, Tile::first(), rank);
+    for (int c = 0; c < early; ++c)
+        send_w(w_map, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
+    wait_for_kernels_before();
+    for (int number = Tile::first(); number < work.num_tiles; number += Tile::step()) {
+        Tile tile(work, number, rank);
+        for (int c = 0; c < work.chunks; ++c, --early, place.advance()) {
+            u64* full = &barriers->full[place.stage];
+            u32 stage = shared(ring + place.stage * STAGE_BYTES);
+            if (early <= 0) {
+                wait(&barriers->empty[place.stage], place.parity ^ 1);
+                send_w(w_map, work, tile, rank, stage, full, c);
+            }
+            copy_tile(stage, x_map, full, c * DEPTH, tile.row);
+        }
+    }
+}
+
+// ---- the warpgroups that multiply ----
+
+__device__ __forceinline__ void multiply_chunks(
+    float (&sums)[SUMS], int chunks, char* ring, Barriers* barriers, Place& place, int group
+) {
+    u64* read = nullptr;
+    u32 thread = threadIdx.x % 128;
+    for (int c = 0; c < chunks; ++c, place.advance()) {
+        u32 stage = shared(ring + place.stage * STAGE_BYTES);
+        wait(&barriers->full[place.stage], place.parity);
+        u64 x = described(stage + group * (X_BYTES / GROUPS)), w = described(stage + X_BYTES);
+        begin_products();
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; ++k) multiply(sums, x + 2 * k, w + 2 * k, c + k > 0);  // 32 bytes on, in sixteens
+        commit_products();
+        wait_products<1>();  // those of the stage before
+        if (c > 0 && thread < CLUSTER) arrive_at(read, thread);
+        read = &barriers->empty[place.stage];
+    }
+    wait_products<0>();
+    if (thread < CLUSTER) arrive_at(read, thread);
+}
+
+__device__ __forceinline__ void multiply_all(const Work& work, char* ring, char* staged, Barriers* barriers, u32 rank) {
+    float sums[SUMS];
+    int group = threadIdx.x / 128 - 1;
+    Place place;
+    for (int number = Tile::first(); number < work.num_tiles; number += Tile::step()) {
+        multiply_chunks(sums, work.chunks, ring, barriers, place, group);
+        finish(sums, work, Tile(work, number, rank), staged, group);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1) __cluster_dims__(CLUSTER, 1, 1) wide_linear(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+) {
+    extern __shared__ __align__(1024) char ring[];
+    __shared__ Barriers barriers;
+    u32 rank = rank_in_cluster();
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            set_up(&barriers.full[stage], 1);
+            set_up(&barriers.empty[stage], GROUPS * CLUSTER);
+        }
+        show_barriers_to_cluster();
+    }
+    meet_cluster();
+    let_next_begin();
+    if (threadIdx.x < 128) {
+        give_registers<24>();
+        if (threadIdx.x == 0) copy_all(&x_map, &w_map, work, ring, &barriers, rank);
+        __syncwarp();
+    } else {
+        take_registers<240>();
+        wait_for_kernels_before();
+        multiply_all(work, ring, ring + STAGES * STAGE_BYTES, &barriers, rank);
+    }
+    meet_cluster();  // nobody leaves while the other may send to it
+}

@@ -1,0 +1,63 @@
+"""Which maps of many rows go to the kernel in CUDA C++, and that it compiles; no GPU is needed."""
+
+import pytest
+import torch
+from overlap_spec_kernels import _cuda
+from overlap_spec_kernels import _wide_linear as wide
+from torch import Tensor
+
+LLAMA_8B = {"gate and up": (28672, 4096), "head": (128256, 4096)}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an H200, which has 132 multiprocessors; nothing is compiled."""
+    monkeypatch.setattr(wide, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(wide, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(wide.Wide, "kernel", lambda *arguments: None)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def taken(rows: int, name: str) -> bool:
+    weight = meta(*LLAMA_8B[name])
+    return wide.wide_for(meta(rows, weight.shape[1]), weight, gated=name != "head") is not None
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", LLAMA_8B)
+def test_where_tiles_are_full(name: str) -> None:
+    assert [rows for rows in (129, 192, 256, 288, 384, 512, 640, 768, 1024) if taken(rows, name)] == [
+        256,
+        512,
+        768,
+        1024,
+    ]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernel_cannot_do() -> None:
+    x, weight = meta(256, 4096), meta(28672, 4096)
+    assert wide.wide_for(x, weight, True) is not None
+    assert wide.wide_for(x.float(), weight.float(), True) is None
+    assert wide.wide_for(meta(256, 4100)[:, :4096], weight, True) is None  # rows of x that are not 16-byte spaced
+    assert wide.wide_for(meta(256, 4096 + 32), meta(28672, 4096 + 32), True) is None
+    assert wide.wide_for(meta(256, 576), meta(3072, 576), True) is None  # a small weight
+
+
+def test_nothing_without_a_hopper_gpu() -> None:
+    assert not _cuda.runs_hopper(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("end", ["GATED", "ARGMAX"])
+def test_it_compiles(end: str, dtype: torch.dtype) -> None:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="comes with PyTorch for CUDA")
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:  # bindings without a library
+        pytest.skip("needs NVRTC")
+    defines = "COLUMNS=224", "STAGES=4", end
+    assert _cuda.compiled(wide.SOURCE, defines, {"wgmma.h": wide.wgmma_header(224, dtype)}).startswith(b"\x7fELF")
