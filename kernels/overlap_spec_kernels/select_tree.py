@@ -18,8 +18,15 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _MAX_CANDIDATES = 2048
-_BLOCK = 128  # candidates that a program ranks
-_COMPARED_AT_ONCE = 8
+_FEW_CANDIDATES = 128
+
+
+class _Ranking(NamedTuple):
+    """How candidates are cut into programs."""
+
+    block: int  # candidates that a program ranks
+    chunk: int  # those that they are compared with at once
+    num_warps: int
 
 
 class SelectedTree(NamedTuple):
@@ -61,7 +68,8 @@ def select_tree_reference(scores: Tensor, tokens: Tensor, parents: Tensor, num_g
 def _select_tree_triton(scores: Tensor, tokens: Tensor, parents: Tensor, num_guesses: int) -> SelectedTree:
     num_rows, num_candidates = scores.shape
     out = SelectedTree(tokens.new_empty(num_guesses, num_rows), tokens.new_empty(num_guesses, num_rows))
-    _select_tree_kernel[(num_rows, ceil_div(num_candidates, _BLOCK))](
+    ranking = _Ranking(32, 32, 4) if num_candidates <= _FEW_CANDIDATES else _Ranking(8, 256, 1)
+    _select_tree_kernel[(num_rows, ceil_div(num_candidates, ranking.block))](
         scores,
         tokens,
         parents,
@@ -69,9 +77,9 @@ def _select_tree_triton(scores: Tensor, tokens: Tensor, parents: Tensor, num_gue
         num_candidates,
         num_guesses,
         num_rows,
-        BLOCK_C=_BLOCK,
-        CHUNK=_COMPARED_AT_ONCE,
-        num_warps=4,
+        BLOCK_C=ranking.block,
+        CHUNK=ranking.chunk,
+        num_warps=ranking.num_warps,
         **dependent_launch(scores.device),
     )
     return out

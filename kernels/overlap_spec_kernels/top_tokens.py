@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_TOP = 16
 _MAX_COLUMNS = 1 << 18
 _PART = 2048  # columns of a program
+_SMALL_PART = 512  # at least so many, also of short rows
+_GROUP = 8  # of a part's columns, of which the largest is looked at first
 
 
 class TopTokens(NamedTuple):
@@ -61,12 +63,23 @@ def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
 
 def _top_tokens_triton(logits: Tensor, k: int) -> TopTokens:
     num_rows, size = logits.shape
-    num_parts = ceil_div(size, _PART)
+    part = min(max(next_power_of_2(size), _SMALL_PART), _PART)
+    num_parts = ceil_div(size, part)
     keys = torch.empty((num_rows, num_parts * k), dtype=torch.int64, device=logits.device)
     sums = torch.empty((num_rows, num_parts, 2), dtype=torch.float32, device=logits.device)
     launch = dependent_launch(logits.device, num_rows)
     _top_of_part_kernel[(num_rows, num_parts)](
-        logits, keys, sums, logits.stride(0), size, K=k, BLOCK=_PART, num_warps=4, **launch
+        logits,
+        keys,
+        sums,
+        logits.stride(0),
+        size,
+        K=k,
+        BLOCK_K=next_power_of_2(k),
+        GROUPS=part // _GROUP,
+        GROUP=_GROUP,
+        num_warps=1,
+        **launch,
     )
     out = TopTokens(sums.new_empty(num_rows, k), keys.new_empty(num_rows, k))
     block = next_power_of_2(num_parts * k)
@@ -92,26 +105,47 @@ def _top_of_part_kernel(
     row_stride: int,
     size: int,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part): the keys of its K largest logits, its largest logit and sum of exponentials below that."""
+    """Program (row, part): the keys of its K largest logits, its largest logit and sum of exponentials below that.
+
+    A group is GROUP columns in a row. The K largest logits are in the K groups whose largest are the largest (of equal
+    ones, the first): any other logit has K better ones. So only those are compared one by one.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = row * tl.num_programs(1) + tl.program_id(1)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * (GROUPS * GROUP)
+    group, inner, rank = tl.arange(0, GROUPS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
+    column = begin + group[:, None] * GROUP + inner[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    logits = tl.load(logits_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
-    highest = tl.maximum(tl.max(logits, axis=0), -3.0e38)  # a number, also where no logit is
+    logits_ptr += row * row_stride
+    logits = tl.load(logits_ptr + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    largest = tl.max(logits, axis=1)
+    highest = tl.maximum(tl.max(largest, axis=0), -3.0e38)  # a number, also where no logit is
     tl.store(sums_ptr + part * 2, highest)
-    tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.exp(logits - highest), axis=0))
-    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 equals 0
-    key = (_ordered(bits).to(tl.int64) << 32) | (0x7FFFFFFF - column).to(tl.int64)
-    for i in range(K):
-        best = tl.max(key, axis=0)
-        tl.store(keys_ptr + part * K + i, best)
-        key = tl.where(key == best, -0x8000000000000000, key)
+    tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.sum(tl.exp(logits - highest), axis=1), axis=0))
+    value = _ordered_float(largest)
+    best_groups = tl.zeros([BLOCK_K], tl.int32)
+    for i in tl.static_range(K):
+        best = tl.max(value, axis=0)
+        at = tl.min(tl.where(value == best, group, 0x7FFFFFFF), axis=0)
+        best_groups = tl.where(rank == i, at, best_groups)
+        value = tl.where(group == at, -0x80000000, value)
+    chosen = (rank < K)[:, None]
+    column = begin + best_groups[:, None] * GROUP + inner[None, :]
+    logits = tl.load(logits_ptr + column, mask=chosen & (column < size), other=float("-inf")).to(tl.float32)
+    column = tl.reshape(tl.where(chosen, column, 0x7FFFFFFF), [BLOCK_K * GROUP])
+    value = _ordered_float(tl.reshape(logits, [BLOCK_K * GROUP]))
+    for i in tl.static_range(K):
+        best = tl.max(value, axis=0)
+        at = tl.min(tl.where(value == best, column, 0x7FFFFFFF), axis=0)
+        tl.store(keys_ptr + part * K + i, (best.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64))
+        value = tl.where(column == at, -0x80000000, value)
 
 
 @TritonKernel
@@ -145,6 +179,12 @@ def _top_of_row_kernel(
         tl.store(log_probs_ptr + row * K + i, logit - log_total)
         tl.store(columns_ptr + row * K + i, 0x7FFFFFFF - (best & 0xFFFFFFFF))
         key = tl.where(key == best, -0x8000000000000000, key)
+
+
+@TritonKernel
+def _ordered_float(x: tl.tensor) -> tl.tensor:
+    """Integers ordered as float32 are; -0 equals 0."""
+    return _ordered(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
 
 
 @TritonKernel

@@ -39,14 +39,16 @@ OTHERS: list[tuple[str, str, str, str, int, dict[str, Any]]] = [
     ("place_tree", "_place_tree_kernel", "bf16", "fp32", 1, {"BLOCK_N": 32}),
     ("move_cache_rows", "_move_cache_rows_kernel", "bf16", "fp32", 4, {"ROW_SIZE": 1024, "BLOCK_D": 8, "BLOCK_C": 512}),
     ("move_cache_rows", "_move_cache_rows_kernel", "fp32", "fp32", 4, {"ROW_SIZE": 20, "BLOCK_D": 1, "BLOCK_C": 32}),
-    ("top_tokens", "_top_of_part_kernel", "bf16", "fp32", 4, {"K": 8, "BLOCK": 2048}),
+    ("top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 8, "BLOCK_K": 8, "GROUPS": 256, "GROUP": 8}),
+    ("top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 3, "BLOCK_K": 4, "GROUPS": 64, "GROUP": 8}),
     ("top_tokens", "_top_of_row_kernel", "bf16", "fp32", 4, {"K": 16, "BLOCK": 2048, "BLOCK_P": 128}),
     ("_top_tokens_wide", "_wide_top_of_part_kernel", "bf16", "fp64", 4, {"K": 8, "BLOCK": 2048}),
     ("_top_tokens_wide", "_wide_top_of_row_kernel", "bf16", "fp64", 4, {"K": 8, "BLOCK": 128, "BLOCK_P": 16}),
     ("add_children", "_add_children_kernel", "bf16", "fp32", 4, {"BLOCK": 128}),
     ("add_children", "_add_children_kernel", "bf16", "fp64", 4, {"BLOCK": 128}),
-    ("select_tree", "_select_tree_kernel", "bf16", "fp32", 4, {"BLOCK_C": 128, "CHUNK": 8}),
-    ("select_tree", "_select_tree_kernel", "bf16", "fp64", 4, {"BLOCK_C": 128, "CHUNK": 8}),
+    ("select_tree", "_select_tree_kernel", "bf16", "fp32", 1, {"BLOCK_C": 8, "CHUNK": 256}),
+    ("select_tree", "_select_tree_kernel", "bf16", "fp64", 1, {"BLOCK_C": 8, "CHUNK": 256}),
+    ("select_tree", "_select_tree_kernel", "bf16", "fp64", 4, {"BLOCK_C": 32, "CHUNK": 32}),
 ]
 JUDGE = {"BLOCK_W": 32, "BLOCK_D": 8, "BLOCK_N": 32}
 OTHERS += [("_judge_tree_kernel", "judge_tree_kernel", "bf16", "fp32", 1, JUDGE | {"GIVEN": g}) for g in (False, True)]
