@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -18,6 +18,7 @@ import zmq
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ToClient, ToTokenizerFromClient
+from overlap_spec.transport import has_message
 
 MAX_MESSAGE_BYTES = 32 * MIB
 LINGER_MS = 300  # for last words
@@ -100,7 +101,7 @@ class Duplex:
 
     @property
     def has_messages(self) -> bool:
-        return bool(cast(int, self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return has_message(self.socket)
 
     def wake(self) -> None:
         """Make `readable` return although nothing has arrived."""

@@ -174,6 +174,8 @@ class Engine:
         if settings.spec.token_map is not None:
             token_map = hub.resolve_token_map(settings.spec.token_map, self.progress)
             settings = replace(settings, spec=replace(settings.spec, token_map=token_map))
+        if settings.spec.ngram.corpus is not None:
+            hub.check_corpus(settings.spec.ngram.corpus)
         return settings, notes
 
     def _remove_files(self, run_dir: RunDirectory) -> None:

@@ -236,7 +236,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "speculative_eagle_topk": spec.topk if speculating else None,
         "speculative_num_draft_tokens": spec.width if speculating else None,
         "speculative_numbers_from": spec.numbers_from if speculating else None,
-        "speculative_adaptive": bool(spec.narrower),
+        "speculative_adaptive": bool(spec.narrower) and not settings.scheduler.keeps_width,
         "attention_backend": _backend(on_cpu or attention.target_torch),
         "speculative_draft_attention_backend": _backend(on_cpu or attention.draft_torch) if drafts else None,
         "speculative_attention_mode": ("prefill" if places_rows else "decode") if spec.topk == 1 else None,

@@ -36,7 +36,7 @@ SCHEDULER_BATCHES = (1, 8, 64, 256)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, and the engine's flags."""
     what = ("latency", "throughput", "scheduler", "step", "methods")
-    parser.add_argument("what", choices=what, help="what to measure")
+    parser.add_argument("what", choices=what, metavar="|".join(what), help="what to measure")
     parser.add_argument("--output", metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("--prompts", metavar="NAME", help="chat20 (default), copy20, peer64, random or a file")
     parser.add_argument("--num-tokens", type=int, default=256, metavar="N", help="tokens per answer at most")

@@ -1,4 +1,4 @@
-"""What stderr shows while a model is fetched and loaded. Not here: who reports (`hub.py`, the actors)."""
+"""What stderr shows while a model is fetched and loaded. Not here: who reports (`hub/`, the actors)."""
 
 import contextlib
 import logging

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from overlap_spec.config import AttentionSettings, Settings
+from overlap_spec.config import DUMMY, AttentionSettings, Settings
 from overlap_spec.supervisor import Facts
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -34,9 +34,9 @@ def _settled(settings: Settings) -> dict[str, str]:
     spec, model, scheduler = settings.spec, settings.model, settings.scheduler
     counts = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens"
     numbers = counts if spec.num_steps else ""
-    rows = {"model": model.name, "method": spec.method + numbers}
+    rows = {"model": model.name + _made_up(model.files.load_format), "method": spec.method + numbers}
     if spec.draft_path is not None:
-        rows["draft model"] = spec.draft_path
+        rows["draft model"] = spec.draft_path + _made_up(spec.draft_load_format)
     if spec.token_map is not None:
         rows["token map"] = spec.token_map
     if spec.width > 1:
@@ -52,6 +52,10 @@ def _settled(settings: Settings) -> dict[str, str]:
     }
 
 
+def _made_up(load_format: str) -> str:
+    return ", RANDOM WEIGHTS" if load_format == DUMMY else ""
+
+
 def _attention(attention: AttentionSettings) -> str:
     """What was asked for that is not what is fastest."""
     said = {
@@ -65,6 +69,7 @@ def _attention(attention: AttentionSettings) -> str:
 
 def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
     worker, scheduler = facts.get("worker", {}), facts.get("scheduler", {})
+    drafting = worker.get("draft_weights_mib")  # of n-grams, what they remember
     return {
         "KV pages": f"{worker.get('pages')} of {worker.get('page_size')} tokens ({worker.get('tokens')} tokens)",
         "prefix cache": str(scheduler.get("prefix_cache")),
@@ -72,16 +77,18 @@ def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
         "CUDA graphs": str(worker.get("graphs")),
         "step widths": str(worker.get("step_widths")),
         "start-up": str(worker.get("start_up")),
-        "weights": f"{worker.get('weights_mib')} MiB",
+        "weights": f"{worker.get('weights_mib')} MiB" + (f", {drafting} of them for drafting" if drafting else ""),
         **{name: str(worker[name]) for name in ("memory", "to save memory") if name in worker},
     }
 
 
-def curl_line(url: str, needs_key: bool) -> str:
+def curl_line(url: str, needs_key: bool, takes_text: bool) -> str:
     """A request to paste into a shell."""
-    body = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
+    chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
+    of_ids = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8}}
+    path, body = ("/v1/chat/completions", chat) if takes_text else ("/generate", of_ids)
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    return f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
 
 
 def print_start(settings: Settings, facts: Mapping[str, Facts], url: str, endpoint: str) -> None:
@@ -90,5 +97,5 @@ def print_start(settings: Settings, facts: Mapping[str, Facts], url: str, endpoi
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     console.print(start_table(settings, facts, url, endpoint))
-    print(curl_line(url, settings.server.api_key is not None))
+    print(curl_line(url, settings.server.api_key is not None, not settings.skip_tokenizer_init))
     print("ready", flush=True)

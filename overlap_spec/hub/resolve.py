@@ -64,6 +64,12 @@ def resolve_token_map(path: str, progress: Progress = ignore_progress) -> str:
     return str(fetch_file(field, f"{owner}/{name}", file, progress))
 
 
+def check_corpus(path: str) -> None:
+    """What it holds is read when weights are; whether it is there is known before. Raises: ConfigError."""
+    if not Path(path).is_file():
+        raise ConfigError("speculative_ngram_external_corpus_path", f"{path} is no file")
+
+
 def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
     if config.load_format == DUMMY:
         weights = smollm2.DATA  # its config is all that is needed

@@ -116,8 +116,7 @@ class MeasuredWidth:
         self._since_probe += 1
         if self._probe_left:
             self._probe_left -= 1
-        if self.current != self._logged and self._clock() - self._logged_at >= LOG_S:
-            self._log(batch_size)
+        self._log_change(batch_size)
 
     def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
@@ -147,10 +146,11 @@ class MeasuredWidth:
     def _change(self, width: int, batch_size: int) -> None:
         self.current = width
         self._since_change = self._since_probe = self._probe_left = 0
-        if self._clock() - self._logged_at >= LOG_S:
-            self._log(batch_size)
+        self._log_change(batch_size)
 
-    def _log(self, batch_size: int) -> None:
+    def _log_change(self, batch_size: int) -> None:
+        if self.current == self._logged or self._clock() - self._logged_at < LOG_S:
+            return
         seconds = dict(zip(self._widths, self._costs.seconds(batch_size), strict=True))
         log.info(
             "Step width %d -> %d at batch %d: guesses accepted at rates %s; a step takes %.3f ms, before %.3f ms",

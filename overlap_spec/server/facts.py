@@ -90,17 +90,15 @@ class Facts:
     async def server_info(self, request: Request) -> Response:
         """Settings and facts, flat, and under `internal_states` what benchmarks read after a run."""
         info, stats = self._info, await newest_stats(self._client)
-        shown = _without_secrets({**info.settings, **info.facts})
-        named = {
+        shown = {
+            **_without_secrets({**info.settings, **info.facts}),
             "model_path": info.model_path,
             "tokenizer_path": info.tokenizer_path or info.model_path,
             "served_model_name": info.model_name,
             "max_total_num_tokens": stats.max_total_tokens,
             "max_model_len": info.max_model_len,
         }
-        return as_json(
-            {**shown, **named, "internal_states": [{**shown, **self._state(stats)}], "version": info.version}
-        )
+        return as_json({**shown, "internal_states": [{**shown, **self._state(stats)}], "version": info.version})
 
     async def flush_cache(self, request: Request) -> Response:
         """Empty the prefix cache; 400 while anything runs."""

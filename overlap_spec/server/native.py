@@ -49,6 +49,14 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     no_stop_trim: bool = False
 
 
+SAMPLING = frozenset(NativeSampling.__struct_fields__)
+OTHER_NAMES = {  # in OpenAI's API
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+}
+
+
 class Generate:
     """The endpoint."""
 
@@ -61,6 +69,7 @@ class Generate:
         arrived_at = time.perf_counter()
         fields = await read_json(request, self._info.max_body_bytes)
         refuse_unsupported(fields)
+        _refuse_misplaced(fields)
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
         if body.stream:
@@ -97,6 +106,7 @@ class Generate:
     def _read_sampling(self, given: Json) -> SamplingParams:
         fields = without_nulls(given)
         refuse_unsupported(fields)
+        _refuse_other_names(fields)
         read = convert(fields, NativeSampling)
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
@@ -122,6 +132,20 @@ class Generate:
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
+
+
+def _refuse_misplaced(fields: Json) -> None:
+    """What would sample otherwise than the user thinks. Raises: Problem."""
+    for name in fields:
+        if name in SAMPLING:
+            raise Problem(400, f"{name} belongs in sampling_params", name, "invalid_value")
+    _refuse_other_names(fields)
+
+
+def _refuse_other_names(fields: Json) -> None:
+    for name in fields:
+        if name in OTHER_NAMES:
+            raise Problem(400, f"{name} is {OTHER_NAMES[name]} here, in sampling_params", name, "invalid_value")
 
 
 def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str]]:

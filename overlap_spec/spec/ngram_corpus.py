@@ -38,12 +38,21 @@ def _texts(path: str) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                text = json.loads(line) if line.strip() else ""
-                if not isinstance(text, str):
-                    raise ConfigError(FIELD, f"{path}, line {number}: each line must be a JSON string")
-                yield text
-    except (OSError, ValueError) as error:
+                yield _text_in(line, f"{path}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(FIELD, f"cannot read {path}: {error}") from None
+
+
+def _text_in(line: str, origin: str) -> str:
+    if not line.strip():
+        return ""
+    try:
+        text = json.loads(line)
+    except ValueError:
+        text = None
+    if not isinstance(text, str):
+        raise ConfigError(FIELD, f"{origin}: each line must be a JSON string")
+    return text
 
 
 def enter_corpus(log: NgramLog, limits: NgramLimits, corpus: Tensor) -> None:

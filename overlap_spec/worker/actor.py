@@ -68,6 +68,11 @@ def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
     return f"batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes, captured in {seconds:.1f} s)"
 
 
+def _start_fact(batch_sizes: tuple[int, ...], seconds: float, of_captures: float) -> str:
+    said = f"{seconds:.1f} s"
+    return f"{said}, {seconds - of_captures:.1f} s without captures" if batch_sizes else said
+
+
 def _ceilings_fact(ceiling: Roofline) -> str:
     flop = f"{ceiling.flop_per_s / 1e12:.3g} TFLOP/s" if ceiling.flop_per_s else "FLOP/s not known"
     return f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {flop}"
@@ -112,7 +117,7 @@ async def main(context: ActorContext) -> None:
             "chunk_tokens": chunk.tokens,
             "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
             "step_widths": " ".join(str(width) for width in geometry.step_widths),
-            "start_up": f"{started_s:.1f} s, {started_s - capture_s:.1f} s without captures",
+            "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),
             "ceilings": _ceilings_fact(ceiling),
             "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
             "acceptance": _acceptance_fact(settings.spec),

@@ -95,6 +95,7 @@ def test_a_command_may_have_defaults_of_its_own() -> None:
         (("bench", "step", "--batch-size", "0"), "--batch-size: must be at least 1, got 0"),
         (("fly",), "invalid choice: 'fly'"),
         ((), "the following arguments are required"),
+        (("bench",), "the following arguments are required: latency|throughput|"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(

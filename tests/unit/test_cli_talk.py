@@ -187,8 +187,9 @@ def test_urls_that_a_person_on_this_machine_can_use() -> None:
     assert http_url("127.0.0.1", 1) == "http://127.0.0.1:1"
     assert http_url("0.0.0.0", 1) == "http://127.0.0.1:1"
     assert http_url("::", 1) == "http://[::1]:1"
-    assert "Bearer $API_KEY" in curl_line("http://h:1", needs_key=True)
-    assert "Bearer" not in curl_line("http://h:1", needs_key=False)
+    assert "Bearer $API_KEY" in curl_line("http://h:1", needs_key=True, takes_text=True)
+    assert "Bearer" not in curl_line("http://h:1", needs_key=False, takes_text=True)
+    assert "/generate" in curl_line("http://h:1", needs_key=False, takes_text=False)
 
 
 def shown_table(settings: Settings, facts: Any) -> str:
@@ -201,12 +202,26 @@ def shown_table(settings: Settings, facts: Any) -> str:
 def test_the_table_names_method_memory_and_endpoints() -> None:
     settings = replace(fake_settings(), spec=SpecSettings("EAGLE3", "/heads/tiny", 3, 1, 4))
     facts: Any = {
-        "worker": {"pages": 7, "page_size": 4, "tokens": 28, "chunk_tokens": 64, "weights_mib": 513},
+        "worker": {
+            "pages": 7,
+            "page_size": 4,
+            "tokens": 28,
+            "chunk_tokens": 64,
+            "weights_mib": 513,
+            "draft_weights_mib": 37,
+        },
         "scheduler": {"prefix_cache": "bigram keys"},
         "tokenizer": {"client_endpoint": "ipc:///x"},
     }
     shown = shown_table(settings, facts)
-    for words in ("EAGLE3 (3, 1, 4)", "/heads/tiny", "float64, cpu", "7 of 4 tokens (28 tokens)", "bigram", "513 MiB"):
+    for words in (
+        "EAGLE3 (3, 1, 4)",
+        "/heads/tiny",
+        "float64, cpu",
+        "7 of 4 tokens (28 tokens)",
+        "bigram",
+        "513 MiB, 37 of",
+    ):
         assert words in shown
     assert "http://h:1" in shown
     assert "ipc:///x" in shown
@@ -227,3 +242,11 @@ def test_the_table_says_what_was_chosen_why_and_what_is_lossy() -> None:
     ):
         assert words in shown
     assert "sees" not in shown_table(fake_settings(), {})
+
+
+def test_the_table_says_which_weights_are_made_up() -> None:
+    settings = replace(fake_settings(), spec=SpecSettings("EAGLE3", "/heads/tiny", 3, 1, 4, draft_load_format="dummy"))
+    assert "/heads/tiny, RANDOM WEIGHTS" in shown_table(settings, {})
+    files = replace(settings.model.files, load_format="dummy")
+    assert shown_table(replace(settings, model=replace(settings.model, files=files)), {}).count("RANDOM") == 2
+    assert "RANDOM" not in shown_table(fake_settings(), {})

@@ -16,7 +16,7 @@ from tiny_tokenizer import write_tokenizer
 
 from overlap_spec.config import SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.hub import resolve_draft, resolve_model, resolve_token_map, smollm2
+from overlap_spec.hub import check_corpus, resolve_draft, resolve_model, resolve_token_map, smollm2
 from overlap_spec.hub.progress import reporting_tqdm
 
 GGUF_NAME = Path(smollm2.MEMBER).name
@@ -157,6 +157,14 @@ def test_what_is_local_has_no_revisions(tmp_path: Path) -> None:
         resolve(revision="v2")
     with pytest.raises(ConfigError, match="--speculative-draft-model-revision: .* is a directory"):
         resolve_draft(str(directory), revision="v2")
+
+
+def test_a_corpus_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('"a"')
+    check_corpus(str(tmp_path / "texts.jsonl"))
+    for absent in (tmp_path, tmp_path / "other.jsonl"):
+        with pytest.raises(ConfigError, match="external-corpus-path: .* is no file"):
+            check_corpus(str(absent))
 
 
 def test_a_token_map_is_a_file_or_one_of_a_repository(hub_cache: Path, tmp_path: Path) -> None:

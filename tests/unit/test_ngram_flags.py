@@ -62,6 +62,9 @@ def test_what_is_in_force_is_shown() -> None:
     shown = settled_flags(EngineConfig(speculative_algorithm="NGRAM"), settle())
     assert shown["speculative_ngram_capacity"] == 10_000_000
     assert shown["speculative_ngram_max_bfs_breadth"] == shown["speculative_eagle_topk"] == 10
+    assert shown["speculative_adaptive"] is True
+    explicit = EngineConfig(speculative_algorithm="NGRAM", speculative_num_draft_tokens=8)
+    assert settled_flags(explicit, settle(num_draft_tokens=8))["speculative_adaptive"] is False
 
 
 def test_chains_may_be_judged_by_thresholds() -> None:

@@ -9,7 +9,7 @@ from played_engine import Chain, Engine
 
 from overlap_spec.messages import Phase, StepCosts, StepResult
 from overlap_spec.scheduler.acceptance import MEMORY, ChainAcceptance
-from overlap_spec.scheduler.width import PROBE_BUDGET, SETTLING_STEPS, CostTable, FixedWidth
+from overlap_spec.scheduler.width import LOG_S, PROBE_BUDGET, SETTLING_STEPS, CostTable, FixedWidth, MeasuredWidth
 
 FREE = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0)))
 DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))  # relative to a step of width 1
@@ -106,6 +106,22 @@ def test_a_change_is_logged_once_and_probes_are_not(caplog: pytest.LogCaptureFix
     lines = [record.message for record in caplog.records]
     assert lines[0].startswith("Step width 4 -> ")
     assert len(lines) <= 2 and "-> 1 at batch 1: guesses accepted at rates 0." in lines[-1]
+
+
+def test_a_change_that_is_taken_back_before_its_line_is_due_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    acceptance = ChainAcceptance(1)
+    policy = MeasuredWidth(StepCosts((1,), (1, 2), ((1.0, 1.5),)), acceptance, lambda: now[0])
+    with caplog.at_level(logging.INFO):
+        for tokens, width in (([1], 1), ([1, 2], 2), ([1], 1)):
+            for _ in range(4 * MEMORY):
+                policy.observe(StepResult(0, [tokens], [1], 0.0))
+            assert policy.choose(1) == width
+            for _ in range(SETTLING_STEPS):
+                policy.planned(width, 1)
+            now[0] += LOG_S - 1 if width == 1 else LOG_S  # idle after the second change
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("Step width 2 -> 1")
 
 
 def test_a_fixed_width_is_what_a_worker_without_costs_gets() -> None:
