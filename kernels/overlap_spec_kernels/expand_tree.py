@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_CHILDREN = 512  # of all nodes of a level
 _MAX_TOP = 32
 _BLOCK_F = 512  # numbers of each feature row that a program copies
-_COMPARED_AT_ONCE = 8
+_COMPARED_AT_ONCE = 32
 
 
 class ExpandedLevel(NamedTuple):

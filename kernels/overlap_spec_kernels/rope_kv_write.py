@@ -18,7 +18,7 @@ from overlap_spec_kernels._launch import TritonKernel, ceil_div, dependent_launc
 if TYPE_CHECKING:
     import triton.language as tl
 
-_HEADS_PER_PROGRAM = 4
+_HEADS_PER_PROGRAM = 8
 
 
 def rope_kv_write(
@@ -106,7 +106,7 @@ def _rope_kv_write_triton(
         HALF=head_dim // 2,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,
-        num_warps=1,
+        num_warps=4,
         **dependent_launch(q.device, num_rows),
     )
     return out
@@ -137,31 +137,35 @@ def _rope_kv_write_kernel(
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row and group of heads: q's groups first, then those of k and v."""
+    """One program per row and group of heads: q's groups first, then those of k and v.
+
+    What does not depend on the position is asked for before it is there.
+    """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     column = tl.arange(0, BLOCK_HALF)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    angle_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * (2 * HALF) + column
-    cos = tl.load(angle_ptr, mask=column < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(angle_ptr + HALF, mask=column < HALF, other=0.0).to(tl.float32)
-    if group < q_groups:
-        head = group * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        inside = (head < num_q_heads) & (column < HALF)
+    position, cache_row = tl.load(positions_ptr + row), tl.load(cache_rows_ptr + row)
+    is_q = group < q_groups
+    head = tl.where(is_q, group, group - q_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    inside = (head < tl.where(is_q, num_q_heads, num_kv_heads)) & (column < HALF)
+    if is_q:
         source = q_ptr + row * q_row_stride + head * q_head_stride + column
-        target = out_ptr + (row * num_q_heads + head) * (2 * HALF) + column
     else:
-        head = (group - q_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        inside = (head < num_kv_heads) & (column < HALF)
         source = k_ptr + row * k_row_stride + head * k_head_stride + column
-        cache_offset = (tl.load(cache_rows_ptr + row) * num_kv_heads + head) * (2 * HALF) + column
-        target = k_cache_ptr + cache_offset
-        v_source = v_ptr + row * v_row_stride + head * v_head_stride + column
-        tl.store(v_cache_ptr + cache_offset, tl.load(v_source, mask=inside), mask=inside)
-        tl.store(v_cache_ptr + cache_offset + HALF, tl.load(v_source + HALF, mask=inside), mask=inside)
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    copied = inside & (group >= q_groups)
+    v_source = v_ptr + row * v_row_stride + head * v_head_stride + column
+    v_first, v_second = tl.load(v_source, mask=copied), tl.load(v_source + HALF, mask=copied)
+    angle_ptr = cos_sin_ptr + position * (2 * HALF) + column
+    cos = tl.load(angle_ptr, mask=column < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle_ptr + HALF, mask=column < HALF, other=0.0).to(tl.float32)
+    cache_offset = (cache_row * num_kv_heads + head) * (2 * HALF) + column
+    tl.store(v_cache_ptr + cache_offset, v_first, mask=copied)
+    tl.store(v_cache_ptr + cache_offset + HALF, v_second, mask=copied)
+    target = out_ptr + (row * num_q_heads + head) * (2 * HALF) + column if is_q else k_cache_ptr + cache_offset
     tl.store(target, first * cos - second * sin, mask=inside)
     tl.store(target + HALF, second * cos + first * sin, mask=inside)

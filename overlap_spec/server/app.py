@@ -18,7 +18,7 @@ from overlap_spec.server.tokens import Tokens
 
 
 def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> Starlette:
-    """Build the app. `health` is asked before every request: while it says no, the answer is 503."""
+    """Build the app. `health` is asked before a request: while it says no, the answer is 503, but for metrics."""
     metrics = ServerMetrics()
     runner = Runner(client, metrics)
     routes = [

@@ -96,8 +96,13 @@ def refuse_unsupported(fields: Json) -> None:
         neutral = UNSUPPORTED.get(name)
         if neutral is None or _asks_for_nothing(value, neutral):
             continue
-        hint = f"leave it out or send {json.dumps(neutral[0])}" if neutral else "leave it out"
-        raise Problem(400, f"{name} is not supported: {hint}", name, "unsupported_parameter")
+        hint = f" or send {json.dumps(_suggested(value, neutral))}" if neutral else ""
+        raise Problem(400, f"{name} is not supported: leave it out{hint}", name, "unsupported_parameter")
+
+
+def _suggested(value: Any, neutral: tuple[Any, ...]) -> Any:
+    """What to send instead; null where a switch's `false` would not be of the type that the API has."""
+    return None if neutral[0] is False and not isinstance(value, bool) else neutral[0]
 
 
 def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:

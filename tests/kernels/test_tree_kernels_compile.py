@@ -52,7 +52,7 @@ OTHERS: list[tuple[str, str, str, str, int, dict[str, Any]]] = [
 ]
 JUDGE = {"BLOCK_W": 32, "BLOCK_D": 8, "BLOCK_N": 32}
 OTHERS += [("_judge_tree_kernel", "judge_tree_kernel", "bf16", "fp32", 1, JUDGE | {"GIVEN": g}) for g in (False, True)]
-EXPAND = {"TOPK": 8, "BLOCK_C": 64, "BLOCK_K": 8, "BLOCK_F": 512, "CHUNK": 8}
+EXPAND = {"TOPK": 8, "BLOCK_C": 64, "BLOCK_K": 8, "BLOCK_F": 512, "CHUNK": 32}
 OTHERS += [
     ("expand_tree", "_expand_tree_kernel", model, scores, 4, EXPAND)
     for model, scores in (("bf16", "fp32"), ("fp32", "fp64"))
