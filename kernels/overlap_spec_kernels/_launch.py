@@ -23,7 +23,7 @@ class TritonKernel:
     a compilation when it happens to be 1 or a multiple of 16.
     """
 
-    FREE = ("num_splits", "num_rows", "num_squares", "batch_stride")
+    FREE = ("num_splits", "num_rows", "num_squares", "batch_stride", "program_step", "row_step")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -38,7 +38,7 @@ class _Work(ctypes.Structure):
         ("size_n", ctypes.c_int),
         ("chunks", ctypes.c_int),
         ("num_pairs", ctypes.c_int),
-        ("num_tiles", ctypes.c_int),
+        ("num_columns", ctypes.c_int),
     )
 
 
@@ -53,7 +53,7 @@ class Wide(NamedTuple):
         return ceil_div(num_columns(weight, gated), self.block_n)
 
     def run(self, call: Call, programs: int) -> None:
-        """Launch. `call.out` if gated, else `call.best` and `call.best_at`. Sync: never."""
+        """Launch. `call.out` if gated, else `call.best` and `call.best_at`, one row's together. Sync: never."""
         x, weight = call.x, call.weight
         out = call.out if call.gated else call.best
         assert out is not None and call.squares is None
@@ -65,7 +65,7 @@ class Wide(NamedTuple):
             size_n=num_columns(weight, call.gated),
             chunks=x.shape[1] // _DEPTH,
             num_pairs=pairs,
-            num_tiles=programs * pairs,
+            num_columns=programs,
         )
         half = self._columns(call.gated) // _CLUSTER
         maps = tensor_map(x, _ROWS, _DEPTH), tensor_map(weight, half, _DEPTH)

@@ -39,8 +39,8 @@ def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | No
 def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Stream | Tiles | Wide) -> Tensor:
     """A norm's scale is positive: it changes no row's order, and is left out."""
     programs, num_rows = cut.num_programs(weight, False), rows.shape[0]
-    best = rows.new_empty((programs, num_rows), dtype=torch.float32)
-    best_at = rows.new_empty((programs, num_rows), dtype=torch.int32)
+    best = _empty_best(programs, num_rows, rows.device, by_row=isinstance(cut, Wide))
+    best_at = torch.empty_like(best, dtype=torch.int32)
     cut.run(Call(rows, weight, None, 0.0, False, best=best, best_at=best_at), programs)
     out = rows.new_empty((num_rows,), dtype=torch.int64)
     _best_kernel[(num_rows,)](
@@ -49,12 +49,20 @@ def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Str
         out if ids is None else ids,
         out,
         programs,
+        *best.stride(),
         MAPPED=ids is not None,
         BLOCK=next_power_of_2(programs),
         num_warps=4,
         **dependent_launch(rows.device),
     )
     return out
+
+
+def _empty_best(programs: int, num_rows: int, device: torch.device, by_row: bool) -> Tensor:
+    """For what each program found of each row; many programs leave one row's together. Shapes: -> [programs, T] f32."""
+    if by_row:
+        return torch.empty((num_rows, programs), dtype=torch.float32, device=device).t()
+    return torch.empty((programs, num_rows), dtype=torch.float32, device=device)
 
 
 @TritonKernel
@@ -64,6 +72,8 @@ def _best_kernel(
     ids_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_programs: int,
+    program_step: int,
+    row_step: int,
     MAPPED: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -73,7 +83,7 @@ def _best_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     program = tl.arange(0, BLOCK)
-    place = program * tl.num_programs(0) + tl.program_id(0)
+    place = program * program_step + tl.program_id(0) * row_step
     best = tl.load(best_ptr + place, mask=program < num_programs, other=float("-inf"))
     at = tl.load(best_at_ptr + place, mask=program < num_programs, other=2147483647)
     column = tl.min(tl.where(best == tl.max(best, axis=0), at, 2147483647), axis=0).to(tl.int64)

@@ -34,7 +34,7 @@ def argmax(x: Tensor, weight: Tensor) -> Tensor:
     """By the kernel, whether it is the fastest or not."""
     cut = wide.ARGMAX
     programs = cut.num_programs(weight, False)
-    best = torch.full((programs, x.shape[0]), torch.nan, device="cuda")
+    best = torch.full((x.shape[0], programs), torch.nan, device="cuda").t()
     best_at = torch.full_like(best, -1, dtype=torch.int32)
     cut.run(Call(x, weight, None, 0.0, False, best=best, best_at=best_at), programs)
     return best_at.gather(0, best.max(0).indices[None])[0].long()

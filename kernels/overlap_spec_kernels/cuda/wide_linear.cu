@@ -17,13 +17,13 @@
 
 // What the kernel is given beside the two tensor maps; the same fields in _wide_linear.py.
 struct Work {
-    void* out;      // GATED [T, N] of x's type, ARGMAX [tiles of W, T] float32
-    int* best_at;   // ARGMAX [tiles of W, T]
-    int num_rows;   // T
-    int size_n;     // N, columns of the result
-    int chunks;     // of 64 of K
-    int num_pairs;  // of 128 rows of x
-    int num_tiles;
+    void* out;        // GATED [T, N] of x's type, ARGMAX [T, num_columns] float32
+    int* best_at;     // ARGMAX [T, num_columns]
+    int num_rows;     // T
+    int size_n;       // N, columns of the result
+    int chunks;       // of 64 of K
+    int num_pairs;    // of tiles of 128 rows of x
+    int num_columns;  // of tiles of W
 };
 
 constexpr int DEPTH = 64;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_all(
     for (int c = 0; c < early; ++c)
         send_w(w_map, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
     wait_for_kernels_before();
-    for (int number = Tile::first(); number < work.num_tiles; number += Tile::step()) {
+    for (int number = Tile::first(); number < work.num_pairs * work.num_columns; number += Tile::step()) {
         Tile tile(work, number, rank);
         for (int c = 0; c < work.chunks; ++c, --early, place.advance()) {
             u64* full = &barriers->full[place.stage];
@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply_all(const Work& work, char* ring, char*
     float sums[SUMS];
     int group = threadIdx.x / 128 - 1;
     Place place;
-    for (int number = Tile::first(); number < work.num_tiles; number += Tile::step()) {
+    for (int number = Tile::first(); number < work.num_pairs * work.num_columns; number += Tile::step()) {
         multiply_chunks(sums, work.chunks, ring, barriers, place, group);
         finish(sums, work, Tile(work, number, rank), staged, group);
     }

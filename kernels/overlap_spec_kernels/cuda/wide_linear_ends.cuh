@@ -80,7 +80,7 @@ __device__ __forceinline__ void finish(
         }
         int row = tile.row + group * GROUP_ROWS + thread / 32 * 16 + thread % 32 / 4 + 8 * below;
         if (thread % 4 == 0 && row < work.num_rows) {
-            long long at = static_cast<long long>(tile.column) * work.num_rows + row;
+            long long at = static_cast<long long>(row) * work.num_columns + tile.column;
             static_cast<float*>(work.out)[at] = best;
             work.best_at[at] = best_at;
         }
