@@ -44,12 +44,15 @@ def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, block_n: in
         torch.testing.assert_close(call.out, fused_linear_reference(expected, after, gated), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("programs", [1, 5, 132])
-def test_the_first_of_the_best_wins(programs: int) -> None:
+def test_the_first_of_the_best_wins(programs: int, by_row: bool) -> None:
     best = torch.randint(0, 3, (programs, 4)).float()
     best_at = torch.randperm(programs * 4).view(programs, 4).int()
     ids, out = torch.randperm(programs * 4), torch.empty(4, dtype=torch.int64)
-    _best_kernel[(4,)](best, best_at, ids, out, programs, MAPPED=True, PDL=False, BLOCK=256)
+    if by_row:  # as many programs leave them
+        best, best_at = best.t().contiguous().t(), best_at.t().contiguous().t()
+    _best_kernel[(4,)](best, best_at, ids, out, programs, *best.stride(), MAPPED=True, PDL=False, BLOCK=256)
     for row in range(4):
         highest = best[:, row].max()
         assert out[row] == ids[best_at[best[:, row] == highest, row].min().long()]
