@@ -16,6 +16,8 @@ its own begin if that is later; between those two nothing ran. Charges and idle 
 
 import argparse
 import json
+import os
+import sys
 import time
 from array import array
 from collections import defaultdict
@@ -29,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.cli.flags import add_engine_flags, engine_config
-from overlap_spec.config import EngineConfig, Machine
+from overlap_spec.config import EngineConfig, Machine, child_environment
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.resolve import resolve, without_speculation
@@ -65,12 +67,21 @@ def main() -> None:
         "skip_tokenizer_init": True,
     }
     config = engine_config(arguments, **ours)
+    become_a_worker(config)
     nothing_asked = config == EngineConfig(**ours)
     configs = (without_speculation(config), config) if nothing_asked else (config,)
     figures = [row for config in configs for row in measure(config, prompts, batches)]
     if arguments.output:
         run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads(), arguments.commit)
         write_report(arguments.output, {"benchmark": "step_profile", "run": run, "figures": figures})
+
+
+def become_a_worker(config: EngineConfig) -> None:
+    """Start again in the environment of a worker, which torch reads when it is imported."""
+    settings, _ = resolve(config, resolve_model(config), Machine(os.cpu_count() or 1, has_cuda=True))
+    wanted = child_environment(settings, "worker")
+    if wanted != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
 def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) -> list[dict[str, Any]]:

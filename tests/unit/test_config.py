@@ -211,6 +211,17 @@ def test_threads_of_children_wait_passively_and_only_the_worker_has_many() -> No
     assert child_environment(settings, "worker").items() >= {"PATH": os.environ["PATH"]}.items()
 
 
+def test_the_blas_of_16_bit_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own choice stands, and float32 is asked for as it was tested."""
+    name = "TORCH_BLAS_PREFER_CUBLASLT"
+    monkeypatch.delenv(name, raising=False)
+    exact, rounded = resolved(machine=GPU, dtype="float32"), resolved(machine=GPU)
+    assert child_environment(rounded, "worker")[name] == "1"
+    assert name not in child_environment(exact, "worker") | child_environment(rounded, "scheduler")
+    monkeypatch.setenv(name, "0")
+    assert child_environment(rounded, "worker")[name] == "0"
+
+
 def test_what_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_ENABLE_SPEC_V2", raising=False)
     assert not asks_for_spec_v2()
