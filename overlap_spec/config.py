@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from overlap_spec.config_speculation import Algorithm, SpeculationFlags, Text
+from overlap_spec.draft_kind import DraftKind
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -26,6 +27,12 @@ LANGUAGE_MODEL_SPEC = (3, 1, 4)  # steps, topk, draft tokens of such a draft, wh
 NGRAM = "NGRAM"  # guesses from what was said before, without a model
 MTP: Algorithm = "NEXTN"  # a layer in the target's own checkpoint
 OWN_LAYER: tuple[Algorithm, ...] = ("EAGLE", MTP)  # without a draft path, these mean that layer
+DRAFT_KINDS: dict[str, tuple[DraftKind, ...]] = {  # what methods draft with: the first, or another that they run too
+    "EAGLE": (DraftKind.EAGLE_2, DraftKind.MTP),
+    "EAGLE3": (DraftKind.EAGLE_3,),
+    MTP: (DraftKind.MTP,),
+    "STANDALONE": (DraftKind.LANGUAGE_MODEL,),
+}
 DUMMY: Literal["dummy"] = "dummy"  # the load format of random weights
 MIB = 1 << 20
 

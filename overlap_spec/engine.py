@@ -169,6 +169,7 @@ class Engine:
                 self.config.speculative_draft_model_revision,
             )
             settings = replace(settings, spec=replace(settings.spec, draft_path=draft_path))
+            hub.check_draft_kind(settings.spec.method, draft_path, settings.spec.draft_load_format)
             if settings.spec.method in LANGUAGE_MODEL_DRAFTS:
                 notes += hub.check_draft_vocabulary(draft_path, files)
         if settings.spec.token_map is not None:

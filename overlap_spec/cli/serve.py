@@ -1,7 +1,6 @@
 """`overlap-spec serve`: the command. Not here: the life of the service (`service.py`), routes (`server/`)."""
 
 import argparse
-import ipaddress
 import logging
 
 from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_bench_flags
@@ -22,19 +21,9 @@ def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")
     if asks_for_spec_v2():
         log.info("SGLANG_ENABLE_SPEC_V2 is set: overlap is always on here")
-    if config.api_key is None and not is_loopback(config.host):
-        log.warning("--host %s is reachable from other machines, and there is no --api-key", config.host)
 
     import uvloop
 
     from overlap_spec.cli.service import serve
 
     return uvloop.run(serve(config))
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach a server on that address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

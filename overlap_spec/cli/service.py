@@ -8,6 +8,7 @@ Not here: the command (`serve.py`). The port is bound first, so that a busy one 
 """
 
 import asyncio
+import ipaddress
 import logging
 
 from overlap_spec.cli.front import Front, server_info
@@ -63,6 +64,8 @@ class Service:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OverlapSpecError(f"cannot listen on {config.host} port {config.port}: {reason}") from None
+        if config.api_key is None and not is_loopback(config.host):
+            log.warning("--host %s is reachable from other machines, and there is no --api-key", config.host)
 
     async def start(self) -> None:
         """Return when every request is answered. Raises: ConfigError, CheckpointError, ActorDied."""
@@ -103,3 +106,11 @@ class Service:
         """End connections, processes and files."""
         await self._server.stop(CLOSE_S)
         await self._engine.stop()
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach a server on that address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

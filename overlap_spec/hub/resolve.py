@@ -6,6 +6,7 @@ from typing import Any
 from overlap_spec.config import DUMMY, SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
+from overlap_spec.hub.draft_kinds import refuse_head
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.progress import Progress, ignore_progress
 from overlap_spec.hub.snapshots import fetch_config, fetch_file, fetch_repository, fetch_tokenizer, looks_like_hub_id
@@ -107,7 +108,9 @@ def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> Mo
         raise ConfigError("load_format", f"gguf needs a .gguf file, and {path} is a directory; name the file in it")
     if not (path / "config.json").is_file():
         raise ConfigError("model_path", f"{path} has no config.json; give a Hugging Face directory or a .gguf file")
-    return _model_files(path, path, read_json(path / "config.json"), config, progress)
+    model = read_json(path / "config.json")
+    refuse_head(path, model, config.load_format)
+    return _model_files(path, path, model, config, progress)
 
 
 def _model_files(

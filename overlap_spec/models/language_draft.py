@@ -13,11 +13,10 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.config import DUMMY, ModelFiles
+from overlap_spec.draft_kind import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.json_file import read_json
 from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.draft_kind import DraftKind, draft_kind
-from overlap_spec.models.eagle3_loader import canonical_name
 from overlap_spec.models.interfaces import LoadedTarget, Progress, RowBatch, Scores, TargetModel, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers import HeadScores, Linear
@@ -125,8 +124,6 @@ def load_language_draft(
 
 
 def _refuse_heads(path: Path, load_format: str) -> None:
-    kind = draft_kind(
-        {canonical_name(name): shape for name, shape in open_directory(path, load_format).shapes().items()}
-    )
+    kind = draft_kind(open_directory(path, load_format).shapes())
     if kind is not DraftKind.LANGUAGE_MODEL:
         raise CheckpointError(f"{path}: expected {DraftKind.LANGUAGE_MODEL.value}, but this looks like {kind.value}")

@@ -6,6 +6,7 @@ Query, key and value become one map, gate and up another: fewer, larger products
 import torch
 from torch import Tensor
 
+from overlap_spec.draft_kind import can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.checkpoint import Weights
 from overlap_spec.models.head_normed import HeadNormed
@@ -104,8 +105,7 @@ def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
 
 
 def _refuse_draft_heads(checkpoint: Weights) -> None:
-    if any(name.startswith("midlayer.") or name in ("fc.weight", "d2t") for name in checkpoint.names()):
+    if can_only_draft({name: checkpoint.shape(name) for name in checkpoint.names()}):
         raise CheckpointError(
-            f"{checkpoint.origin}: this is a draft head (it has fc or midlayer tensors), not a target;"
-            " give it as --speculative-draft-model-path"
+            f"{checkpoint.origin}: this is a draft head, not a target; give it as --speculative-draft-model-path"
         )

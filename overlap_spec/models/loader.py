@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from overlap_spec.config import DUMMY, ModelFiles
+from overlap_spec.draft_kind import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.json_file import read_json
 from overlap_spec.models import eagle3_loader, eagle_loader, llama_loader, mtp_loader
 from overlap_spec.models.checkpoint import Checkpoint, TensorSource, Weights
-from overlap_spec.models.draft_kind import DraftKind, draft_kind
 from overlap_spec.models.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.eagle3_config import Eagle3Config
 from overlap_spec.models.eagle_config import EagleConfig

@@ -3,21 +3,16 @@
 Files are mapped, not read: a tensor costs memory when it is taken. A .bin is loaded with `weights_only`.
 """
 
-import json
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.checkpoint import Shape, TensorSource
-
-SAFETENSORS, BIN = ("model.safetensors", ".safetensors"), ("pytorch_model.bin", ".bin")
-FORMATS = {"auto": (SAFETENSORS, BIN), "safetensors": (SAFETENSORS,), "pt": (BIN,)}  # by --load-format, in order
+from overlap_spec.weight_files import FORMATS, open_safetensors, shapes_in, weight_files
 
 
 def open_directory(directory: Path, load_format: str = "auto") -> TensorSource:
@@ -25,35 +20,12 @@ def open_directory(directory: Path, load_format: str = "auto") -> TensorSource:
 
     Raises: CheckpointError if there are none, or an index names a shard that is not there.
     """
-    for name, suffix in FORMATS[load_format]:
-        if files := _weight_files(directory, name, suffix):
-            return SafetensorsSource(directory, files) if suffix == ".safetensors" else BinSource(directory, files)
+    if files := weight_files(directory, load_format):
+        is_bin = files[0].suffix == ".bin"
+        return BinSource(directory, files) if is_bin else SafetensorsSource(directory, files)
     expected = "shards with an index, or .bin" if load_format == "auto" else "or shards with an index"
     first = FORMATS[load_format][0][0]
     raise CheckpointError(f"{directory}: no weights found; expected {first}, {expected}")
-
-
-def _weight_files(directory: Path, name: str, suffix: str) -> list[Path]:
-    index = directory / f"{name}.index.json"
-    if index.is_file():
-        shards = sorted(set(_weight_map(index).values()))
-        for shard in shards:
-            if not (directory / shard).is_file():
-                raise CheckpointError(f"{index}: shard {shard} is missing from {directory}")
-        return [directory / shard for shard in shards]
-    if (directory / name).is_file():
-        return [directory / name]
-    return sorted(directory.glob(f"{Path(name).stem}*{suffix}"))
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index of shards ({error!r})") from None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map names no tensor")
-    return weight_map
 
 
 class SafetensorsSource:
@@ -80,14 +52,11 @@ class SafetensorsSource:
         return self._readers[self._files[name]](name)
 
     def _open(self, file: Path) -> None:
-        try:
-            handle: Any = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from None
+        handle = open_safetensors(file, "pt")
         self._readers[file] = handle.get_tensor
-        for name in handle.keys():  # noqa: SIM118 - the handle is not a mapping
+        for name, shape in shapes_in(handle):
             self._files[name] = file
-            self._shapes[name] = tuple(handle.get_slice(name).get_shape())
+            self._shapes[name] = shape
 
 
 class BinSource:

@@ -27,6 +27,11 @@ WORD = (1 << 64) - 1
 class Estimator(Protocol):
     """Learns from results what widths are worth."""
 
+    @property
+    def has_tested(self) -> bool:
+        """Whether anything is known; before, rates are what is believed."""
+        ...
+
     def observe(self, result: StepResult) -> None:
         """Take in a settled decode step."""
         ...
@@ -62,9 +67,11 @@ class Tally:
     def __init__(self, num_guesses: int, first_rate: float = FIRST_RATE) -> None:
         self.tests = [FIRST_TESTS] + [0.0] * (num_guesses - 1)
         self.passes = [first_rate * FIRST_TESTS] + [0.0] * (num_guesses - 1)
+        self.has_tested = False
 
     def take(self, tests: Sequence[int], passes: Sequence[int]) -> None:
         """Take in one step's."""
+        self.has_tested = self.has_tested or any(tests)
         for i, count in enumerate(tests):
             if count:
                 kept = fading(count)
@@ -91,6 +98,11 @@ class ChainAcceptance:
 
     def __init__(self, num_guesses: int, first_rate: float = FIRST_RATE) -> None:
         self._tally = Tally(num_guesses, first_rate)
+
+    @property
+    def has_tested(self) -> bool:
+        """See `Estimator`."""
+        return self._tally.has_tested
 
     def observe(self, result: StepResult) -> None:
         """See `Estimator`."""
@@ -131,6 +143,11 @@ class ColumnAcceptance:
 
     def __init__(self, num_guesses: int) -> None:
         self._tally = Tally(num_guesses)
+
+    @property
+    def has_tested(self) -> bool:
+        """See `Estimator`."""
+        return self._tally.has_tested
 
     def observe(self, result: StepResult) -> None:
         """See `Estimator`. Steps without paths had no guess."""

@@ -153,8 +153,10 @@ class MeasuredWidth:
             return
         seconds = dict(zip(self._widths, self._costs.seconds(batch_size), strict=True))
         log.info(
-            "Step width %d -> %d at batch %d: guesses accepted at rates %s; a step takes %.3f ms, before %.3f ms",
-            *(self._logged, self.current, batch_size, " ".join(f"{rate:.2f}" for rate in self.acceptance.rates())),
+            "Step width %d -> %d at batch %d: guesses %s at rates %s; a step takes %.3f ms, before %.3f ms",
+            *(self._logged, self.current, batch_size),
+            "accepted" if self.acceptance.has_tested else "assumed to be accepted",
+            " ".join(f"{rate:.2f}" for rate in self.acceptance.rates()),
             *(1000 * seconds[self.current], 1000 * seconds[self._logged]),
         )
         self._logged, self._logged_at = self.current, self._clock()

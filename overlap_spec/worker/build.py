@@ -1,14 +1,18 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor. Not here: what steps do."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from overlap_spec.config import AcceptSettings, AttentionSettings, Settings
+from overlap_spec import hub
+from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.attention_choice import AttentionChoice
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loader import load_target
+from overlap_spec.models.sources import open_directory
 from overlap_spec.spec.coins import CoinVerifier, DraftProbs, Rejection, Thresholds
 from overlap_spec.spec.compiled import compiled_draw
 from overlap_spec.spec.interfaces import SpecMethod, Tree, Verifier
@@ -27,11 +31,19 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
     """Read target and draft. Raises: CheckpointError, ConfigError."""
     dtype = torch_dtype(settings.model.dtype)
     method = method_of(settings.spec)
+    _check_draft(settings.spec)
     target = load_target(settings.model.files, dtype, place, progress)
     proposer = method.load(settings.spec, target, progress)
     if settings.spec.topk > 1 and proposer.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
     return LoadedModels(target, proposer, method)
+
+
+def _check_draft(spec: SpecSettings) -> None:
+    """Before the target, which may take minutes. Raises: CheckpointError if the draft is another method's."""
+    if spec.draft_path is not None and spec.draft_load_format != DUMMY:
+        shapes = open_directory(Path(spec.draft_path), spec.draft_load_format).shapes()
+        hub.refuse_other_kind(spec.method, spec.draft_path, shapes)
 
 
 def prepare_place(settings: Settings) -> torch.device:

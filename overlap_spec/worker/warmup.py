@@ -22,6 +22,7 @@ PROBE_TOKENS = 64
 SMALL_STEP = 2048  # rows; with more, tensors are large, and fit into what the longest step had
 MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root where decode steps are timed
+COST_ROUNDS = 2
 CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as much longer as there are more
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -125,18 +126,13 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     wanted = CPU_COST_SIZES if on_cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
     sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
-    num_steps, repeats = (1, 2) if on_cpu else (8, 2)
-    return StepCosts(
-        tuple(sizes),
-        geometry.step_widths,
-        tuple(
-            tuple(
-                min(_step_seconds(executor, geometry, size, width, num_steps) for _ in range(repeats))
-                for width in geometry.step_widths
-            )
-            for size in sizes
-        ),
-    )
+    num_steps, widths = 1 if on_cpu else 8, geometry.step_widths
+    rounds = [  # each of all: what disturbs the machine for a moment spoils no step in every round
+        [[_step_seconds(executor, geometry, size, width, num_steps) for width in widths] for size in sizes]
+        for _ in range(COST_ROUNDS)
+    ]
+    fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
+    return StepCosts(tuple(sizes), widths, fastest)
 
 
 def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int) -> float:

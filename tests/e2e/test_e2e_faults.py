@@ -82,6 +82,8 @@ def test_sigterm_refuses_new_requests_and_finishes_open_ones(own_service: Servic
         assert time.monotonic() < deadline
     refused = httpx.post(f"{own_service.url}/v1/chat/completions", json=BODY | {"stream": False}, timeout=10)
     assert refused.status_code == 503
+    last_scrape = own_service.get("/metrics")
+    assert last_scrape.status_code == 200 and "overlap_spec:num_running_reqs" in last_scrape.text
     stream.join()
     assert stream.events[-1] == "[DONE]"
     assert [choice["finish_reason"] for event in stream.events[:-1] for choice in event["choices"]][-1] == "length"

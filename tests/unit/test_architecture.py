@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 75  # its arguments alone may be ten
 
 # imported by everybody but the kernels
-COMMON = {"errors", "config", "config_speculation", "messages", "version", "json_file"}
+COMMON = {"errors", "config", "config_speculation", "draft_kind", "messages", "version", "json_file", "weight_files"}
 LINKS = {"tracing", "transport", "step_link", "actor", "client", "client_calls", "client_link"}
 TOP = {
     "engine",
@@ -38,8 +38,8 @@ TOP = {
 
 # Part of the package -> parts it may import, beside itself and COMMON. A part is a module or a subpackage.
 MAY_IMPORT: dict[str, set[str]] = {
-    **dict.fromkeys(("errors", "version"), set()),
-    "json_file": {"errors"},
+    **dict.fromkeys(("draft_kind", "errors", "version"), set()),
+    **dict.fromkeys(("json_file", "weight_files"), {"errors"}),
     **dict.fromkeys(
         (
             "config",

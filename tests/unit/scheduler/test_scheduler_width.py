@@ -108,6 +108,14 @@ def test_a_change_is_logged_once_and_probes_are_not(caplog: pytest.LogCaptureFix
     assert len(lines) <= 2 and "-> 1 at batch 1: guesses accepted at rates 0." in lines[-1]
 
 
+def test_what_nothing_has_tested_is_logged_as_an_assumption(caplog: pytest.LogCaptureFixture) -> None:
+    policy = MeasuredWidth(StepCosts((1,), (1, 2), ((1.0, 9.0),)), ChainAcceptance(1), lambda: 0.0)
+    with caplog.at_level(logging.INFO):
+        assert policy.choose(1) == 1
+    (line,) = [record.message for record in caplog.records]
+    assert "at batch 1: guesses assumed to be accepted at rates 0.70; a step takes 1000.000 ms" in line
+
+
 def test_a_change_that_is_taken_back_before_its_line_is_due_has_none(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     acceptance = ChainAcceptance(1)

@@ -115,10 +115,15 @@ def test_health_says_what_the_supervisor_says() -> None:
 
 def test_everything_else_is_503_while_the_engine_is_not_ready() -> None:
     state = EngineState(reason="starting")
-    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/nowhere")):
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/nowhere")):
         reply = state.ask(method, path)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
         assert reply.json()["error"]["message"] == "starting"
+
+
+def test_a_last_scrape_is_answered_while_the_engine_takes_nothing_new() -> None:
+    reply = EngineState(reason="the server is shutting down").ask("GET", "/metrics")
+    assert reply.status_code == 200 and "overlap_spec:num_running_reqs 0.0" in reply.text.splitlines()
 
 
 def test_health_generate_asks_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,15 @@
-"""What is run once more after captures: steps of every size that no graph holds, and none that is too long."""
+"""What is run once more after captures, and how steps are timed: figures that a disturbance does not reach."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from overlap_spec.messages import StepPlan
+from overlap_spec.worker import warmup
 from overlap_spec.worker.geometry import Geometry
-from overlap_spec.worker.warmup import SMALL_STEP, _run_uncaptured
+from overlap_spec.worker.warmup import SMALL_STEP, _run_uncaptured, measure_steps
 
 
 class Recorder:
@@ -36,3 +38,18 @@ def test_sizes(num_slots: int, max_chunk: int, max_len: int) -> None:
     if max_chunk > SMALL_STEP:
         assert max(together) > 0.7 * SMALL_STEP
         assert all(after <= 1.25 * before for before, after in zip(alone[:-2], alone[1:-1], strict=True))
+
+
+@pytest.mark.parametrize("begin", range(12))
+def test_a_disturbance_shorter_than_a_round_is_in_no_figure(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter(range(100))
+
+    def seconds(executor: object, geometry: Geometry, size: int, width: int, num_steps: int) -> float:
+        disturbed = begin <= next(measured) < begin + 6  # two sizes and three widths are a round
+        return (size + width) * (10 if disturbed else 1)
+
+    monkeypatch.setattr(warmup, "_step_seconds", seconds)
+    on_cpu = SimpleNamespace(slots=SimpleNamespace(length=SimpleNamespace(is_cuda=False)))
+    costs = measure_steps(on_cpu, replace(geometry(8, 64, 500), narrower=(1, 2)), ())
+    assert (costs.batch_sizes, costs.widths) == ((1, 4), (1, 2, 4))
+    assert costs.seconds == ((2, 3, 5), (5, 6, 8))

@@ -1,0 +1,46 @@
+"""Tells what a draft checkpoint is from the tensors that it holds. Not here: opening it, loading it.
+
+Heads of every kind are published with `architectures: ["LlamaForCausalLM"]`, so the config alone does not say, and a
+head that runs under the wrong method still runs, with nothing accepted.
+"""
+
+import enum
+from collections.abc import Mapping
+
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name; a leading `model.` makes no difference
+
+
+class DraftKind(enum.Enum):
+    """What a checkpoint looks like; the value is how to name it to a user."""
+
+    EAGLE_3 = "an EAGLE-3 head"
+    EAGLE_2 = "an EAGLE / EAGLE-2 head"
+    MTP = "a multi-token-prediction (MTP) layer"
+    LANGUAGE_MODEL = "an ordinary language model, which is a STANDALONE draft"
+    UNKNOWN = "no draft model known here"
+
+
+def draft_kind(shapes: Shapes) -> DraftKind:
+    """EAGLE-3 normalises its features (`hidden_norm`) beside the embedding, EAGLE concatenates both for `fc`."""
+    known = _canonical(shapes)
+    if any("mtp_layers." in name or name.endswith(".eh_proj.weight") for name in known):
+        return DraftKind.MTP
+    if "layers.0.hidden_norm.weight" in known:
+        return DraftKind.EAGLE_3
+    if (fc := known.get("fc.weight")) is not None:
+        return DraftKind.EAGLE_2 if len(fc) == 2 and fc[1] == 2 * fc[0] else DraftKind.UNKNOWN
+    if "layers.0.self_attn.q_proj.weight" in known and "layers.0.input_layernorm.weight" in known:
+        return DraftKind.LANGUAGE_MODEL
+    return DraftKind.UNKNOWN
+
+
+def can_only_draft(shapes: Shapes) -> bool:
+    """Whether it is no target: it has what joins a target's features to an embedding, or a layer and no embedding."""
+    known, kind = _canonical(shapes), draft_kind(shapes)
+    joins_features = kind is DraftKind.EAGLE_3 or "fc.weight" in known or "d2t" in known
+    return joins_features or (kind is DraftKind.MTP and "embed_tokens.weight" not in known)
+
+
+def _canonical(shapes: Shapes) -> Shapes:
+    """One name for each part, whatever the layout: `midlayer` is `layers.0`."""
+    return {name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): shape for name, shape in shapes.items()}

@@ -1,0 +1,51 @@
+"""Refuses a draft where a target is wanted, and another draft than a method's, before a process is started for it.
+
+What a checkpoint is, its tensors' names say, and safetensors have those in front. A .bin needs torch to be opened: it
+is the worker that tells what is in it, before it reads the target. Not here: the rule itself (`draft_kind.py`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.config import DRAFT_KINDS, DUMMY
+from overlap_spec.draft_kind import Shapes, can_only_draft, draft_kind
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.weight_files import open_safetensors, shapes_in, weight_files
+
+
+def refuse_head(directory: Path, config: Mapping[str, Any], load_format: str) -> None:
+    """Raises: ConfigError if a directory that is to be a target holds a draft head. `config`: its config.json."""
+    if _is_named_head(config) or can_only_draft(_stored_shapes(directory, load_format)):
+        raise ConfigError(
+            "model_path", f"{directory} is a draft head, not a target; give it as --speculative-draft-model-path"
+        )
+
+
+def check_draft_kind(method: str, directory: str, load_format: str) -> None:
+    """See `refuse_other_kind`; what safetensors do not tell passes."""
+    if shapes := _stored_shapes(Path(directory), load_format):
+        refuse_other_kind(method, directory, shapes)
+
+
+def refuse_other_kind(method: str, directory: str, shapes: Shapes) -> None:
+    """Raises: CheckpointError if a draft is not what the method drafts with, naming the method that does."""
+    wanted, found = DRAFT_KINDS.get(method), draft_kind(shapes)
+    if wanted is None or found in wanted:
+        return
+    other = next((name for name, kinds in DRAFT_KINDS.items() if found in kinds[:1]), None)
+    hint = "" if other is None else f"; use --speculative-algorithm {other}, or another draft"
+    raise CheckpointError(f"{directory}: it looks like {found.value}, but {method} drafts with {wanted[0].value}{hint}")
+
+
+def _is_named_head(config: Mapping[str, Any]) -> bool:
+    """Many heads have their target's architecture instead."""
+    names = map(str, config.get("architectures") or ())
+    return config.get("draft_vocab_size") is not None or any(name.endswith(("Eagle", "Eagle3")) for name in names)
+
+
+def _stored_shapes(directory: Path, load_format: str) -> Shapes:
+    """By name; nothing where torch is needed to say, or where there are no weights."""
+    files = [] if load_format == DUMMY else weight_files(directory, load_format)
+    handles = (open_safetensors(file, "np") for file in files if file.suffix == ".safetensors")
+    return dict(pair for handle in handles for pair in shapes_in(handle))
