@@ -1,7 +1,7 @@
 """Kernels in CUDA C++, for what Triton and Gluon cannot say. Not here: the kernels.
 
-NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA brings both along, so neither nvcc nor
-a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do without.
+NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA brings both along (since 2.10), so neither
+nvcc nor a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do without.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_THREADS = 384
 _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
 
 
@@ -63,11 +62,11 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
 class CudaKernel:
     """A kernel of the current device: `kernel.launch(programs, arguments)` on its current stream."""
 
-    def __init__(self, code: bytes, name: str, shared: int) -> None:
-        """`shared`: bytes of shared memory that a program has beside what the code itself declares."""
+    def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
+        """`threads` of a program, and bytes of shared memory that it has beside what the code itself declares."""
         from cuda.bindings import driver
 
-        self._shared = shared
+        self._threads, self._shared = threads, shared
         self._module = _checked(driver.cuModuleLoadData(code))
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -88,7 +87,7 @@ class CudaKernel:
         early.value.programmaticStreamSerializationAllowed = 1
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = _THREADS, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
         config.sharedMemBytes = self._shared
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = [early], 1

@@ -23,6 +23,7 @@ SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
 _DEPTH = 64  # of K, a stage
 _ROWS = 128  # of x, a program
 _CLUSTER = 2  # programs that share a tile of W
+_THREADS = 3 * 128  # a warpgroup that copies, two that multiply
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes of a weight
 _FULL = 0.95  # of the rows and columns that all programs multiply: a BLAS has other tiles for what is less
@@ -124,7 +125,7 @@ def _kernel(columns: int, stages: int, dtype: torch.dtype, device: torch.device,
     code = compiled(SOURCE, defines, {"wgmma.h": wgmma_header(columns, dtype)})
     ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
     staged = _ROWS * (columns // 2 + 8) * dtype.itemsize if gated else 0
-    return CudaKernel(code, "wide_linear", ring + staged)
+    return CudaKernel(code, "wide_linear", _THREADS, ring + staged)
 
 
 def wgmma_header(columns: int, dtype: torch.dtype) -> str:
