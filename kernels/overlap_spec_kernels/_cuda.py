@@ -1,7 +1,8 @@
 """Kernels in CUDA C++, for what Triton and Gluon cannot say. Not here: the kernels.
 
-NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA brings both along (since 2.10), so neither
-nvcc nor a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do without.
+NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA (2.10 and later) brings both along, so
+neither nvcc nor a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do
+without.
 """
 
 from __future__ import annotations
