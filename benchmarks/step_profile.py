@@ -41,6 +41,7 @@ from overlap_spec.worker.warmup import capture_graphs, cuda_prompt_lengths, warm
 
 ROWS = Path(__file__).parent.parent / "tests/data/greedy64.json"
 PAGES_PER_SLOT, STEPS, PROFILED = 40, 50, 20
+MACHINE = Machine(8, has_cuda=True)
 LARGEST = 20  # kernels that are listed by name
 
 
@@ -78,7 +79,7 @@ def main() -> None:
 
 def become_a_worker(config: EngineConfig) -> None:
     """Start again in the environment of a worker, which torch reads when it is imported."""
-    settings, _ = resolve(config, resolve_model(config), Machine(os.cpu_count() or 1, has_cuda=True))
+    settings, _ = resolve(config, resolve_model(config), MACHINE)
     wanted = child_environment(settings, "worker")
     if wanted != dict(os.environ):
         os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
@@ -86,7 +87,7 @@ def become_a_worker(config: EngineConfig) -> None:
 
 def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) -> list[dict[str, Any]]:
     """All batch sizes of one engine."""
-    settings, _ = resolve(config, resolve_model(config), Machine(8, has_cuda=True))
+    settings, _ = resolve(config, resolve_model(config), MACHINE)
     executor, geometry, _ = build(settings, lambda done, total: None)
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
     capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)

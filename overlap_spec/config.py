@@ -298,8 +298,8 @@ def synthetic_acceptance(mean: float) -> str:
 def child_environment(settings: Settings, role: str) -> dict[str, str]:
     """The environment of a child process. Threads wait passively: on few cores a spinning thread costs 50x.
 
-    Of torch's two ways to ask the BLAS, cuBLASLt chooses tiles that are a tenth faster for long rows of W at 256 rows
-    of x, and as fast elsewhere (benchmarks/results/choosing/wide_h200.txt). float32 is left as it was tested.
+    Of torch's two ways to ask the BLAS, cuBLASLt chooses faster tiles for long rows of W at 256 rows of x, and hardly
+    others elsewhere (benchmarks/results/choosing/wide_h200.txt, F). float32 is left as it was tested.
     """
     threads = settings.num_threads if role == "worker" else 1
     prefers_lt = role == "worker" and settings.model.dtype != "float32"

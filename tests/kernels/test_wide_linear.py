@@ -6,6 +6,10 @@ from overlap_spec_kernels import _cuda
 from overlap_spec_kernels import _wide_linear as wide
 from torch import Tensor
 
+COMPILER = (
+    "needs NVRTC and its bindings, 100 MB that come with PyTorch for CUDA and not for a CPU: where the kernel can run, "
+    "this runs by itself; elsewhere, pip install cuda-bindings nvidia-cuda-nvrtc"
+)
 LLAMA_8B = {"gate and up": (28672, 4096), "head": (128256, 4096)}
 
 
@@ -54,10 +58,10 @@ def test_nothing_without_a_hopper_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("end", ["GATED", "ARGMAX"])
 def test_it_compiles(end: str, dtype: torch.dtype) -> None:
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="comes with PyTorch for CUDA")
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
     try:
         nvrtc.nvrtcVersion()
     except RuntimeError:  # bindings without a library
-        pytest.skip("needs NVRTC")
+        pytest.skip(COMPILER)
     defines = "COLUMNS=224", "STAGES=4", end
     assert _cuda.compiled(wide.SOURCE, defines, {"wgmma.h": wide.wgmma_header(224, dtype)}).startswith(b"\x7fELF")
