@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_step_arguments(arguments)
     check_methods_arguments(arguments)
     if arguments.what == "scheduler":
-        run_facts = describe_run("cpu", 1, arguments.commit)
+        run_facts = describe_run("cpu", 1)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
         report: dict[str, Any] = {"benchmark": "scheduler", "run": run_facts, "batches": batches}
     else:
