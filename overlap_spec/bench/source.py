@@ -6,8 +6,8 @@
 
     git rev-parse COMMIT:overlap_spec COMMIT:kernels/overlap_spec_kernels
 
-The commit is git's HEAD, or the manifest's where there is no git. It counts only if the trees are equal; otherwise "+"
-follows it, and without git and manifest it is `UNKNOWN`.
+The commit is git's HEAD or the manifest's, whichever has equal trees. If neither has, "+" follows it; without git and
+manifest it is `UNKNOWN`.
 
 `code_hashes` says which parts of the code a result depends on: comments, docstrings and blank lines are left out, so
 that prose makes no figure old.
@@ -21,7 +21,7 @@ import json
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def describe_source(more: Iterable[str] = ()) -> Source:
 def source_of(places: Mapping[str, Path], top: Path) -> Source:
     """`places`: path in the repository -> where it is here. `top`: where git or a manifest is asked for."""
     trees = {name: git_hash(place) for name, place in places.items() if place.exists()}
-    recorded = _from_git(top, trees) or _from_manifest(top)
+    recorded = [found for found in (_from_git(top, trees), _from_manifest(top)) if found is not None]
     code = {part: found for part in PARTS if (found := _code_of(part, places)) is not None}
     return Source(_commit(trees, recorded), trees, code)
 
@@ -128,11 +128,12 @@ def _package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _commit(trees: Mapping[str, str], recorded: Mapping[str, Any] | None) -> str:
-    if recorded is None:
-        return UNKNOWN
-    same = all(recorded["trees"].get(name) == found for name, found in trees.items())
-    return str(recorded["commit"]) + ("" if same else "+")
+def _commit(trees: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]) -> str:
+    """The first commit that has these trees; the first one and "+" if none has."""
+    for known in recorded:
+        if all(known["trees"].get(name) == found for name, found in trees.items()):
+            return str(known["commit"])
+    return f"{recorded[0]['commit']}+" if recorded else UNKNOWN
 
 
 def _from_git(top: Path, names: Iterable[str]) -> dict[str, Any] | None:

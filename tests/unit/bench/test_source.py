@@ -75,6 +75,14 @@ def test_a_manifest_stands_for_git_while_the_trees_are_equal(tree: Path, tmp_pat
     assert source.trees["overlap_spec"] == git_hash(copy / "overlap_spec")
 
 
+def test_a_manifest_helps_where_git_has_another_commit(tree: Path) -> None:
+    commit = write_manifest(tree)
+    (tree / "overlap_spec/worker.py").write_text("A = 3\n")
+    git(tree, "commit", "-qam", "another")
+    (tree / "overlap_spec/worker.py").write_text('"""overlap_spec/worker.py"""\nA = 1  # one\n')
+    assert source_of(places(tree), tree).commit == commit
+
+
 def test_no_manifest_of_a_changed_tree(tree: Path) -> None:
     (tree / "tests/t.py").write_text("A = 3\n")
     with pytest.raises(RuntimeError, match="commit first"):
