@@ -15,7 +15,7 @@ from typing import Any
 
 from overlap_spec.bench.source import describe_source
 
-VERSIONED = ("overlap-spec", "torch", "triton", "transformers", "pyzmq", "msgspec")
+VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
 NOT_RECORDED = ("--output",)  # where a result goes: no part of what was measured
 
 
