@@ -1,6 +1,9 @@
-"""Runs Gluon kernels on a CPU, one program after another, through the ops that launch them on a Hopper GPU.
+"""Runs Gluon kernels on a CPU, which Triton's interpreter cannot.
 
-Triton's own interpreter has no Gluon. A Gluon kernel is plain Python over a few names, so this package gives its module
-other names: `tensors` (values and addresses), `machine` (what goes on while a program runs, and what is not modelled),
-`language` (the names), `launch` (grids, arguments, and ops that believe to be on a Hopper).
+A Gluon kernel is a Python function over a few modules (`gl`, `ampere`, `hopper`, `cuda`). This package replaces them:
+
+    tensors    tensors and pointers
+    program    shared memory and asynchronous work; what is modelled, and what is not
+    language   the modules
+    launch     launches, and ops that take the CPU for a Hopper GPU
 """

@@ -1,20 +1,22 @@
-"""The names that a Gluon kernel finds: `gl`, `ampere`, `hopper`, `cuda`, bound to the program that runs.
+"""The modules that a Gluon kernel uses, `gl`, `ampere`, `hopper` and `cuda`, for one interpreted program.
 
-Layouts and dtypes are Triton's own. Whatever a kernel asks for that is not here is an AttributeError.
+Layouts and dtypes are Triton's own. A name that is missing here raises AttributeError.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from gluon_interpreter.machine import Barrier, Program, Shared, Tiles
-from gluon_interpreter.tensors import Array, Number, Pointer, Tensor, apply, common_dtype
 from triton import language as tl
 from triton.experimental.gluon import language as layouts
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from gluon_interpreter.program import Barrier, Program, Shared, Tiles
+from gluon_interpreter.tensors import Array, Number, Pointer, Tensor, apply, common_dtype
 
 Value = Tensor | Number
 
@@ -35,11 +37,10 @@ def _binary(function: Callable[..., Array]) -> Callable[[Value, Value], Tensor]:
 
 
 class Language:
-    """`gl`, and `tl` for kernels that need no more."""
+    """`gl`, and `tl` for a Triton kernel that uses the same functions."""
 
-    BlockedLayout, SliceLayout, DotOperandLayout = layouts.BlockedLayout, layouts.SliceLayout, layouts.DotOperandLayout
-    NVMMADistributedLayout, NVMMASharedLayout = layouts.NVMMADistributedLayout, layouts.NVMMASharedLayout
-    SwizzledSharedLayout = layouts.SwizzledSharedLayout
+    SliceLayout, DotOperandLayout = layouts.SliceLayout, layouts.DotOperandLayout
+    SwizzledSharedLayout, NVMMASharedLayout = layouts.SwizzledSharedLayout, layouts.NVMMASharedLayout
     int1, int32, int64, uint64, float32 = tl.int1, tl.int32, tl.int64, tl.uint64, tl.float32
 
     static_range = staticmethod(range)
@@ -52,6 +53,18 @@ class Language:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.extra = SimpleNamespace(cuda=cuda(program))
+
+    def BlockedLayout(self, *arguments: Any) -> Any:
+        layout = layouts.BlockedLayout(*arguments)
+        assert math.prod(layout.threads_per_warp) == 32
+        return self._for_warps(layout)
+
+    def NVMMADistributedLayout(self, *arguments: Any) -> Any:
+        return self._for_warps(layouts.NVMMADistributedLayout(*arguments))
+
+    def _for_warps(self, layout: Any) -> Any:
+        assert math.prod(layout.warps_per_cta) == self._program.num_warps, "a layout for another number of warps"
+        return layout
 
     def program_id(self, axis: int) -> Tensor:
         return Tensor(self._program.place[axis], tl.int32)
@@ -127,7 +140,7 @@ class Language:
 
 
 def mma_v2(left: Tensor, right: Tensor, acc: Tensor) -> Tensor:
-    """The product of 16-bit operands, added in float32."""
+    """A product of 16-bit operands, accumulated in float32."""
     assert left.dtype == right.dtype and left.dtype.primitive_bitwidth == 16
     return Tensor(left.data @ right.data + acc.data, acc.dtype, acc.layout)
 
@@ -187,13 +200,13 @@ def cuda(program: Program) -> Any:
     """`triton.language.extra.cuda`."""
 
     def wait() -> None:
-        program.waits = False
+        program.must_wait = False
 
     return SimpleNamespace(gdc_launch_dependents=lambda: None, gdc_wait=wait)
 
 
 def names(program: Program) -> dict[str, Any]:
-    """What a kernel's module is given while the program runs."""
+    """The names to put into a kernel's module while the program runs."""
     language = Language(program)
     return {
         "gl": language,

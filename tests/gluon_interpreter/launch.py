@@ -1,43 +1,50 @@
-"""Launches of Gluon kernels that are interpreted, by ops that take a CPU for a Hopper GPU."""
+"""Launches of interpreted Gluon kernels, and ops that take the CPU for a Hopper GPU.
+
+The dispatch, tilings, grids and arguments are those of the ops. Programs run one after another in a shuffled order.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from gluon_interpreter.language import names
-from gluon_interpreter.machine import Program, Tiles
-from gluon_interpreter.tensors import Pointer, Tensor
 from overlap_spec_kernels._launch import GluonKernel, TritonKernel
 from triton import language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from gluon_interpreter.language import names
+from gluon_interpreter.program import Program, Tiles
+from gluon_interpreter.tensors import Pointer, Tensor
+
+_OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}  # of a launch; all else is an argument of the kernel
+
 
 def _module(name: str) -> ModuleType:
-    """Of the kernels' package, whose attributes of the same names are the ops."""
+    """A module of the kernels. The package itself has ops under the same names."""
     return importlib.import_module(f"overlap_spec_kernels.{name}")
 
 
 _OPS = tuple(_module(name) for name in ("decode_attention", "tree_attention", "fused_linear"))
 _LINEARS = tuple(_module(name) for name in ("_streamed_linear", "_warpgroup_linear"))
 _ATTENTIONS = tuple(_module(name) for name in ("_decode_attention_gluon", "_tree_attention_gluon"))
-_ARGMAX = _module("linear_argmax")  # its second kernel is Triton's, and needs no more than Gluon's names
+_ARGMAX = _module("linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
 _WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
 
 
 class Launch(NamedTuple):
-    """What one launch was given."""
+    """One launch of a kernel."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -45,43 +52,39 @@ class Launch(NamedTuple):
 
 
 class Hopper:
-    """A GPU whose kernels run here and now."""
+    """A GPU that runs a kernel when it is launched, and records the launch."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.patch = patch
+    def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.read_before_wait = frozenset({"weight_ptr", "w_tiles"})  # what no kernel writes
+        self.read_before_wait = frozenset({"weight_ptr", "w_tiles"})  # arguments that no kernel writes
 
     @property
     def kernels(self) -> list[str]:
-        """What was launched, in order."""
+        """Names of the kernels launched so far."""
         return [launch.kernel for launch in self.launches]
 
     def run(self, function: Callable[..., None], grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-        """Every program, in an order of chance, as on a GPU."""
-        is_dependent = named.pop("launch_pdl", False)
-        parameters = inspect.signature(function).parameters
-        given = {name: value for name, value in named.items() if name in parameters}
-        assert set(named) - set(given) <= {"num_warps", "num_stages", "maxnreg"}
-        bound = inspect.signature(function).bind(*arguments, **given).arguments
-        constants = {name: value for name, value in bound.items() if is_constant(parameters[name])}
+        """Run every program of the grid."""
+        options = {name: named.pop(name) for name in _OPTIONS & set(named)}
+        is_dependent = options.get("launch_pdl", False)
+        signature = inspect.signature(function)
+        bound = signature.bind(*arguments, **named).arguments
+        constants = {name: value for name, value in bound.items() if is_constant(signature.parameters[name])}
+        assert constants["PDL"] == is_dependent
         self.launches.append(Launch(function.__name__, grid, constants))
         passed = {name: value if name in constants else argument(name, value) for name, value in bound.items()}
-        whole = (*grid, 1, 1)[:3]
-        places = list(itertools.product(*(range(count) for count in whole)))
+        grid = (*grid, 1, 1)[:3]
+        places = list(itertools.product(*(range(count) for count in grid)))
         random.Random(0).shuffle(places)
         for place in places:
-            program = Program(place, whole, is_dependent, self.read_before_wait)
-            with self.patch.context() as patch, np.errstate(all="ignore"):
-                for module in _WITH_KERNELS:
-                    for name, value in names(program).items():
-                        patch.setattr(module, name, value, raising=False)
+            program = Program(place, grid, options["num_warps"], is_dependent, self.read_before_wait)
+            with replaced_names(program), np.errstate(all="ignore"):
                 function(**passed)
             program.require_end()
 
 
 class Interpreted:
-    """In place of a kernel: other kernels call it, ops launch it as `kernel[grid](..)`."""
+    """Takes the place of a kernel. Another kernel calls it; an op launches it as `kernel[grid](..)`."""
 
     def __init__(self, gpu: Hopper, function: Callable[..., Any]) -> None:
         self.gpu, self.function = gpu, function
@@ -93,13 +96,22 @@ class Interpreted:
         return functools.partial(self.gpu.run, self.function, grid)
 
 
+@contextlib.contextmanager
+def replaced_names(program: Program) -> Iterator[None]:
+    """Let the kernels use the modules of this program."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, (name, value) in itertools.product(_WITH_KERNELS, names(program).items()):
+            patch.setattr(module, name, value, raising=False)
+        yield
+
+
 def is_constant(parameter: inspect.Parameter) -> bool:
-    """Whether the compiler knows its value."""
+    """Whether the kernel takes it as a constexpr."""
     return str(parameter.annotation).endswith(".constexpr")
 
 
 def argument(name: str, value: Any) -> Any:
-    """As a kernel gets it."""
+    """A launch's argument as the kernel sees it."""
     if isinstance(value, torch.Tensor):
         return Pointer.to_tensor(name, value)
     if isinstance(value, TensorDescriptor):
@@ -109,20 +121,23 @@ def argument(name: str, value: Any) -> Any:
     return Tensor(value, tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
 
 
-def kernel_function(value: Any, compiled: type) -> Callable[..., Any] | None:
-    """The Python function of a kernel, compiled to that type or not yet; None for anything else."""
-    plain = GluonKernel if compiled is GluonJITFunction else TritonKernel
-    if isinstance(value, plain):
-        return value._function
-    return value.fn if isinstance(value, compiled) else None
+def kernel_function(value: Any, kernel: type[TritonKernel], compiled: Any) -> Callable[..., Any] | None:
+    """The Python function of a kernel, whether or not a launch has compiled its module; None for anything else."""
+    function: Callable[..., Any] | None = None
+    if isinstance(value, kernel):
+        function = value._function
+    elif isinstance(value, compiled):
+        function = value.fn
+    return function
 
 
 def hopper(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
-    """Until the patch is undone, ops take tensors on the CPU for tensors on such a GPU."""
-    gpu = Hopper(patch)
+    """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the twins."""
+    gpu = Hopper()
     for module in _WITH_KERNELS:
+        kinds = (TritonKernel, JITFunction) if module is _ARGMAX else (GluonKernel, GluonJITFunction)
         for name, value in list(vars(module).items()):
-            if function := kernel_function(value, JITFunction if module is _ARGMAX else GluonJITFunction):
+            if function := kernel_function(value, *kinds):
                 patch.setattr(module, name, Interpreted(gpu, function))
     for module in _OPS:
         patch.setattr(module, "runs_triton", lambda tensor: tensor.dtype != torch.float64)

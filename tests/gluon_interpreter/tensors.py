@@ -1,8 +1,8 @@
-"""Tensors and pointers of a Gluon kernel that runs as plain Python, over NumPy arrays and torch's memory.
+"""Tensors and pointers of an interpreted Gluon kernel, over NumPy arrays and the memory of torch tensors.
 
-A tensor has Triton's dtype, and arithmetic follows Triton's rules: a Python number takes the tensor's dtype, of two
-integers the unsigned one wins, a quotient of integers is cut off towards zero. A 16-bit float is held in float32 and
-rounded after each operation. A layout is only handed on, because kernels ask for it; it moves nothing.
+A tensor has one of Triton's dtypes, and arithmetic follows Triton: a Python number takes the dtype of the tensor, mixed
+integers become unsigned if one of equal width is, integer division truncates. A 16-bit float is held in float32 and
+rounded after each operation. Layouts are passed on, because kernels ask for them, and have no other effect.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _ROUNDED = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
 
 
 def array_type(dtype: Any) -> Any:
-    """NumPy's type that holds values of Triton's."""
+    """The NumPy dtype that holds values of a Triton dtype."""
     if dtype.is_floating():
         return np.float32
     return np.bool_ if dtype == tl.int1 else np.dtype(dtype.name)
 
 
 def rounded(data: Array, dtype: Any) -> Array:
-    """To what `dtype` can represent, for a 16-bit float."""
+    """Values of a 16-bit float; others as they are."""
     if dtype not in _ROUNDED:
         return data
-    return torch.from_numpy(data).to(_ROUNDED[dtype]).float().numpy()
+    return np.asarray(torch.from_numpy(data).to(_ROUNDED[dtype]).float())
 
 
 def poison(dtype: Any) -> Any:
-    """What stands where nothing has been written: no number, or an index that is out of every bound."""
+    """What uninitialised memory holds: NaN, or an index out of all bounds."""
     return np.nan if dtype.is_floating() else np.iinfo(array_type(dtype)).max
 
 
@@ -50,12 +50,12 @@ def _quotient(left: Array, right: Array) -> Array:
 
 
 def _remainder(left: Array, right: Array) -> Array:
-    return left - right * _quotient(left, right)
+    return np.subtract(left, right * _quotient(left, right))
 
 
 def _shift(function: Callable[..., Array]) -> Callable[[Array, Array], Array]:
     def checked(left: Array, right: Array) -> Array:
-        assert np.all(right < 8 * left.itemsize), "a shift by as many bits as there are is undefined"
+        assert np.all(right < 8 * left.itemsize), "undefined: a shift by as many bits as the type has"
         return function(left, right)
 
     return checked
@@ -71,7 +71,7 @@ def _operator(function: Callable[..., Any], result: Any = None, swapped: bool = 
 
 
 class Tensor:
-    """Values of a program."""
+    """A block of values."""
 
     __hash__ = None  # type: ignore[assignment]  # == compares element by element
 
@@ -113,11 +113,11 @@ class Tensor:
     __and__, __or__ = _operator(np.bitwise_and), _operator(np.bitwise_or)
     __lt__, __le__ = _operator(np.less, tl.int1), _operator(np.less_equal, tl.int1)
     __gt__, __ge__ = _operator(np.greater, tl.int1), _operator(np.greater_equal, tl.int1)
-    __eq__, __ne__ = _operator(np.equal, tl.int1), _operator(np.not_equal, tl.int1)  # type: ignore[assignment]
+    __eq__, __ne__ = _operator(np.equal, tl.int1), _operator(np.not_equal, tl.int1)
 
 
 def common_dtype(left: Tensor | Number, right: Tensor | Number) -> Any:
-    """Of an operation's two sides."""
+    """The dtype in which two operands meet."""
     tensors = [side for side in (left, right) if isinstance(side, Tensor)]
     if len(tensors) < 2:
         is_float = isinstance(left, float) or isinstance(right, float)
@@ -134,7 +134,7 @@ def common_dtype(left: Tensor | Number, right: Tensor | Number) -> Any:
 
 
 def apply(function: Callable[..., Array], left: Any, right: Any, result: Any = None) -> Tensor:
-    """Element by element, in the common dtype; `result` is the dtype of what comes out, if it is another."""
+    """Apply a NumPy function in the common dtype. `result` is the dtype of the result if it differs."""
     dtype = common_dtype(left, right)
     layouts = [side.layout for side in (left, right) if isinstance(side, Tensor) and side.layout is not None]
     sides = (Tensor(side.data if isinstance(side, Tensor) else side, dtype).data for side in (left, right))
@@ -142,14 +142,14 @@ def apply(function: Callable[..., Array], left: Any, right: Any, result: Any = N
 
 
 class Pointer:
-    """Addresses in one argument's memory, counted in its elements."""
+    """A block of addresses in the memory of one argument, as offsets in elements."""
 
     def __init__(self, name: str, memory: torch.Tensor, offset: Tensor) -> None:
         self.name, self.memory, self.offset = name, memory, offset
 
     @classmethod
     def to_tensor(cls, name: str, tensor: torch.Tensor) -> Pointer:
-        """To its first element. What follows in its storage can be reached, what precedes cannot."""
+        """The address of its first element. Only what follows in its storage is in bounds."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
         return cls(name, tensor.detach().as_strided((size,), (1,)), Tensor(0, tl.int64))
 
@@ -174,7 +174,7 @@ class Pointer:
         return self.moved(Tensor(offset.data, tl.int64, layout or self.offset.layout))
 
     def places(self, mask: Tensor | bool | None) -> tuple[Array, Array]:
-        """Offsets (0 where the mask is not set) and the mask, in their common shape. Raises: IndexError."""
+        """Broadcast the offsets (0 where the mask is not set) and the mask. Raises: IndexError."""
         wanted: Any = True if mask is None else mask.data if isinstance(mask, Tensor) else mask
         offset, wanted = np.broadcast_arrays(self.offset.data, wanted)
         offset = np.where(wanted, offset, 0)

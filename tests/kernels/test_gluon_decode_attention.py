@@ -5,11 +5,12 @@ Cache rows that no request owns, and those to be written, hold NaN, and so does 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import torch
-from attention_cases import BFLOAT, CLOSE, HALF, Case, decode_twin, name
+from attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
 from overlap_spec_kernels import decode_attention as op
 from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs
 from overlap_spec_kernels._launch import ceil_div
@@ -72,3 +73,31 @@ def test_what_is_settled_is_read_before_the_wait(gpu: Hopper, heads: HeadShape) 
 def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
     inputs = decode_inputs(HeadShape(3, 1, 64), 2, [20], 16, HALF)
     check(gpu, inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
+
+
+class Elsewhere:
+    """Takes the place of the Triton kernel."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> NoReturn:
+        raise LookupError("the Triton kernel is launched")
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype", "window"),
+    [
+        (HeadShape(3, 1, 64), 4, BFLOAT, 8),
+        (HeadShape(3, 1, 64), 4, FLOAT, None),
+        (HeadShape(3, 1, 96), 4, BFLOAT, None),
+        (HeadShape(3, 1, 64), 6, BFLOAT, None),
+    ],
+)
+def test_the_triton_kernel_takes_the_rest(
+    gpu: Hopper, monkeypatch: pytest.MonkeyPatch, heads: HeadShape, width: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """A window, float32, a rare head dimension, or more than 16 rows and heads of a KV head."""
+    module = importlib.import_module("overlap_spec_kernels.decode_attention")
+    monkeypatch.setattr(module, "decode_attention_kernel", Elsewhere())
+    *tensors, scale = decode_inputs(heads, width, [20], 16, dtype)
+    with pytest.raises(LookupError, match="Triton"):
+        op(*tensors, DecodeScratch.allocate(128, torch.device("cpu")), scale, window=window)
+    assert not gpu.launches

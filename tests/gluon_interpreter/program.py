@@ -1,16 +1,16 @@
-"""What one program of a Gluon kernel has besides its tensors: shared memory, and work that goes on while it runs.
+"""The state of one interpreted program: shared memory, and asynchronous work that has not ended yet.
 
-Work is done as late as the program allows, and what it touches is no number until then:
+Asynchronous work is done as late as the program allows. Until then its result is NaN, so a missing or early wait
+changes what the kernel computes:
 
-    cp.async, TMA   the destination holds NaN from the request on; the values arrive at the wait for them
-    wgmma           the result holds NaN until the wait; an operand that changed before then makes NaN
-    mbarrier        a wait that no request can end raises `NeverEnds`, as does one that a wrong number of bytes would end
-    fences          copies by threads, and barriers, must be fenced before the copy engine or a wgmma meets them
-    PDL             before `gdc_wait`, only what `read_before_wait` names may be read, and nothing written
+    cp.async, TMA   the destination holds NaN from the request until the wait
+    wgmma           the result holds NaN until the wait; an operand that changes before the wait becomes NaN
+    mbarrier        a wait raises `NeverEnds` if arrivals are missing, or bytes arrive that were not announced
+    fences          a wgmma of rows that threads copied, and a barrier that was just initialised, need a fence first
+    PDL             before `gdc_wait`, a program reads only `read_before_wait` and writes nothing
 
-So a wait that is missing, or one block too early, shows in the result. Not modelled: layouts and swizzles, the warps
-of a program and what passes between them, the size of shared memory and when its parts serve twice, other programs
-at the same time.
+Not modelled: layouts and swizzles, exchange between the warps of a program, the size of shared memory and the reuse of
+its parts, programs that run at the same time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from triton import language as tl
+
 from gluon_interpreter.tensors import Array, Number, Pointer, Tensor, array_type, poison
 
 
 class NeverEnds(Exception):
-    """A GPU would wait for ever, or read memory that a copy is still writing."""
+    """A GPU would wait for ever, or the program ends while work goes on."""
 
 
 class Unordered(Exception):
-    """A fence, or the wait for the kernel before, is missing."""
+    """A fence is missing, or `gdc_wait`."""
 
 
 class Shared:
-    """A part of shared memory, which holds no number at first."""
+    """A part of shared memory. It holds NaN until something is written."""
 
     def __init__(self, data: Array, dtype: Any) -> None:
         self.data, self.dtype = data, dtype
@@ -63,7 +65,7 @@ class Shared:
 
 
 class Tiles:
-    """What the copy engine knows of a matrix: tiles of it, with zeros beyond its edges."""
+    """A TMA descriptor. Tiles have zeros beyond the edges of the matrix."""
 
     def __init__(self, name: str, descriptor: Any) -> None:
         self.pointer = Pointer.to_tensor(name, descriptor.base)
@@ -79,33 +81,26 @@ class Tiles:
         row, column = axes[0][:, None], axes[1][None, :]
         inside = (row >= 0) & (row < self.size[0]) & (column >= 0) & (column < self.size[1])
         offset = Tensor(row * self.strides[0] + column * self.strides[1], self.pointer.offset.dtype)
-        return self.pointer.moved(offset).read(Tensor(inside, array_mask()), 0)
-
-
-def array_mask() -> Any:
-    """The dtype of a mask."""
-    from triton import language as tl
-
-    return tl.int1
+        return self.pointer.moved(offset).read(Tensor(inside, tl.int1), 0)
 
 
 @dataclass
 class Barrier:
-    """An mbarrier. The phase ends when all have arrived, and all bytes that they announced."""
+    """An mbarrier. A phase ends when all arrivals and all announced bytes are there."""
 
     count: int
     phase: int = 0
     missing: int = 0  # arrivals
     num_bytes: int = 0
-    copies: list[tuple[int, Callable[[], None]]] = field(default_factory=list)  # bytes, and what brings them
+    copies: list[tuple[int, Callable[[], None]]] = field(default_factory=list)  # bytes of each, and the copy itself
 
     def wait(self, parity: int) -> None:
-        """Return at once if the phase of that parity is the one before."""
+        """Return at once if the current phase has the other parity: then the phase of this one has ended."""
         if self.phase % 2 != parity:
             return
         arrived = sum(num_bytes for num_bytes, _ in self.copies)
         if self.missing or arrived != self.num_bytes:
-            raise NeverEnds(f"a wait for {self.missing} arrivals, {arrived} of {self.num_bytes} bytes")
+            raise NeverEnds(f"{self.missing} arrivals are missing, {arrived} of {self.num_bytes} bytes arrive")
         for _, copy in self.copies:
             copy()
         self.copies.clear()
@@ -113,19 +108,24 @@ class Barrier:
 
 
 class Program:
-    """One program's place in the grid and the work that it has begun."""
+    """A program's place in the grid, and the work that it has begun."""
 
     def __init__(
-        self, place: tuple[int, ...], grid: tuple[int, ...], is_dependent: bool, read_before_wait: frozenset[str]
+        self,
+        place: tuple[int, ...] = (0, 0, 0),
+        grid: tuple[int, ...] = (1, 1, 1),
+        num_warps: int = 4,
+        is_dependent: bool = False,
+        read_before_wait: frozenset[str] = frozenset(),
     ) -> None:
-        self.place, self.grid = place, grid
-        self.waits = is_dependent  # for the kernel before
+        self.place, self.grid, self.num_warps = place, grid, num_warps
+        self.must_wait = is_dependent  # a dependent launch (PDL), before its `gdc_wait`
         self.read_before_wait = read_before_wait
-        self.copies: list[Callable[[], None]] = []  # not committed yet
+        self.copies: list[Callable[[], None]] = []  # cp.async not committed yet
         self.groups: list[list[Callable[[], None]]] = []
         self.products: list[Callable[[], None]] = []
         self.barriers: dict[int, Barrier] = {}
-        self.unfenced: set[int] = set()  # addresses
+        self.unfenced: set[int] = set()  # addresses that only a fence shows to wgmma and TMA
 
     def allocate(self, dtype: Any, shape: Sequence[int], value: Tensor | None) -> Shared:
         shared = Shared(np.full(shape, poison(dtype), array_type(dtype)), dtype)
@@ -142,9 +142,9 @@ class Program:
         self.require_order(pointer, frozenset())
         pointer.write(value, mask)
 
-    def require_order(self, pointer: Pointer, settled: frozenset[str]) -> None:
-        if self.waits and pointer.name not in settled:
-            raise Unordered(f"{pointer.name} before the wait for the kernel before")
+    def require_order(self, pointer: Pointer, allowed: frozenset[str]) -> None:
+        if self.must_wait and pointer.name not in allowed:
+            raise Unordered(f"{pointer.name} is used before gdc_wait")
 
     def copy_by_threads(self, shared: Shared, pointer: Pointer, mask: Tensor | None) -> None:
         self.require_order(pointer, self.read_before_wait)
@@ -168,7 +168,7 @@ class Program:
 
     def barrier_at(self, shared: Shared) -> Barrier:
         if shared.address in self.unfenced:
-            raise Unordered("a barrier is used before the fence that shows it")
+            raise Unordered("a barrier is used before the fence after its init")
         return self.barriers[shared.address]
 
     def copy_tile(self, tiles: Tiles, begin: Sequence[Tensor | int], bar: Shared, shared: Shared) -> None:
@@ -179,10 +179,10 @@ class Program:
         self.barrier_at(bar).copies.append((tiles.block_type.nbytes, lambda: shared.fill(tiles.read(begin))))
 
     def multiply(self, left: Tensor | Shared, right: Shared, acc: Tensor, use_acc: bool, is_async: bool) -> Tensor:
-        """A wgmma, whose operands are read from now on until the wait for it."""
+        """A wgmma. It may read its operands at any time until the wait."""
         for operand in (left, right):
             if isinstance(operand, Shared) and operand.address in self.unfenced:
-                raise Unordered("a wgmma reads what threads have copied, without a fence between")
+                raise Unordered("a wgmma reads what threads have written, without a fence between")
         assert left.dtype == right.dtype and left.dtype.primitive_bitwidth == 16
         first = left.data.copy(), right.data.copy()
         result = Tensor(np.full(acc.shape, np.nan, np.float32), acc.dtype, acc.layout)
@@ -202,10 +202,10 @@ class Program:
 
     def require_end(self) -> None:
         """Raises: Unordered, NeverEnds."""
-        if self.waits:
-            raise Unordered("a program ends without waiting for the kernel before")
+        if self.must_wait:
+            raise Unordered("a dependent launch ends without gdc_wait")
         if self.products or any(barrier.copies for barrier in self.barriers.values()):
-            raise NeverEnds("a program ends while copies or products go on")
+            raise NeverEnds("a program ends while copies or products are in flight")
 
 
 def unchanged(before: Array, after: Array) -> Array:
