@@ -131,7 +131,7 @@ def kernel_function(value: Any, kernel: type[TritonKernel], compiled: Any) -> Ca
     return function
 
 
-def hopper(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
+def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
     """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the twins."""
     gpu = Hopper()
     for module in _WITH_KERNELS:

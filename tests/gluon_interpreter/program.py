@@ -126,9 +126,11 @@ class Program:
         self.products: list[Callable[[], None]] = []
         self.barriers: dict[int, Barrier] = {}
         self.unfenced: set[int] = set()  # addresses that only a fence shows to wgmma and TMA
+        self.shared: list[Shared] = []  # all of it, so that no address serves twice
 
     def allocate(self, dtype: Any, shape: Sequence[int], value: Tensor | None) -> Shared:
         shared = Shared(np.full(shape, poison(dtype), array_type(dtype)), dtype)
+        self.shared.append(shared)
         if value is not None:
             shared.fill(value.data)
             self.unfenced.add(shared.address)
@@ -148,7 +150,7 @@ class Program:
 
     def copy_by_threads(self, shared: Shared, pointer: Pointer, mask: Tensor | None) -> None:
         self.require_order(pointer, self.read_before_wait)
-        pointer.places(mask)
+        assert list(pointer.places(mask)[0].shape) == shared.shape, "a copy of another shape"
         shared.fill(np.asarray(np.nan))
 
         def arrive() -> None:

@@ -50,7 +50,7 @@ def _quotient(left: Array, right: Array) -> Array:
 
 
 def _remainder(left: Array, right: Array) -> Array:
-    return np.subtract(left, right * _quotient(left, right))
+    return np.asarray(left - right * _quotient(left, right))
 
 
 def _shift(function: Callable[..., Array]) -> Callable[[Array, Array], Array]:

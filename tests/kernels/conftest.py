@@ -20,6 +20,6 @@ def _seeded() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """A Hopper GPU of 4 multiprocessors, whose Gluon kernels run on the CPU."""
     pytest.importorskip("triton", reason="Gluon is part of Triton, whose wheels are for Linux: pip install triton")
-    from gluon_interpreter.launch import hopper
+    from gluon_interpreter.launch import hopper_gpu
 
-    return hopper(monkeypatch, num_multiprocessors=4)
+    return hopper_gpu(monkeypatch, num_multiprocessors=4)

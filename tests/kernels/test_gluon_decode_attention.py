@@ -43,7 +43,7 @@ def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, settled: bool = Fa
         gpu.read_before_wait |= SETTLED
     *tensors, scale = inputs
     actual = op(*tensors, scratch, scale, settled)
-    assert gpu.kernels == ["decode_attention_gluon_kernel"]
+    assert gpu.kernels == ["decode_attention_gluon_kernel"] and gpu.launches[0].constants["SETTLED"] == settled
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.float(), out, **CLOSE[dtype])
     torch.testing.assert_close(inputs.k_cache, k_cache, equal_nan=True, **CLOSE[dtype])

@@ -81,7 +81,7 @@ def test_a_product_is_there_after_the_wait(program: Program, matrix: torch.Tenso
 def test_an_operand_that_changes_during_a_product_makes_nan(program: Program, matrix: torch.Tensor) -> None:
     gluon, left, right = hopper(program), filled(program, matrix), filled(program, matrix)
     acc = gluon.warpgroup_mma(left, right, Language.zeros([SIZE, SIZE], tl.float32), is_async=True)
-    ampere(program).async_copy.async_copy_global_to_shared(right, addresses(matrix))
+    right.fill(2 * right.data)
     assert is_nan(gluon.warpgroup_mma_wait(num_outstanding=0, deps=[acc]))
 
 
@@ -103,6 +103,7 @@ def test_a_tile_arrives_at_the_wait_for_its_barrier(program: Program, matrix: to
     gluon, shared = hopper(program), program.allocate(tl.bfloat16, [SIZE, SIZE], None)
     tiles, bar = tiles_and_barrier(program, matrix)
     gluon.fence_async_shared()
+    shared.fill(np.zeros((SIZE, SIZE)))
     gluon.mbarrier.expect(bar, tiles.block_type.nbytes)
     gluon.tma.async_copy_global_to_shared(tiles, [60, 0], bar, shared)
     gluon.mbarrier.wait(bar, 1)
@@ -120,6 +121,9 @@ def test_a_barrier_needs_its_arrival_and_as_many_bytes_as_announced(
     gluon.fence_async_shared()
     if announced:
         gluon.mbarrier.expect(bar, announced)
+    else:
+        with pytest.raises(NeverEnds):
+            gluon.mbarrier.wait(bar, 0)
     gluon.tma.async_copy_global_to_shared(tiles, [0, 0], bar, shared)
     with pytest.raises(NeverEnds):
         gluon.mbarrier.wait(bar, 0)
@@ -162,6 +166,7 @@ def test_arithmetic_is_tritons() -> None:
     seven, two = Tensor(-7, tl.int32), Tensor(2, tl.int32)
     assert (seven // two).data == -3 and (seven % two).data == -1
     largest = seven.to(tl.int64).to(tl.uint64, bitcast=True)
+    assert (largest + seven.to(tl.int64)).dtype == (seven.to(tl.int64) + largest).dtype == tl.uint64
     assert (largest + two).dtype == tl.uint64 and (largest >> 63).data == 1
     with pytest.raises(AssertionError, match="shift"):
         largest << 64
