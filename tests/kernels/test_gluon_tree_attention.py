@@ -5,11 +5,12 @@ Cache rows that no request owns, and extra keys that no row sees, hold NaN, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import torch
-from attention_cases import BFLOAT, CLOSE, HALF, Case, name
+from attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, name
 from overlap_spec_kernels import tree_attention as op
 from overlap_spec_kernels._inputs import HeadShape, TreeInputs, tree_inputs
 from overlap_spec_kernels.decode_attention import DecodeScratch
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from gluon_interpreter.launch import Hopper
 
 PREFIXES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 333]  # around blocks of 32 and 64 keys
-MANY, LARGE, FEW = 1000, 40, 1  # programs that a GPU may run, for prefixes like these: tiles of three kinds
 
 
 def check(gpu: Hopper, inputs: TreeInputs, num_programs: int) -> None:
@@ -62,3 +62,34 @@ def test_rows_of_a_projection(gpu: Hopper) -> None:
     """q as a view of q, k and v side by side."""
     inputs = tree_inputs(HeadShape(3, 1, 64), 4, 5, [100, 3], 16, BFLOAT)
     check(gpu, inputs._replace(q=torch.cat((inputs.q, inputs.q), dim=1)[:, :3]), num_programs=1)
+
+
+class Elsewhere:
+    """Takes the place of the Triton kernel."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> NoReturn:
+        raise LookupError("the Triton kernel is launched")
+
+
+@pytest.mark.parametrize(
+    ("case", "num_extra", "num_programs", "window"),
+    [
+        (Case(HeadShape(3, 1, 64), 4, 16, BFLOAT), 5, 1, 8),
+        (Case(HeadShape(3, 1, 64), 4, 16, BFLOAT), 5, 6, None),
+        (Case(HeadShape(3, 1, 64), 4, 16, BFLOAT), 65, 1, None),
+        (Case(HeadShape(3, 1, 64), 4, 16, FLOAT), 5, 1, None),
+        (Case(HeadShape(3, 1, 96), 4, 16, BFLOAT), 5, 1, None),
+        (Case(HeadShape(3, 1, 64), 4, 8, BFLOAT), 5, 1, None),
+    ],
+    ids=name,
+)
+def test_the_triton_kernel_takes_the_rest(
+    gpu: Hopper, monkeypatch: pytest.MonkeyPatch, case: Case, num_extra: int, num_programs: int, window: int | None
+) -> None:
+    """A window, few programs, more extra keys than a word has bits, float32, rare head dimensions and page sizes."""
+    module = importlib.import_module("overlap_spec_kernels.tree_attention")
+    monkeypatch.setattr(module, "tree_attention_kernel", Elsewhere())
+    inputs = tree_inputs(case.heads, case.width, num_extra, [20], case.page_size, case.dtype)
+    with pytest.raises(LookupError, match="Triton"):
+        op(*inputs, window, DecodeScratch.allocate(128, torch.device("cpu"), num_programs))
+    assert not gpu.launches
