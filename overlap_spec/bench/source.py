@@ -89,9 +89,10 @@ def git_hash(path: Path) -> str:
 
 
 def code_hash(path: Path) -> str:
-    """A hash of the code under `path`: of Python files without comments, docstrings and blank lines."""
+    """A hash of the code under `path`: Python files without comments, docstrings and blank lines; no Markdown."""
     digest = hashlib.sha256()
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    files = [file for file in files if file.suffix != ".md"]
     for file in files:
         if all(_is_source(part) for part in (file, *file.relative_to(path).parents)):
             text = bare_code(file.read_text()).encode() if file.suffix == ".py" else file.read_bytes()

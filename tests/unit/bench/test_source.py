@@ -119,6 +119,7 @@ def test_only_code_changes_the_hash_of_code(tmp_path: Path) -> None:
     file.write_text(PROSE)
     before = code_hash(tmp_path)
     file.write_text(PROSE.replace("Module.", "A module.").replace("another", "one more"))
+    (tmp_path / "README.md").write_text("prose\n")
     assert code_hash(tmp_path) == before
     file.write_text(PROSE.replace("x: int", "x: float"))
     assert code_hash(tmp_path) != before
