@@ -14,7 +14,7 @@ from typing import Any
 from overlap_spec.client_calls import Delta
 from overlap_spec.messages import Finish, FinishKind, SamplingParams, Stats, Usage
 
-PATIENCE_S = 20.0  # real seconds, for a client that never reads the clock
+PATIENCE_S = 10.0  # real seconds
 
 
 class ScriptedClock:
@@ -36,9 +36,9 @@ class ScriptedClock:
             self._now += seconds
 
     def advance_once_read(self, num_reads: int, seconds: float) -> None:
-        """Advance when it has been read more often than that."""
+        """Advance when it has been read more often than that; who does not read it in time sees the later time."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.num_reads > num_reads, PATIENCE_S), "the clock was not read"
+            self._changed.wait_for(lambda: self.num_reads > num_reads, PATIENCE_S)
             self._now += seconds
 
 
