@@ -132,6 +132,11 @@ def _accept_lengths(report: Report) -> list[str]:
     return _table(["method", "numbers", "prompts", "accept length"], rows)
 
 
+def _prompt_lookup(report: Report) -> list[str]:
+    rows = [[row["method"], row["guesses"], row["tokens_per_forward"]] for row in report["figures"]]
+    return _table(["", "guesses of a forward", "tokens a forward"], rows)
+
+
 def _kernels(report: Report) -> list[str]:
     rows = [
         [f"`{row['op']}`", row["model"], row["workload"], row["time_us"], row["gb_per_s"], f"{row['share']:.0%}"]
@@ -212,6 +217,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "step": _step,
     "draft_noise": _draft_noise,
     "accept_lengths": _accept_lengths,
+    "prompt_lookup": _prompt_lookup,
     "kernels": _kernels,
     "step_ops": _step_ops,
     "round_trip": _round_trip,
