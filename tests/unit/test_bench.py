@@ -267,6 +267,12 @@ def test_step_ops_have_a_column_for_every_number_of_rows() -> None:
     assert table[3] == "| `select_rows` | m | down |  |  | 11.3 / 2969 / 70% |"
 
 
+def test_prompt_lookup_beside_n_grams() -> None:
+    row = {"method": "NGRAM", "guesses": "trees of 11", "tokens_per_forward": 3.5731}
+    table = render({"benchmark": "prompt_lookup", "run": RUN, "figures": [row]})
+    assert row_of(table, "NGRAM") == ["trees of 11", "3.573"]
+
+
 def test_a_round_trip_says_which_cpu_and_whether_it_polled() -> None:
     row = {"polls": True, "batch": 64, "depth": 2, "device_us": 400, "answer_us": 45.5, "answer_p90_us": 60.0}
     run = {"device": "none", "cpu": "C", "num_threads": 8, "versions": {}, "commit": "c", "command": "x"}
