@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import FinishKind, SamplingParams, Stats
+
+WARM_UP_TOKENS = 24
 
 Clock = Callable[[], float]  # seconds; only differences count
 
@@ -37,26 +41,26 @@ async def measure_latency(
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """Send prompts one after another, after `warm_up`, which is forgotten. Returns figures and one row per prompt."""
-    await _one(client, warm_up, sampling, clock)
+    few = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+    await _one(client, warm_up, few, clock)
     before = await settled_stats(client)
     if not await client.flush_cache():
         raise OverlapSpecError("the engine is in use by others: its caches cannot be emptied")
     rows = [await _one(client, prompt, sampling, clock) for prompt in prompts]
     after = await settled_stats(client)
     return {
-        **_figures(rows, sampling),
+        **_figures(rows),
         "accept_length": round(accept_length(before, after), 4),
         "requests": [asdict(row) for row in rows],
     }
 
 
-def _figures(rows: Sequence[RequestTimes], sampling: SamplingParams) -> dict[str, Any]:
+def _figures(rows: Sequence[RequestTimes]) -> dict[str, Any]:
     decode_seconds = sum(row.total - row.first_token for row in rows)
     decode_steps = sum(row.verify_steps or row.num_tokens - 1 for row in rows)
     ended = [row for row in rows if row.ended]
     return {
         "num_prompts": len(rows),
-        "max_new_tokens": sampling.max_new_tokens,
         "num_tokens": sum(row.num_tokens for row in rows),
         "num_ended": len(ended),
         "seconds": round(sum(row.total for row in rows), 4),

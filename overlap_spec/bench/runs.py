@@ -112,7 +112,8 @@ async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, A
         chats = chat_prompts(engine.config, read_prompts(workload.chats))
         (cold,) = warm_up_prompts(chats[:1], vocab_size)
         measured = await _measure_chats(engine, chats, cold, (GREEDY, *workload.sampled), MOST_CHAT_TOKENS)
-        figures["chats"] = {"prompts": workload.chats, "link": CHAT_LINK, **measured}
+        sent = {"prompts": workload.chats, "link": CHAT_LINK, "max_new_tokens": MOST_CHAT_TOKENS}
+        figures["chats"] = sent | measured
     return figures
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.runs import run_latency, run_throughput
@@ -130,7 +130,7 @@ def _print(report: dict[str, Any]) -> None:
     for name, part in report.items():
         for row in _rows(name, part):
             columns = tuple(row)
-            table = tables.setdefault(columns, Table("", *columns))
+            table = tables.setdefault(columns, Table("", *(Column(name, overflow="fold") for name in columns)))
             table.add_row(name, *map(str, row.values()))
     for table in tables.values():
         console.print(table)

@@ -126,7 +126,8 @@ def test_figures_of_chats() -> None:
     figures = asyncio.run(measure_latency(client, ["a", "b", "c"], GREEDY.params(68), "warm", clock))
     assert client.heard == ["warm", "flush", "a", "b", "c"]
     assert figures["num_tokens"] == 100 and figures["seconds"] == 10.0 and figures["tokens_per_second"] == 10.0
-    assert figures["num_ended"] == 2 and figures["num_prompts"] == 3 and figures["max_new_tokens"] == 68
+    assert figures["num_ended"] == 2 and figures["num_prompts"] == 3
+    assert [sampling.max_new_tokens for sampling in client.sampling] == [24, 68, 68, 68]
     assert figures["ended_tokens_per_second"] == 8.89  # 32 tokens in 3.6 s
     assert figures["step_ms"] == 303.3333  # 9.1 s in 30 steps
     assert figures["first_token_ms_median"] == 300.0
