@@ -41,7 +41,7 @@ async def measure_latency(
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
     """Send prompts one after another, after `warm_up`, which is forgotten. Returns figures and one row per prompt."""
-    few = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+    few = replace(sampling, max_new_tokens=WARM_UP_TOKENS)
     await _one(client, warm_up, few, clock)
     before = await settled_stats(client)
     if not await client.flush_cache():
