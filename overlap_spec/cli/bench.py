@@ -8,13 +8,13 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.runs import run_latency, run_throughput
 from overlap_spec.bench.scheduler import measure_scheduler
 from overlap_spec.bench.step import run_step
-from overlap_spec.bench.workload import Workload
+from overlap_spec.bench.workload import SAMPLED, Workload
 from overlap_spec.cli.bench_methods import (
     BATCH_SIZES,
     add_methods_arguments,
@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--with-depth1", action="store_true", help="measure one step in flight too (throughput)")
     parser.add_argument(
         "--with-chats", metavar="NAME", help="answer these prompts one by one too, to the end of turn (throughput)"
+    )
+    drawn = ", and ".join(way.label for way in SAMPLED)
+    parser.add_argument(
+        "--with-sampled", action="store_true", help=f"measure {drawn} after greedy (latency, throughput)"
     )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
     parser.add_argument("--commit", metavar="SHA", help="of the source, where there is no git metadata")
@@ -85,6 +89,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         _sizes(arguments.batch_sizes or THROUGHPUT_BATCHES),
         arguments.commit,
         arguments.with_chats,
+        SAMPLED if arguments.with_sampled else (),
     )
     if arguments.what == "latency":
         if arguments.with_depth1 or arguments.with_chats:
@@ -125,7 +130,7 @@ def _print(report: dict[str, Any]) -> None:
     for name, part in report.items():
         for row in _rows(name, part):
             columns = tuple(row)
-            table = tables.setdefault(columns, Table("", *columns))
+            table = tables.setdefault(columns, Table("", *(Column(name, overflow="fold") for name in columns)))
             table.add_row(name, *map(str, row.values()))
     for table in tables.values():
         console.print(table)
@@ -137,7 +142,9 @@ def _rows(name: str, part: Any) -> list[dict[str, Any]]:
     if isinstance(part, list):
         return [_flat(row) for row in part]
     also = [part[key] for key in ("first_token", "chats") if key in part]
-    return [_flat(row) for row in (*part.get("batches", [part]), *also)]
+    rows = [*part.get("batches", [part]), *also]
+    sampled = [drawn for row in rows for drawn in row.get("sampled", [])]
+    return [_flat(row) for row in (*rows, *sampled)]
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
