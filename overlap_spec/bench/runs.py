@@ -92,7 +92,7 @@ def _as_the_peer(config: EngineConfig, most: int) -> EngineConfig:
 def _introduce(report: dict[str, Any], engine: Engine, workload: Workload) -> None:
     """Say once where the figures come from, and first of all if acceptance is made up."""
     if "run" not in report:
-        report["run"] = describe_engine(engine, workload.commit)
+        report["run"] = describe_engine(engine)
         report["acceptance"] = acceptance_of(engine)
 
 

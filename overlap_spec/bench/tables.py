@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.bench.age import age_note
 from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.peer import DIRECTORY, Peer, read_peer
+from overlap_spec.bench.source import UNKNOWN, describe_source
 from overlap_spec.bench.targets import Report
 from overlap_spec.bench.throughput_table import (
     BATCHES,
@@ -42,22 +44,24 @@ NO_PEER = Peer([])
 def fill(text: str, root: Path) -> str:
     """The text with every marked table made anew."""
 
-    peer = read_peer(root / DIRECTORY)
+    peer, source = read_peer(root / DIRECTORY), describe_source()
 
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
-        return f"{match[1]}{render(report, match[3], peer)}\n{match[4]}"
+        age = age_note(report, root / match[2], source)
+        return f"{match[1]}{render(report, match[3], peer, age)}\n{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
-def render(report: Report, view: str | None = None, peer: Peer = NO_PEER) -> str:
-    """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark."""
+def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: str = "") -> str:
+    """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark. `age`:
+    what is said of a result that is older than the code."""
     if view == "targets":
         lines = [*_table(TARGETS, target_rows(report, peer)), *_listed(target_notes(report))]
     else:
         lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
-    return "\n".join((*lines, "", _origin(report)))
+    return "\n".join((*lines, "", _origin(report) + (f"; {age}" if age else "")))
 
 
 def _origin(report: Report) -> str:
@@ -71,7 +75,15 @@ def _origin(report: Report) -> str:
     )
     synthetic = "" if report.get("acceptance", "real") in ("real", "") else f"{report['acceptance']}; "
     command = UNTOLD.sub("", run["command"])
-    return f"{synthetic}{device}; commit {run['commit']}; {versions}; `{command}`"
+    return f"{synthetic}{device}; {_commit(run['commit'])}; {versions}; `{command}`"
+
+
+def _commit(commit: str) -> str:
+    """What ran: a commit, one with changes, or files that no commit was known of."""
+    if commit in ("", UNKNOWN):
+        return "commit unknown"
+    changed = commit.endswith("+")
+    return f"commit {commit.rstrip('+')}" + (" with uncommitted changes" if changed else "")
 
 
 def _latency(report: Report) -> list[str]:

@@ -1,14 +1,15 @@
 """What a benchmark sends: chats, and prompts as token ids for an engine without a tokenizer. Not here: sending."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChatPrompt, SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
@@ -55,7 +56,6 @@ class Workload:
     num_tokens: int = 256
     temperature: float = 0.0
     batch_sizes: tuple[int, ...] = (1, 8, 64)
-    commit: str | None = None  # of the source tree, where git cannot say
     chats: str | None = None  # of throughput runs: prompts that are also answered one by one, to the end of turn
     sampled: tuple[Sampling, ...] = ()  # what follows every measurement, in the same engine
 
@@ -69,10 +69,16 @@ class Workload:
 
 
 def read_prompts(name: str) -> list[str]:
-    """The prompts of that name or in that file."""
+    """The prompts of that name or in that file. Raises: ConfigError naming --prompts."""
     known = PROMPTS / f"{name}.json"
-    texts: list[str] = json.loads((known if known.is_file() else Path(name)).read_text())
-    return texts
+    path = known if known.is_file() else Path(name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[str])
+    except (OSError, msgspec.DecodeError) as error:
+        names = ", ".join(sorted(file.stem for file in PROMPTS.glob("*.json")))
+        raise ConfigError(
+            "prompts", f"{name} is no set of prompts ({error}); use {names} or a JSON list of texts"
+        ) from None
 
 
 def random_prompts(count: int, vocab_size: int, first: int = 0) -> list[list[int]]:

@@ -52,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--with-sampled", action="store_true", help=f"measure {drawn} after greedy (latency, throughput)"
     )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
-    parser.add_argument("--commit", metavar="SHA", help="of the source, where there is no git metadata")
     add_step_arguments(parser)
     add_methods_arguments(parser)
     add_engine_flags(parser)
@@ -87,7 +86,6 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.num_tokens,
         arguments.temperature,
         _sizes(arguments.batch_sizes or THROUGHPUT_BATCHES),
-        arguments.commit,
         arguments.with_chats,
         SAMPLED if arguments.with_sampled else (),
     )
@@ -103,7 +101,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _step_workload(arguments: argparse.Namespace) -> Workload:
     sizes = (arguments.batch_size or 1,)
-    return Workload(arguments.prompts or PROMPTS, arguments.num_tokens, arguments.temperature, sizes, arguments.commit)
+    return Workload(arguments.prompts or PROMPTS, arguments.num_tokens, arguments.temperature, sizes)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

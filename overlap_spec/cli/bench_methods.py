@@ -68,7 +68,7 @@ async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int,
         1 if arguments.starts_at_once is None else arguments.starts_at_once,
     )
     prompts = arguments.prompts or PROMPTS
-    workload = Workload(prompts, arguments.num_tokens, arguments.temperature, batch_sizes, arguments.commit)
+    workload = Workload(prompts, arguments.num_tokens, arguments.temperature, batch_sizes)
 
     def told(report: dict[str, Any]) -> None:
         entry = report["methods"][-1]

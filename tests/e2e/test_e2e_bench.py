@@ -29,7 +29,7 @@ def flags(shapes: Path) -> tuple[str, ...]:
 
 def test_throughput_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
     output = tmp_path / "out.json"
-    workload = ("--prompts", "random", "--num-tokens", "120", "--batch-sizes", "1,4", "--commit", "abc", "--with-plain")
+    workload = ("--prompts", "random", "--num-tokens", "120", "--batch-sizes", "1,4", "--with-plain")
     own = ("--speculative-simulate-acc-len", "2.5", "--output", str(output))
     done = run_command(tmp_path, "bench", "throughput", *flags(shapes), *workload, *own)
     assert done.returncode == 0, done.stderr

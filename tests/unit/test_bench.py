@@ -24,6 +24,7 @@ from overlap_spec.bench.workload import (
 )
 from overlap_spec.cli.bench import _print
 from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
 
 RUN = {
     "device": "NVIDIA H200",
@@ -239,7 +240,7 @@ def test_a_file_is_filled_in_both_views(tmp_path: Path) -> None:
     text = "<!-- table: out.json -->\nold\n<!-- end -->\n<!-- table: out.json as targets -->\nold\n<!-- end -->\n"
     filled = fill(text, tmp_path)
     assert filled.count("| overlap-spec, EAGLE3 (3, 1, 4), one step in flight | 64 |") == 1
-    assert "| SGLang 0.5.14 | its line | must |" in filled and "old" not in filled
+    assert "| SGLang 0.5.14 | its line | must |" in filled and "\nold\n" not in filled
     assert row_of(filled, "plain, batch 1, ms a step")[:2] == ["1", "`smol-nospec`"]
     assert fill(filled, tmp_path) == filled
 
@@ -287,3 +288,12 @@ def test_an_engine_whose_steps_may_be_narrower_says_so() -> None:
     table = render(adaptive)
     assert table.count("| overlap-spec, EAGLE3 (3, 1, 4), adaptive |") == len(adaptive["engine"]["batches"]) > 0
     assert "one step in flight, adaptive" not in table
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[1]", "[", "nonsense"])
+def test_prompts_that_are_none_name_the_flag(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "texts.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="--prompts: .*texts.json is no set of prompts .*chat20, copy20, peer64"):
+        read_prompts(str(path))
