@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from plain_oracle import PlainOracle
 from ring import Answer, Ring, RingConfig, running, tiny_loaded
@@ -31,6 +32,8 @@ from overlap_spec.worker.geometry import LoadedModels
 
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
+FILTERS: dict[str, tuple[float, ...]] = {"top_k": (2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
+STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
     "preemptions",
@@ -42,6 +45,7 @@ MUST_HAPPEN = (
     "stop_strings",
     "narrow_steps",
     *CATCH_UPS,
+    *STRICTEST,
 )
 
 
@@ -101,8 +105,8 @@ def random_requests(rng: random.Random, count: int, crowded: bool = False, filte
 
 def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> SamplingParams:
     max_new = rng.randint(30, 50) if crowded else rng.choice([1, 2, 4, 8, 16, 30])
-    filtered = rng.choice([{}, {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9}])
-    return SamplingParams(
+    filtered = rng.randrange(6) >= 2 and filters
+    sampling = SamplingParams(
         max_new_tokens=max_new,
         min_new_tokens=rng.choice([0, 0, 0, min(3, max_new)]),
         temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
@@ -110,8 +114,13 @@ def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> Samplin
         stop=() if crowded else tuple(rng.sample(CHARACTERS, rng.choice([0, 0, 1, 2]))),
         stop_token_ids=() if crowded else tuple(rng.sample(range(128), rng.choice([0, 0, 2]))),
         ignore_eos=crowded or rng.random() < 0.3,
-        **(filtered if filters else {}),
     )
+    return msgspec.structs.replace(sampling, **random_filters(random.Random(sampling.seed))) if filtered else sampling
+
+
+def random_filters(rng: random.Random) -> dict[str, float]:
+    """One of them, two, or all three."""
+    return {name: rng.choice(FILTERS[name]) for name in rng.sample(list(FILTERS), rng.randint(1, len(FILTERS)))}
 
 
 def random_prompt(rng: random.Random, earlier: list[list[int]], crowded: bool) -> list[int]:
@@ -257,6 +266,8 @@ def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter
         for seed in seeds:
             which = seed % NUM_MODELS
             seen += run_schedule(seed, 10 * which, oracles[which], codec, **engine)
+        for oracle in oracles.values():
+            seen.update({f"{name}_strictest_of_several": count for name, count in oracle.strictest.items()})
     finally:
         for oracle in oracles.values():
             oracle.close()
