@@ -7,7 +7,7 @@ fall short of the best one by more than rounding explains.
 
 import torch
 from plain_oracle import Endings
-from ring import Answer
+from ring_links import Answer
 from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 

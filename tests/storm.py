@@ -44,6 +44,7 @@ MUST_HAPPEN = (
     "rejected",
     "stop_strings",
     "narrow_steps",
+    "device_ahead",
     *CATCH_UPS,
     *STRICTEST,
 )
@@ -208,6 +209,7 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["preemptions"] += counters.preempted
     seen["chunk_splits"] += ring.plans.chunk_splits
     seen["narrow_steps"] += sum(ring.plans.widths.values()) - ring.plans.widths[ring.scheduler.limits.width]
+    seen["device_ahead"] += ring.inbox.times_ahead
     seen["catch_ups_before_wide_steps"] += ring.plans.catch_ups[True]
     seen["catch_ups_of_full_rings"] += ring.plans.catch_ups[False]
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
