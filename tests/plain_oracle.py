@@ -122,11 +122,13 @@ class PlainOracle:
         self._executor.close()
 
     def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
-        """An answer is what is expected, token by token; an aborted one is its beginning."""
+        """An answer is what is expected, token by token; an aborted one is its beginning, with all of its text."""
         expected, finish = self.expected(prompt, sampling), answer.finish
         assert finish is not None and answer.usage is not None
         if finish.kind is FinishKind.ABORT:
             assert answer.token_ids == expected.token_ids[: len(answer.token_ids)], what
+            assert answer.text == self._endings.text(answer.token_ids, finish, sampling), what
+            assert expected.text.startswith(answer.text), what
             return
         assert answer.token_ids == expected.token_ids, what
         assert finish == expected.finish, what
