@@ -45,12 +45,12 @@ class NearOracle:
         """Raises: AssertionError for a token that is not among the best, or another end than the tokens have."""
         tokens, finish = answer.token_ids, answer.finish
         assert finish is not None and answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(tokens)), what
         for end in range(1, len(tokens)):
             assert self._endings.finish(tokens[:end], sampling) is None, f"{what}: goes on after its end"
         if finish.kind is not FinishKind.ABORT:
             assert finish == self._endings.finish(tokens, sampling), what
             assert answer.text == self._endings.text(tokens, finish, sampling), what
-            assert answer.usage.completion_tokens == len(tokens), what
         if tokens:
             self._check_tokens(prompt, tokens, sampling, what)
 

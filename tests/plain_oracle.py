@@ -125,6 +125,8 @@ class PlainOracle:
         """An answer is what is expected, token by token; an aborted one is its beginning, with all of its text."""
         expected, finish = self.expected(prompt, sampling), answer.finish
         assert finish is not None and answer.usage is not None
+        counts = answer.usage.prompt_tokens, answer.usage.completion_tokens
+        assert counts == (len(prompt), len(answer.token_ids)), what
         if finish.kind is FinishKind.ABORT:
             assert answer.token_ids == expected.token_ids[: len(answer.token_ids)], what
             assert answer.text == self._endings.text(answer.token_ids, finish, sampling), what
@@ -133,7 +135,6 @@ class PlainOracle:
         assert answer.token_ids == expected.token_ids, what
         assert finish == expected.finish, what
         assert answer.text == expected.text, what
-        assert answer.usage.completion_tokens == len(answer.token_ids), what
 
     def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
         """Decode until the request ends, token by token: stop id, stop string, length."""
