@@ -67,6 +67,21 @@ class Oracle(Protocol):
         ...
 
 
+class Counting:
+    """Passes answers on to another oracle, and keeps what it says is wrong instead of ending at the first."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self.wrong: list[str] = []
+
+    def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
+        """See `Oracle`, but for the error."""
+        try:
+            self._oracle.check(prompt, sampling, answer, what)
+        except AssertionError as error:
+            self.wrong.append(str(error).partition("\n")[0])
+
+
 def random_config(rng: random.Random, crowded: bool) -> RingConfig:
     page_size = rng.choice([1, 4, 16])
     num_steps = rng.choice([0, 1, 3, 3, 5])
