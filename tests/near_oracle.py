@@ -55,11 +55,15 @@ class NearOracle:
             self._check_tokens(prompt, tokens, sampling, what)
 
     def _check_tokens(self, prompt: list[int], tokens: list[int], sampling: SamplingParams, what: str) -> None:
-        scores = self._scores(prompt, tokens, sampling)
-        short = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        short = self.shortfalls(prompt, tokens, sampling).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
         assert float(short.max()) < self._most, f"{what}: tokens fall short by {short.tolist()}"
         self.worst = max(self.worst, float(short.max()))
         self.near_ties += int((short > 0).sum())
+
+    def shortfalls(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> Tensor:
+        """By how much each token of the vocabulary falls short at each place. Shapes: -> [len(tokens), V] f64."""
+        scores = self._scores(prompt, tokens, sampling)
+        return scores.max(1, keepdim=True).values - scores
 
     def _scores(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> Tensor:
         """What each token was the largest of, in units of logits. Shapes: -> [len(tokens), V] f64."""
