@@ -15,8 +15,8 @@ from typing import Self
 
 import httpx
 
-# A command starts three interpreters that import torch, and takes 5 to 15 s on two idle cores. Busy ones have made it
-# take more than 60 s. What hangs is found all the same, before pytest's own limit of 300 s ends the whole run.
+# A command starts three interpreters that import torch: seconds on idle cores, but more than 60 on busy ones. A command
+# that hangs is found all the same, before pytest's own limit of 300 s ends the whole run.
 COMMAND_S = 180.0
 COMMAND = (sys.executable, "-P", "-m", "overlap_spec")
 
