@@ -32,7 +32,7 @@ from overlap_spec.worker.geometry import LoadedModels
 
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
-FILTERS: dict[str, tuple[float, ...]] = {"top_k": (2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
+FILTERS: dict[str, tuple[float, ...]] = {"top_k": (1, 2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
@@ -255,7 +255,10 @@ def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[st
         others = second_process().submit(run_seeds_elsewhere, range(1, num_schedules, 2), engine)
         seen = run_seeds(range(0, num_schedules, 2), codec, engine) + others.result()
     print(f"storm of {num_schedules} schedules: {dict(seen)}")
-    must_happen = [what for what in MUST_HAPPEN if what not in CATCH_UPS or defers(engine.get("method", "EAGLE3"))]
+    spared = () if defers(engine.get("method", "EAGLE3")) else CATCH_UPS
+    if engine.get("family", "llama") != "llama":
+        spared += STRICTEST  # logits may be so peaked that one of the filters never decides
+    must_happen = [what for what in MUST_HAPPEN if what not in spared]
     assert all(seen[what] > 0 for what in must_happen), dict(seen)
     return seen
 
