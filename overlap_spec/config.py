@@ -316,6 +316,11 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
     }
 
 
+def own_environment() -> dict[str, str]:
+    """The environment that this process was given, for one that is none of the engine's."""
+    return dict(os.environ)
+
+
 def asks_for_spec_v2() -> bool:
     """True if SGLANG_ENABLE_SPEC_V2 is set: overlap is always on here, and the log says so."""
     return "SGLANG_ENABLE_SPEC_V2" in os.environ

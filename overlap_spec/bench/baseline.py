@@ -3,7 +3,7 @@
 Needs the dependency group `bench`. Not here: anything of the engine. It runs in a process of its own, so that the
 engine's processes and transformers never share threads.
 
-    python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR MAX_TOKENS NUM_THREADS < prompts.json > figures.json
+    python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR MAX_TOKENS THREADS DEVICE < prompts.json > figures.json
 """
 
 import json
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 
-def measure_transformers(model_path: str, tokenizer_dir: str, prompts: list[str], max_tokens: int) -> dict[str, Any]:
+def measure_transformers(
+    model_path: str, tokenizer_dir: str, prompts: list[str], max_tokens: int, device: str
+) -> dict[str, Any]:
     """Greedy answers in float32 (bfloat16 on a GPU), one after another, to the end of the turn."""
     import transformers  # a dependency of the group `bench` only
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     path = Path(model_path)
     source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
@@ -46,6 +47,6 @@ def measure_transformers(model_path: str, tokenizer_dir: str, prompts: list[str]
 
 
 if __name__ == "__main__":
-    model, tokenizer, limit, threads = sys.argv[1:5]
+    model, tokenizer, limit, threads, place = sys.argv[1:6]
     torch.set_num_threads(int(threads))
-    json.dump(measure_transformers(model, tokenizer, json.load(sys.stdin), int(limit)), sys.stdout)
+    json.dump(measure_transformers(model, tokenizer, json.load(sys.stdin), int(limit), place), sys.stdout)
