@@ -74,7 +74,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
-        num_threads=machine.num_cores,
+        num_threads=machine.num_threads or machine.num_cores,
         graph_batch_sizes=graph_batch_sizes,
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,

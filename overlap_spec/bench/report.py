@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.machine import processor_name
+
 VERSIONED = ("overlap-spec", "torch", "triton", "transformers", "pyzmq", "msgspec")
 NOT_RECORDED = ("--output", "--commit")  # where a result goes, and what it says itself: no part of what was measured
 
@@ -26,7 +28,7 @@ def describe_run(device: str, num_threads: int, commit: str | None = None) -> di
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "num_threads": num_threads,
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONED if (version := _version(name))},
@@ -69,10 +71,3 @@ def _commit() -> str:
     except OSError:
         return ""
     return head.stdout.strip() + ("+" if changes.stdout.strip() else "") if head.returncode == 0 else ""
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

@@ -48,7 +48,8 @@ def _check_draft(spec: SpecSettings) -> None:
 
 def prepare_place(settings: Settings) -> torch.device:
     """Set torch up for these settings. float32 means IEEE float32: no TF32."""
-    torch.set_num_threads(settings.num_threads)
+    if torch.get_num_threads() != settings.num_threads:  # else the environment has said it, for MKL perhaps otherwise
+        torch.set_num_threads(settings.num_threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():
