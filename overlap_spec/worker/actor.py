@@ -56,11 +56,12 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
-def _cpu_facts(settings: Settings) -> dict[str, str]:
+def _cpu_facts(settings: Settings, models: LoadedModels) -> dict[str, str]:
     """What a figure of this machine depends on, and what was chosen for it."""
     return {
         "processor": f"{processor_name()}, {num_cores()} cores",
         "threads": f"{torch.get_num_threads()}, {waiting_fact(settings)}",
+        "linears": models.linears,
     }
 
 
@@ -90,7 +91,7 @@ async def main(context: ActorContext) -> None:
     begun = time.perf_counter()
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
-    executor, geometry, models = build(settings, partial(context.progress, "loading weights"))
+    executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     if settings.trace_dir is not None:
         executor.decode_step.parts = TimedParts(executor.device)
     context.progress("warming up", 0, 0)
@@ -114,7 +115,7 @@ async def main(context: ActorContext) -> None:
             "page_size": geometry.page_size,
             "slots": geometry.num_slots,
             "chunk_tokens": measured.chunk.tokens,
-            **(_cpu_facts(settings) if on_cpu else {}),
+            **(_cpu_facts(settings, models) if on_cpu else {}),
             "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
             "step_widths": " ".join(str(width) for width in geometry.step_widths),
             "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),

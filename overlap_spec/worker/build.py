@@ -24,6 +24,7 @@ from overlap_spec.spec.verifier import ChainVerifier, GreedyVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
+from overlap_spec.worker.linear_choice import choose_linears
 from overlap_spec.worker.slots import SlotRows
 
 
@@ -132,10 +133,12 @@ def _tree_verifier(accept: AcceptSettings | None, token_ids: Tensor, draw: Draw)
     return _verifier(accept, None, token_ids, draw)
 
 
-def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, LoadedModels]:
-    """Everything, from settings to an executor that is not warm yet."""
+def build(settings: Settings, progress: Progress, measured: bool = False) -> tuple[Executor, Geometry, LoadedModels]:
+    """Everything, from settings to an executor that is not warm yet. `measured`: linears are as is fastest here."""
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
+    if measured:
+        models = choose_linears(settings, models)
     geometry = settle_geometry(settings, models, place)
     spec = settings.spec
     executor = build_executor(
