@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quant_shape_to_byte_shape
+from numpy.typing import NDArray
 from torch import Tensor
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Bytes = NDArray[np.uint8]
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = "general.alignment"
