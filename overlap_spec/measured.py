@@ -38,6 +38,11 @@ def keep(what: str, of: object, value: object) -> None:
         os.replace(scratch, path)
 
 
+def torch_version() -> str:
+    """Of the torch that would be imported."""
+    return importlib.metadata.version("torch")
+
+
 def _file(what: str, of: object) -> Path:
-    key = (processor_name(), num_cores(), importlib.metadata.version("torch"), of)
+    key = (processor_name(), num_cores(), torch_version(), of)
     return Path(cache_directory()) / "measured" / f"{what}-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}"
