@@ -279,7 +279,8 @@ class Settings(Struct, frozen=True):
     skip_tokenizer_init: bool
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
-    spin_count: int = 0  # how often a waiting one of them looks before it sleeps (`waiting.py`)
+    threads_given: bool = False  # by the user: else fewer may do
+    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`waiting.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
     spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
@@ -322,9 +323,10 @@ def says_how_to_wait() -> bool:
     return any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
 
 
-def waiting_fact(settings: Settings) -> str:
-    """How the worker's threads wait, for people."""
-    return "waiting as the user says" if says_how_to_wait() else f"spinning {settings.spin_count} times before sleep"
+def waiting_fact() -> str:
+    """How this process's OpenMP threads wait, whoever has said so."""
+    said = (f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ)
+    return " ".join(said) or "as OpenMP likes"
 
 
 def asked_threads() -> int | None:

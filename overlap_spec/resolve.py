@@ -75,6 +75,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
+        threads_given=machine.num_threads is not None,
         graph_batch_sizes=graph_batch_sizes,
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,

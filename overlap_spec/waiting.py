@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from overlap_spec.config import own_environment
-from overlap_spec.measured import keep, recall
+from overlap_spec.measured import once
 
 SPINS = (0, 1000, 3000, 10_000, 30_000, 100_000)  # turns of libgomp's waiting loop: 0.03 to 0.05 us each
 WEIGHTS = (0.6, 0.25, 0.15)  # how often a pause is as long as each of the probe's
@@ -34,18 +34,16 @@ def choose_spin(num_threads: int, progress: Callable[[str, int, int], None]) -> 
     library = gomp_library()
     if num_threads == 1 or library is None:
         return 0
-    kept = recall("spin", num_threads, int)
-    if kept in SPINS:
-        return kept
-    progress("measuring how threads wait", 0, 0)
+
+    def measure() -> int:
+        progress("measuring how threads wait", 0, 0)
+        return min(shortest_of(lambda spin: run_probe(library, num_threads, spin)) for _ in range(ROUNDS))
+
     try:
-        chosen = [shortest_of(lambda spin: run_probe(library, num_threads, spin)) for _ in range(ROUNDS)]
+        return once("spin", num_threads, int, measure, SPINS.__contains__)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         log.warning("how threads should wait cannot be measured: %s", error)
         return 0
-    if max(chosen) <= 3 * max(min(chosen), 1):  # else something else was running
-        keep("spin", num_threads, min(chosen))
-    return min(chosen)
 
 
 def shortest_of(probe: Probe) -> int:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 
 PAUSES = (250, 1000, 5000)  # turns of a loop: a few operations of torch, a dozen, attention with all around it
-REPEATS = 41
-SETTLE_S = 0.03  # for the threads to be on cores of their own
+REPEATS = 31
+SETTLE_S = 0.01  # for the threads to be on cores of their own
 
 
 def main() -> None:

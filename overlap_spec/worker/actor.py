@@ -60,7 +60,7 @@ def _cpu_facts(settings: Settings, models: LoadedModels) -> dict[str, str]:
     """What a figure of this machine depends on, and what was chosen for it."""
     return {
         "processor": f"{processor_name()}, {num_cores()} cores",
-        "threads": f"{torch.get_num_threads()}, {waiting_fact(settings)}",
+        "threads": f"{torch.get_num_threads()}, {waiting_fact()}",
         "linears": models.linears,
     }
 

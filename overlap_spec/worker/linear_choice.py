@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from overlap_spec.config import Settings, asked_threads
-from overlap_spec.measured import keep, recall
+from overlap_spec.config import Settings
+from overlap_spec.measured import once
 from overlap_spec.models.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
 from overlap_spec.worker.geometry import LoadedModels
 
 KEPT = "linears"
 MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
 ROUNDS = 3
-FASTER = 0.95  # fewer threads must do it in so much of the time
+FASTER = 0.9  # fewer threads must do it in so much of the time
 
 Seconds = Callable[[Form, int], float]  # of linears in this form on so many threads
 
@@ -49,12 +49,10 @@ def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
     """
     if settings.model.device != "cpu" or settings.model.dtype != "float32":
         return models
-    width, threads = settings.spec.width, settings.num_threads
-    of = (settings.model.files.config, settings.spec.method, width, threads, settings.spin_count, asked_threads())
-    choice = recall(KEPT, of, LinearChoice)
-    if choice is None or not choice.known:
-        choice = measure(models, width, [threads] if asked_threads() else thread_counts(threads))
-        keep(KEPT, of, choice)
+    width, threads, given = settings.spec.width, settings.num_threads, settings.threads_given
+    of = (settings.model.files.config, settings.spec.method, width, threads, given, settings.spin_count)
+    counts = [threads] if given else thread_counts(threads)
+    choice = once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
     torch.set_num_threads(choice.threads)
     forms = FORMS[choice.target], FORMS[choice.draft], FORMS[choice.head]
     target = in_form(models.target, forms[0], forms[2])

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from overlap_spec.config import Settings
-from overlap_spec.measured import keep, recall
+from overlap_spec.measured import once
 from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.ceilings import Ceiling
 from overlap_spec.worker.costs import ceiling_of
@@ -36,11 +36,7 @@ def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> S
     if settings.model.device != "cpu":
         return _measure(settings, executor, geometry)
     of = what_they_depend_on(settings)
-    found = recall(KEPT, of, StartCosts)
-    if found is None:
-        found = _measure(settings, executor, geometry)
-        keep(KEPT, of, found)
-    return found
+    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry))
 
 
 def what_they_depend_on(settings: Settings) -> object:

@@ -259,8 +259,9 @@ def test_the_threads_that_the_user_wants(monkeypatch: pytest.MonkeyPatch) -> Non
     for said, wanted in (("3", 3), ("4,2", 4), ("0", None), ("many", None)):
         monkeypatch.setenv("OMP_NUM_THREADS", said)
         assert this_machine.inspect().num_threads == wanted
-    assert resolved(machine=Machine(8, has_cuda=False, num_threads=3)).num_threads == 3
-    assert resolved(machine=Machine(8, has_cuda=False)).num_threads == 8
+    given, own = (resolved(machine=Machine(8, has_cuda=False, num_threads=number)) for number in (3, None))
+    assert (given.num_threads, given.threads_given) == (3, True)
+    assert (own.num_threads, own.threads_given) == (8, False)
 
 
 def test_the_blas_of_16_bit_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_values_are_those_of_gguf_to_the_bit(alignment: int | None, tmp_path: Pa
         assert np.array_equal(tensor.values().numpy(), dequantize(theirs.data, theirs.tensor_type))
 
 
-@pytest.mark.parametrize("kept", [0, 3, 8, 20, 60, 200, -1])
+@pytest.mark.parametrize("kept", [0, 3, 8, 20, 60, 200, -40])
 def test_a_cut_file_is_said(kept: int, tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes()[:kept])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_spec import measured as measured_module
 from overlap_spec.models.layers import Linear, linear_map
 from overlap_spec.models.linear_forms import FORMS, Form
 from overlap_spec.worker import linear_choice
@@ -61,25 +62,37 @@ def test_a_real_measurement_ends(keeps_threads: None) -> None:
     assert all(timed(form, 1) > 0 for form in FORMS.values())
 
 
+class Widths(list[int]):
+    """Widths that were measured, and the numbers of threads that were to be tried."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[list[int]] = []
+
+
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_threads: None) -> list[int]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_threads: None) -> Widths:
     """Widths that were measured; forms are kept in a directory of their own."""
-    widths: list[int] = []
+    widths = Widths()
 
     def measured(models: Any, width: int, counts: list[int]) -> LinearChoice:
         widths.append(width)
+        widths.counts.append(counts)
         return LinearChoice(1, *["packed"] * 3)
 
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as if nobody else were here
     monkeypatch.setattr(linear_choice, "measure", measured)
     monkeypatch.setattr(linear_choice, "replace", lambda models, **parts: parts)
     return widths
 
 
-def settings(**changes: Any) -> Any:
+def settings(threads_given: bool = False, **changes: Any) -> Any:
     model = {"device": "cpu", "dtype": "float32", "files": SimpleNamespace(config={"hidden_size": 8})} | changes
     spec = SimpleNamespace(method="a method", width=4)
-    return SimpleNamespace(model=SimpleNamespace(**model), spec=spec, num_threads=2, spin_count=0)
+    return SimpleNamespace(
+        model=SimpleNamespace(**model), spec=spec, num_threads=2, spin_count=0, threads_given=threads_given
+    )
 
 
 MODELS: Any = SimpleNamespace(target=(), proposer=())
@@ -104,3 +117,9 @@ def test_a_kept_form_that_is_gone_is_measured_again(asked: list[int], monkeypatc
     with pytest.raises(KeyError):
         linear_choice.choose_linears(settings(), MODELS)
     assert asked == [4, 4]
+
+
+@pytest.mark.parametrize(("given", "tried"), [(False, [2, 1]), (True, [2])])
+def test_threads_that_the_user_wants_are_not_tried_with_fewer(given: bool, tried: list[int], asked: Widths) -> None:
+    linear_choice.choose_linears(settings(threads_given=given), MODELS)
+    assert asked.counts == [tried]

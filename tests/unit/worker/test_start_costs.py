@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from overlap_spec import measured as measured_module
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.ceilings import Ceiling
@@ -16,7 +17,14 @@ from overlap_spec.worker.geometry import Geometry
 from overlap_spec.worker.start_costs import start_costs
 from overlap_spec.worker.warmup import ChunkSize
 
-FILES = ModelFiles("/nowhere", {"architectures": ["LlamaForCausalLM"], "hidden_size": 8}, None, (2,), 64, 32)
+FILES = ModelFiles(
+    weights="/nowhere",
+    config={"architectures": ["LlamaForCausalLM"], "hidden_size": 8},
+    tokenizer_dir=None,
+    eos_token_ids=(2,),
+    context_length=64,
+    vocab_size=32,
+)
 GEOMETRY = Geometry(4, 1, 16, 64, 100, 48, torch.float32)
 STEPS = StepCosts((1, 4), (1, 2), ((0.5, 0.25), (1.0, 2.0)))
 EXECUTOR: Any = None
@@ -31,6 +39,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, what, lambda *_: (done.append(what), result)[1])
 
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as if nobody else were here
     measuring("measure_chunk", ChunkSize(48, 7))
     measuring("measure_steps", STEPS)
     measuring("ceiling_of", Ceiling(3.0, 4.0))
@@ -38,7 +47,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def settings(**flags: Any) -> Settings:
-    return resolve(EngineConfig(device="cpu", skip_tokenizer_init=True, **flags), FILES, Machine(2, False))[0]
+    found = resolve(EngineConfig(device="cpu", skip_tokenizer_init=True, **flags), FILES, Machine(2, False))[0]
+    return replace(found, scheduler=replace(found.scheduler, keeps_width=False))
 
 
 ALL = ["measure_chunk", "measure_steps", "ceiling_of"]
@@ -88,3 +98,9 @@ def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> Non
     given = start_costs(settings(chunked_prefill_size=32), EXECUTOR, GEOMETRY)
     assert given.chunk == ChunkSize(GEOMETRY.max_chunk, 0)
     assert measured == ["measure_steps", "ceiling_of"]
+
+
+def test_step_costs_that_nobody_asks_for_are_not_measured(measured: list[str]) -> None:
+    kept = replace(settings(), scheduler=replace(settings().scheduler, keeps_width=True))
+    assert start_costs(kept, EXECUTOR, GEOMETRY).steps == StepCosts()
+    assert measured == ["measure_chunk", "ceiling_of"]
