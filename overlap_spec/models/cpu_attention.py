@@ -39,7 +39,7 @@ class Forward:
     def rotated(self, heads: Tensor) -> Tensor:
         """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin). Shapes: [T, n, d] -> the same."""
         halves = heads.unflatten(2, (2, -1))
-        turned = (halves * self._cos).add_(halves.flip(2) * self._sin)
+        turned: Tensor = (halves * self._cos).add_(halves.flip(2) * self._sin)
         return turned.to(heads.dtype).view(heads.shape)
 
     def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -55,9 +55,9 @@ class Forward:
         k_rows, v_rows = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
         outputs = []
         for request in self._requests[window]:
-            keys = [_keys(request, k_rows, k_cache), _keys(request, v_rows, v_cache)]
-            heads = (tensor.transpose(0, 1)[None] for tensor in (q[request.begin : request.end], *keys))
-            out = F.scaled_dot_product_attention(*heads, attn_mask=request.mask, scale=scale, enable_gqa=True)
+            k, v = _keys(request, k_rows, k_cache), _keys(request, v_rows, v_cache)
+            heads, k, v = (rows.transpose(0, 1)[None] for rows in (q[request.begin : request.end], k, v))
+            out = F.scaled_dot_product_attention(heads, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True)
             outputs.append(out[0].transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 

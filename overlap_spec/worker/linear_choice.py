@@ -18,6 +18,7 @@ from overlap_spec.worker.geometry import LoadedModels
 KEPT = "linears"
 MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
 ROUNDS = 3
+PROMPT_ROWS = 16  # of prefill, which is so many times as rare as its rows are more
 FASTER = 0.9  # fewer threads must do it in so much of the time
 
 Seconds = Callable[[Form, int], float]  # of linears in this form on so many threads
@@ -99,11 +100,13 @@ def timer(linears: Iterable[object], rows: tuple[int, ...]) -> Seconds:
     for linear in linears_of(tuple(linears)):
         if sum(weight.nbytes for weight in weights) < MEASURED_BYTES:
             weights.append(plain_weight(linear))
+    shares = [*((count, 1.0) for count in rows), (PROMPT_ROWS, 1 / PROMPT_ROWS)]
 
     def seconds(form: Form, threads: int) -> float:
         torch.set_num_threads(threads)
         formed = [FormedLinear(form.lay_out(weight), None, form) for weight in weights]
-        return sum(_best(formed, [torch.ones(count, weight.shape[1]) for weight in weights]) for count in rows)
+        inputs = [(share, [torch.ones(count, weight.shape[1]) for weight in weights]) for count, share in shares]
+        return sum(share * _best(formed, of_weights) for share, of_weights in inputs)
 
     return seconds
 
