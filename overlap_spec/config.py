@@ -115,6 +115,7 @@ class Machine(Struct, frozen=True):
     num_cores: int
     has_cuda: bool
     forces_greedy_ngram: bool = False  # `forces_greedy_ngram()`
+    num_threads: int | None = None  # `asked_threads()`
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -278,6 +279,8 @@ class Settings(Struct, frozen=True):
     skip_tokenizer_init: bool
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
+    threads_given: bool = False  # by the user: else fewer may do
+    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`waiting.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
     spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
@@ -296,24 +299,45 @@ def synthetic_acceptance(mean: float) -> str:
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:
-    """The environment of a child process. Threads wait passively: on few cores a spinning thread costs 50x.
+    """The environment of a child process. What the user says of threads stands.
 
     Of torch's two ways to ask the BLAS, cuBLASLt chooses faster tiles for long rows of W at 256 rows of x, and hardly
     others elsewhere (benchmarks/results/choosing/wide_h200.txt, F). float32 is left as it was tested.
     """
-    threads = settings.num_threads if role == "worker" else 1
-    prefers_lt = role == "worker" and settings.model.dtype != "float32"
+    is_worker = role == "worker"
+    threads, spin = (settings.num_threads, settings.spin_count) if is_worker else (1, 0)
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(spin), "KMP_BLOCKTIME": str(min(spin, 1))}
     return {
-        **({"TORCH_BLAS_PREFER_CUBLASLT": "1"} if prefers_lt else {}),
-        **os.environ,
+        **({"TORCH_BLAS_PREFER_CUBLASLT": "1"} if is_worker and settings.model.dtype != "float32" else {}),
+        **({} if says_how_to_wait() else waiting),  # all of them, or none: one overrides another
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
-        "KMP_BLOCKTIME": "0",
+        **os.environ,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def says_how_to_wait() -> bool:
+    """True if the user has said how OpenMP's threads wait for work."""
+    return any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
+
+
+def waiting_fact() -> str:
+    """How this process's OpenMP threads wait, whoever has said so."""
+    said = (f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in os.environ)
+    return " ".join(said) or "as OpenMP likes"
+
+
+def asked_threads() -> int | None:
+    """The threads that the user wants, by OMP_NUM_THREADS; None if it says nothing."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+def own_environment() -> dict[str, str]:
+    """The environment that this process was given, for one that is none of the engine's."""
+    return dict(os.environ)
 
 
 def asks_for_spec_v2() -> bool:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from overlap_spec.actor import ROLES
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client_calls import Delta
-from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, EngineConfig, Settings
+from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, EngineConfig, Settings, says_how_to_wait
 from overlap_spec.config_fields import check_config
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import SamplingParams
@@ -156,11 +156,13 @@ class Engine:
             self._supervisor.fail(ActorDied("engine", f"killed by {reason}"))
 
     def _resolve(self) -> tuple[Settings, list[str]]:
-        from overlap_spec import hub, machine  # a hub client is slow to import, and no other process needs it
+        from overlap_spec import hub, machine, waiting  # a hub client is slow to import, and no other process needs it
 
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect())
         settings = replace(settings, trace_dir=self._trace_dir)
+        if settings.model.device == "cpu" and not says_how_to_wait():
+            settings = replace(settings, spin_count=waiting.choose_spin(settings.num_threads, self.progress))
         if settings.spec.draft_path is not None:
             draft_path = hub.resolve_draft(
                 settings.spec.draft_path,

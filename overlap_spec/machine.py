@@ -6,20 +6,34 @@ Not here: memory and everything else that only the worker can measure.
 import ctypes
 import math
 import os
+import platform
 from pathlib import Path
 
-from overlap_spec.config import Machine, forces_greedy_ngram
+from overlap_spec.config import Machine, asked_threads, forces_greedy_ngram
 
+_PROCESSORS = Path("/proc/cpuinfo")
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")  # "quota period" or "max period", microseconds
 _CGROUP_V1 = tuple(Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
 def inspect() -> Machine:
     """Look at this machine as this process may use it."""
-    return Machine(num_cores=_num_cores(), has_cuda=_num_cuda_devices() > 0, forces_greedy_ngram=forces_greedy_ngram())
+    return Machine(
+        num_cores=num_cores(),
+        has_cuda=_num_cuda_devices() > 0,
+        forces_greedy_ngram=forces_greedy_ngram(),
+        num_threads=asked_threads(),
+    )
 
 
-def _num_cores() -> int:
+def processor_name() -> str:
+    """As the kernel names the processor; else its architecture."""
+    lines = _read(_PROCESSORS).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def num_cores() -> int:
     """Cores of the affinity mask, fewer if the control group grants less time than that."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_cores(_read(_CGROUP_V2) or " ".join(_read(path) for path in _CGROUP_V1))

@@ -3,7 +3,7 @@
 Needs the dependency group `bench`. Not here: anything of the engine. It runs in a process of its own, so that the
 engine's processes and transformers never share threads.
 
-    python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR MAX_TOKENS NUM_THREADS < prompts.json > figures.json
+    python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR TOKENS THREADS DEVICE [RUNS] < prompts.json > figures.json
 """
 
 import json
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 
-def measure_transformers(model_path: str, tokenizer_dir: str, prompts: list[str], max_tokens: int) -> dict[str, Any]:
-    """Greedy answers in float32 (bfloat16 on a GPU), one after another, to the end of the turn."""
+def measure_transformers(
+    model_path: str, tokenizer_dir: str, prompts: list[str], max_tokens: int, device: str, runs: int = 1
+) -> dict[str, Any]:
+    """Greedy answers in float32 (bfloat16 on a GPU), one after another, to the end of the turn; the best of `runs`."""
     import transformers  # a dependency of the group `bench` only
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     path = Path(model_path)
     source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
@@ -27,25 +28,34 @@ def measure_transformers(model_path: str, tokenizer_dir: str, prompts: list[str]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **source)
     model.to(device).eval()
-    rows = []
-    for prompt in [prompts[0], *prompts]:
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(device)
-        started = time.perf_counter()
-        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-        rows.append((output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - started))
-    rows = rows[1:]  # the first one warmed up
-    tokens, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    _answer(model, tokenizer, prompts[0], max_tokens)  # warms up
+    turns = []
+    for _ in range(runs):
+        rows = [_answer(model, tokenizer, prompt, max_tokens) for prompt in prompts]
+        tokens, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        turns.append((round(tokens / seconds, 2), tokens, round(seconds, 4)))
+    speed, tokens, seconds = max(turns)
     return {
         "engine": f"transformers {transformers.__version__} generate",
         "num_tokens": tokens,
-        "seconds": round(seconds, 4),
-        "tokens_per_second": round(tokens / seconds, 2),
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "turns": [turn[0] for turn in turns],
     }
 
 
+def _answer(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> tuple[int, float]:
+    """Tokens and seconds."""
+    chat = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = inputs.to(model.device)
+    started = time.perf_counter()
+    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+    return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - started
+
+
 if __name__ == "__main__":
-    model, tokenizer, limit, threads = sys.argv[1:5]
+    model, tokenizer, limit, threads, place, *runs = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    json.dump(measure_transformers(model, tokenizer, json.load(sys.stdin), int(limit)), sys.stdout)
+    measured = measure_transformers(model, tokenizer, json.load(sys.stdin), int(limit), place, *map(int, runs))
+    json.dump(measured, sys.stdout)

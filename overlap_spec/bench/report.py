@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.bench.source import describe_source
+from overlap_spec.machine import processor_name
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
 NOT_RECORDED = ("--output",)  # where a result goes: no part of what was measured
@@ -29,7 +30,7 @@ def describe_run(device: str, num_threads: int, more: Sequence[str] = ()) -> dic
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "num_threads": num_threads,
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONED if (version := _version(name))},
@@ -64,10 +65,3 @@ def _script(program: str) -> str | None:
     """The script's path in the repository; None of the command line `overlap-spec`."""
     path = Path(program).resolve()
     return f"{path.parent.name}/{path.name}" if path.suffix == ".py" and path.stem != "__main__" else None
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

@@ -7,9 +7,6 @@ ids in and out, no tokenizer, no prefix cache; only with the peer are figures of
 
 import asyncio
 import dataclasses
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served, variants
+from overlap_spec.bench.generate import Generate
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.throughput import Batch, Endpoint, measure_batch, measure_first_token
 from overlap_spec.bench.workload import (
@@ -31,7 +29,7 @@ from overlap_spec.bench.workload import (
     warm_up_prompts,
 )
 from overlap_spec.client import AnyPrompt
-from overlap_spec.config import EngineConfig, child_environment
+from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 
 NUM_FIRST_TOKENS = 20
@@ -43,21 +41,41 @@ WARM_UP_CHAT = "Say hello."  # in no set of prompts
 Load = tuple[tuple[str, int | str], ...]  # columns of a row: batch, and sampling unless it is greedy
 
 
-async def run_latency(config: EngineConfig, workload: Workload, plain: bool, baseline: bool) -> dict[str, Any]:
-    """One chat after another with speculation, without it, and through transformers."""
+async def run_latency(
+    config: EngineConfig, workload: Workload, plain: bool, baseline: bool, runs: int = 1
+) -> dict[str, Any]:
+    """One chat after another with speculation, without it, and through transformers; of `runs` turns each one's best.
+
+    In every turn each engine has a start of its own: none of them has the machine's quiet minutes alone.
+    """
     ways = (Sampling(workload.temperature), *workload.sampled)
     report: dict[str, Any] = {"benchmark": "latency", "workload": workload.describe()}
-    for name, asked in variants(config, ["plain"] if plain else []).items():
-        async with Engine(asked) as engine:
-            _introduce(report, engine, workload)
-            prompts = [_chat(text) for text in workload.texts()]
-            report[name] = await _measure_chats(engine, prompts, _chat(WARM_UP_CHAT), ways, workload.num_tokens)
-            report[name]["settings"] = describe_settings(engine)
-            settings = engine.settings
-    if baseline:
-        report["transformers"] = await asyncio.to_thread(_transformers, settings, workload)
+    turns: dict[str, list[dict[str, Any]]] = {}
+    generate: Generate | None = None
+    for _ in range(runs):
+        for name, asked in variants(config, ["plain"] if plain else []).items():
+            async with Engine(asked) as engine:
+                _introduce(report, engine, workload)
+                prompts = [_chat(text) for text in workload.texts()]
+                figures = await _measure_chats(engine, prompts, _chat(WARM_UP_CHAT), ways, workload.num_tokens)
+                turns.setdefault(name, []).append({**figures, **_described(engine)})
+                settings = engine.settings
+        if baseline:
+            generate = generate or Generate(settings, workload)
+            turns.setdefault("transformers", []).append(await asyncio.to_thread(generate.measure))
+    report |= {name: best_of(figures) for name, figures in turns.items()}
     report["ratios"] = _ratios(report, "tokens_per_second")
     return report
+
+
+def best_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest turn, and how fast each was. With one turn, that."""
+    fastest = max(turns, key=lambda figures: figures["tokens_per_second"])
+    return fastest | {"turns": [figures["tokens_per_second"] for figures in turns]}
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    return {"settings": describe_settings(engine), "facts": {role: dict(facts) for role, facts in engine.facts.items()}}
 
 
 async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:
@@ -74,9 +92,8 @@ async def run_throughput(config: EngineConfig, workload: Workload, compared: Seq
             start_s = round(time.perf_counter() - begun, 2)
             _introduce(report, engine, workload)
             report[name] = {
-                "settings": describe_settings(engine),
+                **_described(engine),
                 "start_s": start_s,
-                "facts": {role: dict(facts) for role, facts in engine.facts.items()},
                 **await _measure_throughput(engine, workload if name != "depth1" else greedy),
             }
     report["ratios"] = _batch_ratios(report, compared)
@@ -125,23 +142,6 @@ async def _measure_chats(
     if others:
         drawn = zip(ways[1:], others, strict=True)
         figures["sampled"] = [dataclasses.asdict(way) | measured for way, measured in drawn]
-    return figures
-
-
-def _transformers(settings: Any, workload: Workload) -> dict[str, Any]:
-    """transformers in a process of its own, with the worker's threads."""
-    files = settings.model.files
-    command = [sys.executable, "-m", "overlap_spec.bench.baseline", files.weights, files.tokenizer_dir]
-    done = subprocess.run(
-        [*command, str(workload.num_tokens), str(settings.num_threads)],
-        input=json.dumps(workload.texts()),
-        env=child_environment(settings, "worker"),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"the transformers baseline failed: {done.stderr[-2000:]}")
-    figures: dict[str, Any] = json.loads(done.stdout)
     return figures
 
 

@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--with-sampled", action="store_true", help=f"measure {drawn} after greedy (latency, throughput)"
     )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="take each engine's best of N runs (latency)")
     add_step_arguments(parser)
     add_methods_arguments(parser)
     add_engine_flags(parser)
@@ -92,9 +93,11 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "latency":
         if arguments.with_depth1 or arguments.with_chats:
             raise UsageError("--with-depth1 and --with-chats go with throughput only")
-        return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers)
-    if arguments.with_transformers:
-        raise UsageError("--with-transformers goes with latency only")
+        if arguments.runs < 1:
+            raise UsageError(f"--runs: must be at least 1, got {arguments.runs}")
+        return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers, arguments.runs)
+    if arguments.with_transformers or arguments.runs != 1:
+        raise UsageError("--with-transformers and --runs go with latency only")
     flags = {"plain": arguments.with_plain, "depth1": arguments.with_depth1}
     return await run_throughput(config, workload, [name for name, given in flags.items() if given])
 
@@ -117,7 +120,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _print(report: dict[str, Any]) -> None:
     """Tables of the figures; nested parts stay in the JSON."""
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    console.print(f"{report['benchmark']}, {report['run']['device']}, commit {report['run']['commit']}")
+    run = report["run"]
+    device = f"{run['cpu']}, {run['num_threads']} threads" if run["device"] == "cpu" else run["device"]
+    console.print(f"{report['benchmark']}, {device}, commit {run['commit']}")
     if report.get("acceptance", "real") not in ("real", ""):
         console.print(report["acceptance"])
     if "step" in report:

@@ -75,7 +75,12 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
 def _talk(config: EngineConfig, sampling: SamplingParams, arguments: argparse.Namespace) -> int:
+    _say(f"starting {config.model_path}")  # before anything that takes time, imports among it
     from overlap_spec.cli.background import BackgroundLoop
     from overlap_spec.cli.conversation import Conversation
     from overlap_spec.cli.progress import shown_progress
@@ -85,7 +90,7 @@ def _talk(config: EngineConfig, sampling: SamplingParams, arguments: argparse.Na
     with BackgroundLoop() as loop:
         engine = Engine(config)
         try:
-            with shown_progress(log) as engine.progress:
+            with shown_progress(_say) as engine.progress:
                 loop.run(engine.start())
             for note in engine.notes:
                 log.info("%s", note)

@@ -1,8 +1,7 @@
 """What stderr shows while a model is fetched and loaded. Not here: who reports (`hub/`, the actors)."""
 
 import contextlib
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -24,24 +23,24 @@ class ProgressBars:
 
 
 class ProgressLines:
-    """One log line per thing that is reported, where there is no terminal to draw in."""
+    """One line per thing that is reported, where there is no terminal to draw in."""
 
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
         self._seen: set[str] = set()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what not in self._seen:
             self._seen.add(what)
-            self._log.info("%s", what)
+            self._say(what)
 
 
 @contextlib.contextmanager
-def shown_progress(log: logging.Logger) -> Iterator[Report]:
-    """Draw bars inside the block and wipe them at its end; without a terminal, write to `log`."""
+def shown_progress(say: Callable[[str], object]) -> Iterator[Report]:
+    """Draw bars inside the block and wipe them at its end; without a terminal, `say` each line."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield ProgressLines(log)
+        yield ProgressLines(say)
         return
     columns = (
         TextColumn("{task.description}"),

@@ -70,7 +70,7 @@ class Service:
     async def start(self) -> None:
         """Return when every request is answered. Raises: ConfigError, CheckpointError, ActorDied."""
         engine = self._engine
-        with shown_progress(log) as engine.progress:
+        with shown_progress(log.info) as engine.progress:
             await engine.start()
         for note in engine.notes:
             log.info("%s", note)

@@ -5,7 +5,7 @@ or in a layer with a window the last so many of them. A row of a tree sees the p
 tree itself and its ancestors.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from overlap_spec_kernels import DecodeScratch, decode_attention, paged_attention, rope_kv_write, tree_attention
 from overlap_spec_kernels.paged_attention import paged_attention_reference
@@ -14,6 +14,7 @@ from overlap_spec_kernels.tree_attention import tree_attention_reference
 from torch import Tensor
 
 from overlap_spec.models.attention_choice import AttentionChoice
+from overlap_spec.models.cpu_attention import Forwards
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 
@@ -30,6 +31,7 @@ class PagedAttention:
     scratch: DecodeScratch
     windows: tuple[int | None, ...]  # by layer: keys that a row sees, its own included; None: all
     choice: AttentionChoice
+    forwards: Forwards = field(default_factory=Forwards)  # on a CPU
 
     def __call__(self, layer: int, qkv: Tensor, rows: RowBatch, settled: bool = False) -> Tensor:
         """Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]. Writes the rows' K/V into the cache of `layer`."""
@@ -53,11 +55,21 @@ class PagedAttention:
         num_rows, cache_rows = qkv.shape[0], rows.cache_rows
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, self.head_dim)
+        if not qkv.is_cuda and rows.tree is None:
+            return self._on_cpu(heads, k_cache, v_cache, rows, window)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         write = rope_kv_write_reference if self.choice.torch_only else rope_kv_write
         q = write(q, k, v, self.cos_sin, rows.positions, cache_rows, k_cache, v_cache)
         attend = self._attend if rows.tree is None else self._attend_to_tree
         return attend(q, k_cache, v_cache, rows, window).reshape(num_rows, -1)
+
+    def _on_cpu(self, heads: Tensor, k_cache: Tensor, v_cache: Tensor, rows: RowBatch, window: int | None) -> Tensor:
+        """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
+        forward = self.forwards.of(rows, self.cos_sin, k_cache.shape[1])
+        rotated = forward.rotated(heads[:, : -self.num_kv_heads])
+        forward.write(rotated[:, self.num_heads :], heads[:, -self.num_kv_heads :], k_cache, v_cache)
+        q = rotated[:, : self.num_heads]
+        return forward.attend(q, k_cache, v_cache, self.head_dim**-0.5, window).reshape(len(heads), -1)
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: RowBatch, window: int | None) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""

@@ -9,14 +9,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import torch
-from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.checkpoint import Shape
+from overlap_spec.models.gguf_file import GgufTensor, read_tensors
 from overlap_spec.models.llama_config import LlamaConfig
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
@@ -41,16 +38,16 @@ class GgufSource:
         self.origin = str(path)
         self._config = config
         try:
-            reader = GGUFReader(path)
+            tensors = read_tensors(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from None
-        self._tensors: dict[str, ReaderTensor] = {
-            _hugging_face_name(tensor.name): tensor for tensor in reader.tensors if tensor.name not in _FROM_METADATA
+        self._tensors: dict[str, GgufTensor] = {
+            _hugging_face_name(tensor.name): tensor for tensor in tensors if tensor.name not in _FROM_METADATA
         }
 
     def shapes(self) -> Mapping[str, Shape]:
-        """See `TensorSource`. A file lists the fastest dimension first."""
-        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        """See `TensorSource`."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def file_of(self, name: str) -> str:
         """See `TensorSource`."""
@@ -60,12 +57,11 @@ class GgufSource:
         """See `TensorSource`. Dequantised to float32."""
         tensor = self._tensors[name]
         try:
-            dequantized = dequantize(tensor.data, tensor.tensor_type)  # a float32 tensor: a view of the file
+            values = tensor.values()
         except NotImplementedError:  # what gguf raises for the types that it can only name
             raise CheckpointError(
-                f"{self.origin}: tensor {tensor.name}: type {tensor.tensor_type.name} cannot be dequantised"
+                f"{self.origin}: tensor {tensor.name}: type {tensor.kind.name} cannot be dequantised"
             ) from None
-        values = torch.from_numpy(np.require(dequantized, requirements="W"))
         if ".q_proj." in name:
             return _in_halves(values, self._config.num_heads)
         return _in_halves(values, self._config.num_kv_heads) if ".k_proj." in name else values

@@ -5,11 +5,15 @@
 A cache row is `page * page_size + offset`. Target and draft use the same page ids, each in its own cache.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from overlap_spec_kernels import move_cache_rows
 from torch import Tensor
+
+LINE = 64  # bytes of a line of the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class KVCache:
         """
         num_pages += -(-scratch_rows // page_size)
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
-        k, v = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+        k, v = (_zeros(size, dtype, device) for _ in range(2))
         return cls(k.unbind(0), v.unbind(0), (k, v))
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -59,3 +63,13 @@ class KVCache:
         Shapes: source, target [B, D] i64, cache rows; those of one b may overlap, those of different ones do not.
         """
         move_cache_rows(*self.stacked, source, target)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch writes its zeros on a CPU too; numpy asks the system for pages that are zero when they are first read."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    num_bytes = math.prod(size) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + LINE, np.uint8))
+    start = -memory.data_ptr() % LINE
+    return memory[start : start + num_bytes].view(dtype).view(size)

@@ -42,7 +42,7 @@ class RMSNorm(Norm):
         return Normed(stream, self(stream))
 
 
-class _Map(ABC):
+class TwoDimensional(ABC):
     """What every map can do, one operation after another."""
 
     __slots__ = ()
@@ -62,7 +62,7 @@ class _Map(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(_Map):
+class Linear(TwoDimensional):
     """`x @ weight.T + bias`. Rows are independent: what else is in the batch changes a row by rounding only."""
 
     weight: Tensor  # [O, I]
@@ -78,26 +78,22 @@ class Linear(_Map):
         return fused_linear(x, self.weight) if self.fused else self._alone(normalised(x))
 
     def gated(self, x: Normed) -> Tensor:
-        """See `_Map`."""
-        return fused_linear(x, self.weight, gated=True) if self.fused else _Map.gated(self, x)
+        """See `TwoDimensional`."""
+        return fused_linear(x, self.weight, gated=True) if self.fused else TwoDimensional.gated(self, x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        """See `_Map`."""
-        return linear_add(x, self.weight, residual, norm) if self.fused else _Map.add(self, x, residual, norm)
+        """See `TwoDimensional`."""
+        return linear_add(x, self.weight, residual, norm) if self.fused else TwoDimensional.add(self, x, residual, norm)
 
     def _alone(self, x: Tensor) -> Tensor:
-        """On a CPU BLAS computes `weight @ x.T` at memory speed for few rows, and `x @ weight.T` at less than half; one
-        row is a matrix-vector product, slow in either form, so it is computed twice.
-        """
+        """On a CPU BLAS most often computes `weight @ x.T` at memory speed for few rows, `x @ weight.T` at half."""
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
             return F.linear(x, self.weight, self.bias)
-        columns = (x.expand(2, -1) if x.shape[0] == 1 else x).contiguous().t()
-        y = (self.weight @ columns).t()[: x.shape[0]].contiguous()
-        return y if self.bias is None else y.add_(self.bias)
+        return linear_columns(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear(_Map):
+class PackedLinear(TwoDimensional):
     """A linear map in float32 for a CPU, its weight in the layout that oneDNN likes best. The plain one is not kept."""
 
     packed: Tensor  # [O, I], opaque
@@ -105,12 +101,23 @@ class PackedLinear(_Map):
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, I] -> [T, O]."""
-        rows = normalised(x)
-        num_rows = rows.shape[0]
-        if num_rows < FEW_ROWS:
-            rows = F.pad(rows, (0, 0, 0, FEW_ROWS - num_rows))
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), self.packed, self.bias, "none", [], "")
-        return y[:num_rows]
+        return linear_packed(normalised(x), self.packed, self.bias, FEW_ROWS)
+
+
+def linear_columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`weight @ x.T`; one row is a matrix-vector product, slow in either form, so it is computed twice."""
+    columns = (x.expand(2, -1) if x.shape[0] == 1 else x).contiguous().t()
+    y = (weight @ columns).t()[: x.shape[0]].contiguous()
+    return y if bias is None else y.add_(bias)
+
+
+def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None, least_rows: int = 1) -> Tensor:
+    """By a weight in oneDNN's layout, with fewer rows than `least_rows` padded to so many."""
+    num_rows = x.shape[0]
+    if num_rows < least_rows:
+        x = F.pad(x, (0, 0, 0, least_rows - num_rows))
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+    return y if y.shape[0] == num_rows else y[:num_rows]
 
 
 LinearMap = Linear | PackedLinear

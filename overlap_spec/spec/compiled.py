@@ -7,7 +7,6 @@ vocabulary, kernels of torch's own (and torch 2.11 cannot compile what follows t
 """
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from overlap_spec.spec.sampler import Draw, draw_columns
@@ -21,8 +20,10 @@ def compiled_draw(max_batch: int) -> Draw:
 
     Not compiled: larger batches, and filters.
     """
-    torch._dynamo.config.recompile_limit = MOST_VARIANTS
-    torch._dynamo.config.accumulated_recompile_limit = MOST_VARIANTS
+    from torch import _dynamo  # a second or more, for who asked for it
+
+    _dynamo.config.recompile_limit = MOST_VARIANTS
+    _dynamo.config.accumulated_recompile_limit = MOST_VARIANTS
     compiled = torch.compile(draw_columns, fullgraph=True, dynamic=False)
 
     def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from functools import partial
 import torch
 
 from overlap_spec.actor import ActorContext
-from overlap_spec.config import SpecSettings, synthetic_acceptance
+from overlap_spec.config import Settings, SpecSettings, synthetic_acceptance, waiting_fact
+from overlap_spec.machine import num_cores, processor_name
 from overlap_spec.messages import Roofline, StepCosts, ToWorker, WorkerReady
 from overlap_spec.step_link import Patience
 from overlap_spec.worker.build import build
@@ -16,18 +17,11 @@ from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, byte
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.memory import free_bytes
 from overlap_spec.worker.parts import TimedParts
+from overlap_spec.worker.start_costs import NO_COSTS, start_costs
 from overlap_spec.worker.trace import NO_TRACER, DeviceTracer, StepTracer
-from overlap_spec.worker.warmup import (
-    ChunkSize,
-    capture_graphs,
-    cuda_prompt_lengths,
-    measure_chunk,
-    measure_steps,
-    warm_up,
-)
+from overlap_spec.worker.warmup import FEW_TOKENS, ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 
 NO_CEILING = Roofline()
-NO_COSTS = StepCosts()
 
 
 def worker_ready(
@@ -62,6 +56,15 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
+def _cpu_facts(settings: Settings, models: LoadedModels) -> dict[str, str]:
+    """What a figure of this machine depends on, and what was chosen for it."""
+    return {
+        "processor": f"{processor_name()}, {num_cores()} cores",
+        "threads": f"{torch.get_num_threads()}, {waiting_fact()}",
+        "linears": models.linears,
+    }
+
+
 def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
     if not batch_sizes:
         return "none"
@@ -88,24 +91,21 @@ async def main(context: ActorContext) -> None:
     begun = time.perf_counter()
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
-    executor, geometry, models = build(settings, partial(context.progress, "loading weights"))
+    executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     if settings.trace_dir is not None:
         executor.decode_step.parts = TimedParts(executor.device)
     context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
-    warm_up(executor, geometry, () if on_cpu else cuda_prompt_lengths(geometry))
+    warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
     free = free_bytes(settings.model.device)
     capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
     graph_bytes = free - free_bytes(settings.model.device)
-    measured = on_cpu and settings.scheduler.chunk_tokens is None
-    chunk = measure_chunk(executor, geometry) if measured else ChunkSize(geometry.max_chunk, 0)
-    ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device))
-    ruled = bool(settings.scheduler.width_rules) or settings.scheduler.keeps_width  # then nobody asks for the costs
-    costs = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
+    measured = start_costs(settings, executor, geometry)
+    ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # what was said to warm up
-    scheduler.send(worker_ready(geometry, models, chunk, ceiling, costs))
+    scheduler.send(worker_ready(geometry, models, measured.chunk, ceiling, measured.steps))
     started_s = time.perf_counter() - begun
     context.ready(
         {
@@ -114,7 +114,8 @@ async def main(context: ActorContext) -> None:
             "pages": geometry.num_pages - 1,
             "page_size": geometry.page_size,
             "slots": geometry.num_slots,
-            "chunk_tokens": chunk.tokens,
+            "chunk_tokens": measured.chunk.tokens,
+            **(_cpu_facts(settings, models) if on_cpu else {}),
             "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
             "step_widths": " ".join(str(width) for width in geometry.step_widths),
             "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),

@@ -24,6 +24,7 @@ from overlap_spec.spec.verifier import ChainVerifier, GreedyVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
+from overlap_spec.worker.linear_choice import choose_linears
 from overlap_spec.worker.slots import SlotRows
 
 
@@ -48,7 +49,8 @@ def _check_draft(spec: SpecSettings) -> None:
 
 def prepare_place(settings: Settings) -> torch.device:
     """Set torch up for these settings. float32 means IEEE float32: no TF32."""
-    torch.set_num_threads(settings.num_threads)
+    if torch.get_num_threads() != settings.num_threads:  # else the environment has said it, for MKL perhaps otherwise
+        torch.set_num_threads(settings.num_threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():
@@ -131,10 +133,12 @@ def _tree_verifier(accept: AcceptSettings | None, token_ids: Tensor, draw: Draw)
     return _verifier(accept, None, token_ids, draw)
 
 
-def build(settings: Settings, progress: Progress) -> tuple[Executor, Geometry, LoadedModels]:
-    """Everything, from settings to an executor that is not warm yet."""
+def build(settings: Settings, progress: Progress, measured: bool = False) -> tuple[Executor, Geometry, LoadedModels]:
+    """Everything, from settings to an executor that is not warm yet. `measured`: linears are as is fastest here."""
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
+    if measured:
+        models = choose_linears(settings, models)
     geometry = settle_geometry(settings, models, place)
     spec = settings.spec
     executor = build_executor(

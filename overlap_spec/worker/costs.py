@@ -20,10 +20,9 @@ PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 REPEATS = 4
 
 
-def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device) -> Roofline:
-    """The models' forwards on this device."""
-    name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
-    ceiling = known_ceiling(name, str(dtype).removeprefix("torch.")) or measure_ceiling(place, dtype)
+def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device, ceiling: Ceiling | None = None) -> Roofline:
+    """The models' forwards on this device, whose `ceiling` is found out if it is not given."""
+    ceiling = ceiling or ceiling_of(place, dtype)
     target, proposer, tree = models.target, models.proposer, models.proposer.tree
     return Roofline(
         ceiling.bytes_per_s,
@@ -34,6 +33,12 @@ def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device) -> R
         longest=0 if tree is None else tree.num_levels + 1,
         draft_rows=1 if tree is None else tree.level_rows,
     )
+
+
+def ceiling_of(place: torch.device, dtype: torch.dtype) -> Ceiling:
+    """From the table, or measured."""
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+    return known_ceiling(name, str(dtype).removeprefix("torch.")) or measure_ceiling(place, dtype)
 
 
 def measure_ceiling(place: torch.device, dtype: torch.dtype) -> Ceiling:

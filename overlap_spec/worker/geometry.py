@@ -24,6 +24,7 @@ class LoadedModels:
     target: LoadedTarget
     proposer: LoadedProposer
     method: Method
+    linears: str = "as loaded"  # the forms that were chosen for them
 
 
 @dataclass(frozen=True)

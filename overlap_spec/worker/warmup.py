@@ -19,6 +19,7 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 
 CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
 PROBE_TOKENS = 64
+FEW_TOKENS = 16  # of the prompts that warm up a CPU, where nothing is compiled
 SMALL_STEP = 2048  # rows; with more, tensors are large, and fit into what the longest step had
 MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root where decode steps are timed
@@ -30,12 +31,20 @@ SAMPLED = SamplingParams(temperature=1.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, seed=0)
 
 
-def warm_up(executor: Executor, geometry: Geometry, prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,)) -> None:
-    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width."""
-    for num_tokens in prompt_lengths:
-        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
+def warm_up(
+    executor: Executor,
+    geometry: Geometry,
+    prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
+    num_tokens: int = PROBE_TOKENS,
+) -> None:
+    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width.
+
+    `prompt_lengths`: prompts before those; `num_tokens`: how long the prompts of the variants are.
+    """
+    for length in prompt_lengths:
+        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
     for sampling in (GREEDY, SAMPLED, FILTERED):
-        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(PROBE_TOKENS, geometry.max_len - 1)))
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
         for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
@@ -107,7 +116,8 @@ def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
     num_tokens = min(PROBE_TOKENS, geometry.max_len - 1)
     far = geometry.max_len - 1 - num_tokens
     near_s, far_s = (
-        min(_timed(executor, _prefill(geometry, GREEDY, start, num_tokens)) for _ in range(2)) for start in (0, far)
+        min(_timed(executor, _prefill(geometry, GREEDY, start, num_tokens)) for _ in range(times))
+        for start, times in ((0, 2), (far, 1))  # a long one is less disturbed
     )
     fitting = int(CHUNK_SECONDS / near_s * num_tokens)
     tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))

@@ -34,6 +34,9 @@ TOP = {
     "width_rules",
     "hub",
     "machine",
+    "measured",
+    "waiting",
+    "wake_probe",
 }
 
 # Part of the package -> parts it may import, beside itself and COMMON. A part is a module or a subpackage.
@@ -54,6 +57,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         ),
         COMMON,
     ),
+    "measured": COMMON | {"machine"},
+    "waiting": COMMON | {"measured"},
+    "wake_probe": set(),
     "resolve": COMMON | {"resolve_attention", "resolve_ngram", "resolve_speculation"},
     "resolve_speculation": COMMON | {"resolve_multi_layer", "resolve_ngram", "resolve_numbers", "width_rules"},
     **dict.fromkeys(("resolve_multi_layer", "resolve_ngram"), COMMON | {"resolve_numbers"}),
@@ -68,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": LINKS | TOP | {"server"},
     "models": {"spec.types"},
     "spec": {"models.interfaces", "models.work"},
-    "worker": {"tracing", "transport", "step_link", "actor", "models", "spec", "hub", "metrics"},
+    "worker": {"tracing", "transport", "step_link", "actor", "models", "spec", "hub", "metrics", "measured", "machine"},
     "": LINKS | TOP,  # overlap_spec/__init__.py
     "__main__": {"cli"},
 }

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from overlap_spec import config as config_module
+from overlap_spec import machine as this_machine
 from overlap_spec.config import (
     EngineConfig,
     Machine,
@@ -203,12 +204,64 @@ def test_a_public_zmq_endpoint_takes_a_key() -> None:
     assert (link.client_endpoint, link.api_key) == ("tcp://0.0.0.0:5555", "secret")
 
 
-def test_threads_of_children_wait_passively_and_only_the_worker_has_many() -> None:
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+
+
+def without_threads_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*WAITING, "KMP_LIBRARY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_threads_of_children_wait_passively_and_only_the_worker_has_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_threads_of_the_user(monkeypatch)
     settings = resolved()
     assert child_environment(settings, "worker")["OMP_NUM_THREADS"] == "2"
     assert child_environment(settings, "scheduler")["OMP_NUM_THREADS"] == "1"
-    assert child_environment(settings, "worker")["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert child_environment(settings, "worker").items() >= WAITING.items()
     assert child_environment(settings, "worker").items() >= {"PATH": os.environ["PATH"]}.items()
+
+
+def test_the_worker_spins_as_long_as_was_chosen_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_threads_of_the_user(monkeypatch)
+    settings = msgspec.structs.replace(resolved(), spin_count=3000)
+    assert child_environment(settings, "worker")["GOMP_SPINCOUNT"] == "3000"
+    assert child_environment(settings, "worker")["KMP_BLOCKTIME"] == "1"
+    for role in ("tokenizer", "scheduler"):
+        assert child_environment(settings, role).items() >= WAITING.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMP_WAIT_POLICY", "ACTIVE"),
+        ("GOMP_SPINCOUNT", "5"),
+        ("KMP_BLOCKTIME", "200"),
+        ("KMP_LIBRARY", "turnaround"),
+        ("OMP_NUM_THREADS", "7"),
+        ("MKL_NUM_THREADS", "1"),
+        ("OMP_PROC_BIND", "true"),
+    ],
+)
+def test_what_the_user_says_of_threads_stands(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of several ways to wait, one overrides another, so none of ours is beside the user's."""
+    without_threads_of_the_user(monkeypatch)
+    monkeypatch.setenv(name, value)
+    settings = msgspec.structs.replace(resolved(), spin_count=3000)
+    environment = child_environment(settings, "worker")
+    assert environment[name] == value
+    ours = {other: found for other, found in environment.items() if other in WAITING and other != name}
+    assert not ours or name not in (*WAITING, "KMP_LIBRARY")
+
+
+def test_the_threads_that_the_user_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_threads_of_the_user(monkeypatch)
+    assert this_machine.inspect().num_threads is None
+    for said, wanted in (("3", 3), ("4,2", 4), ("0", None), ("many", None)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert this_machine.inspect().num_threads == wanted
+    given, own = (resolved(machine=Machine(8, has_cuda=False, num_threads=number)) for number in (3, None))
+    assert (given.num_threads, given.threads_given) == (3, True)
+    assert (own.num_threads, own.threads_given) == (8, False)
 
 
 def test_the_blas_of_16_bit_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,46 @@
+"""A start is fast: nobody imports what nobody needs, and the first word comes before anything that takes time."""
+
+import subprocess
+import sys
+
+import pytest
+
+SLOW = ("torch", "transformers", "numpy")
+
+
+def modules_after(program: str) -> set[str]:
+    """What is imported once `program` has run in a process of its own."""
+    listing = "import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", f"{program}\n{listing}"], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("overlap_spec.worker.actor", ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy")),
+        ("overlap_spec.tokenizer.actor", SLOW),
+        ("overlap_spec.scheduler.actor", SLOW),
+        ("overlap_spec.cli.chat", (*SLOW, "overlap_spec.engine")),
+        ("overlap_spec.engine", SLOW),
+    ],
+)
+def test_a_process_imports_nothing_slow_that_it_does_not_need(module: str, unneeded: tuple[str, ...]) -> None:
+    assert not modules_after(f"import {module}") & set(unneeded)
+
+
+def test_a_chat_says_what_it_does_before_it_imports_an_engine() -> None:
+    program = """
+import io, sys
+class Words(io.StringIO):
+    def write(self, words):
+        if words.strip() and not self.getvalue().strip():
+            slow = [name for name in ("overlap_spec.engine", "torch", "rich", "zmq", "uvloop") if name in sys.modules]
+            print("slow before the first word:", slow, words)
+        return super().write(words)
+sys.stderr = Words()
+from overlap_spec.cli import main
+print("status", main(["chat", "Hi", "--model-path", "/nowhere/at/all"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "slow before the first word: [] starting /nowhere/at/all"

@@ -1,0 +1,106 @@
+"""What a start measures on a CPU is kept for the next one; a GPU measures every time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from overlap_spec import measured as measured_module
+from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.messages import StepCosts
+from overlap_spec.metrics.ceilings import Ceiling
+from overlap_spec.resolve import resolve
+from overlap_spec.worker import start_costs as module
+from overlap_spec.worker.geometry import Geometry
+from overlap_spec.worker.start_costs import start_costs
+from overlap_spec.worker.warmup import ChunkSize
+
+FILES = ModelFiles(
+    weights="/nowhere",
+    config={"architectures": ["LlamaForCausalLM"], "hidden_size": 8},
+    tokenizer_dir=None,
+    eos_token_ids=(2,),
+    context_length=64,
+    vocab_size=32,
+)
+GEOMETRY = Geometry(4, 1, 16, 64, 100, 48, torch.float32)
+STEPS = StepCosts((1, 4), (1, 2), ((0.5, 0.25), (1.0, 2.0)))
+EXECUTOR: Any = None
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was measured, in order."""
+    done: list[str] = []
+
+    def measuring(what: str, result: object) -> None:
+        monkeypatch.setattr(module, what, lambda *_: (done.append(what), result)[1])
+
+    monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as if nobody else were here
+    measuring("measure_chunk", ChunkSize(48, 7))
+    measuring("measure_steps", STEPS)
+    measuring("ceiling_of", Ceiling(3.0, 4.0))
+    return done
+
+
+def settings(**flags: Any) -> Settings:
+    found = resolve(EngineConfig(device="cpu", skip_tokenizer_init=True, **flags), FILES, Machine(2, False))[0]
+    return replace(found, scheduler=replace(found.scheduler, keeps_width=False))
+
+
+ALL = ["measure_chunk", "measure_steps", "ceiling_of"]
+
+
+def test_the_second_start_measures_nothing_and_says_the_same(measured: list[str]) -> None:
+    first, second = (start_costs(settings(), EXECUTOR, GEOMETRY) for _ in range(2))
+    assert first == second
+    assert (first.chunk, first.steps, first.ceiling) == (ChunkSize(48, 7), STEPS, Ceiling(3.0, 4.0))
+    assert measured == ALL
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(settings(), num_threads=1),
+        replace(settings(), spin_count=3000),
+        settings(dtype="float64"),
+        settings(max_running_requests=3),
+        settings(page_size=4),
+        replace(settings(), spec=replace(settings().spec, width=2)),
+    ],
+)
+def test_other_settings_are_measured_themselves(other: Settings, measured: list[str]) -> None:
+    start_costs(settings(), EXECUTOR, GEOMETRY)
+    start_costs(other, EXECUTOR, GEOMETRY)
+    assert measured == ALL * 2
+
+
+def test_a_damaged_file_is_measured_again(tmp_path: Path, measured: list[str]) -> None:
+    start_costs(settings(), EXECUTOR, GEOMETRY)
+    (path,) = (tmp_path / "measured").iterdir()
+    path.write_text('{"chunk": 3}')
+    assert start_costs(settings(), EXECUTOR, GEOMETRY).steps == STEPS
+    assert measured == ALL * 2
+
+
+def test_a_gpu_measures_every_time(tmp_path: Path, measured: list[str]) -> None:
+    on_gpu = replace(settings(), model=replace(settings().model, device="cuda"))
+    for _ in range(2):
+        assert start_costs(on_gpu, EXECUTOR, GEOMETRY).chunk == ChunkSize(GEOMETRY.max_chunk, 0)
+    assert measured == ["measure_steps", "ceiling_of"] * 2
+    assert not (tmp_path / "measured").exists()
+
+
+def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> None:
+    given = start_costs(settings(chunked_prefill_size=32), EXECUTOR, GEOMETRY)
+    assert given.chunk == ChunkSize(GEOMETRY.max_chunk, 0)
+    assert measured == ["measure_steps", "ceiling_of"]
+
+
+def test_step_costs_that_nobody_asks_for_are_not_measured(measured: list[str]) -> None:
+    kept = replace(settings(), scheduler=replace(settings().scheduler, keeps_width=True))
+    assert start_costs(kept, EXECUTOR, GEOMETRY).steps == StepCosts()
+    assert measured == ["measure_chunk", "ceiling_of"]
