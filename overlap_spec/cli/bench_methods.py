@@ -19,9 +19,9 @@ from overlap_spec.config_fields import config_fields
 
 PROMPTS = "chat20,copy20"
 BATCH_SIZES = "1,8,32"
-OURS = ("draft", "token_map", "only", "methods", "num_prompts", "runs", "starts_at_once")
-NOT_OURS = ("with_plain", "with_depth1", "with_chats", "with_transformers")
-COUNTS = ("num_prompts", "runs", "starts_at_once")
+OURS = ("draft", "token_map", "only", "methods", "num_prompts", "starts_at_once")
+NOT_OURS = ("with_plain", "with_depth1", "with_chats", "with_sampled", "with_transformers")
+COUNTS = ("num_prompts", "starts_at_once")
 
 
 def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,6 @@ def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", metavar="NAME,NAME,..", help="algorithms to measure beside plain decoding")
     group.add_argument("--methods", metavar="FILE", help="JSON table of methods; default: the one that ships")
     group.add_argument("--num-prompts", type=int, metavar="N", help="take the first N of each set of prompts")
-    group.add_argument("--runs", type=int, metavar="N", help="runs of each load, the fastest counts (default: 2)")
     group.add_argument("--starts-at-once", type=int, metavar="N", help="engines that start together (default: 1)")
 
 
