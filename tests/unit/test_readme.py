@@ -15,7 +15,7 @@ from overlap_spec.config_fields import config_fields
 
 ROOT = Path(__file__).parent.parent.parent
 READMES = (ROOT / "README.md", ROOT / "kernels/overlap_spec_kernels/README.md")
-NOT_OURS = {"--group"}  # flags of pip, in the commands that install
+NOT_OURS = {"--group", "--judge"}  # flags of pip, in the commands that install, and of scripts in benchmarks/
 
 
 def known_flags() -> set[str]:
