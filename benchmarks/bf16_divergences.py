@@ -112,7 +112,6 @@ def tokens_of(solo: Solo, prompts: list[list[int]], batch: int) -> list[list[int
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True)
-    parser.add_argument("--commit")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=int, default=40)
@@ -142,7 +141,7 @@ def main() -> int:
     bound = 2 * noise["leading_two_max"]
     above = [divergence for divergence in found if divergence.margin > bound]
     device = torch.cuda.get_device_name() if on_cuda else arguments.device
-    run = describe_run(device, torch.get_num_threads(), arguments.commit)
+    run = describe_run(device, torch.get_num_threads())
     report = {
         "benchmark": "bf16_divergences",
         "run": run,

@@ -103,7 +103,6 @@ def figures(name: str, num_rows: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
-    parser.add_argument("--commit")
     arguments = parser.parse_args()
     rows = []
     for num_rows in WAYS:
@@ -112,7 +111,7 @@ def main() -> None:
             print(rows[-1], flush=True)
             torch.cuda.empty_cache()
     if arguments.output:
-        facts = describe_run(torch.cuda.get_device_name(), 1, arguments.commit)
+        facts = describe_run(torch.cuda.get_device_name(), 1)
         write_report(arguments.output, {"benchmark": "choose_tiles", "run": facts, "figures": rows})
 
 

@@ -168,7 +168,6 @@ def run() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--commit")
     parser.add_argument("--poll", action="store_true", help="poll, too, where an engine would not: cores are few")
     arguments = parser.parse_args()
     num_cores = inspect().num_cores
@@ -180,7 +179,7 @@ def run() -> None:
                 rows.append(measure(batch, depth, step_us, arguments.steps, spin))
                 print(rows[-1], flush=True)
     if arguments.output:
-        facts = describe_run("none", num_cores, arguments.commit)
+        facts = describe_run("none", num_cores)
         write_report(arguments.output, {"benchmark": "round_trip", "run": facts, "figures": rows})
 
 

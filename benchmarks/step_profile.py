@@ -56,7 +56,6 @@ class Ran(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
-    parser.add_argument("--commit")
     parser.add_argument("--batch-sizes", default="1,64")
     add_engine_flags(parser)
     arguments = parser.parse_args()
@@ -73,7 +72,7 @@ def main() -> None:
     configs = (without_speculation(config), config) if nothing_asked else (config,)
     figures = [row for config in configs for row in measure(config, prompts, batches)]
     if arguments.output:
-        run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads(), arguments.commit)
+        run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
         write_report(arguments.output, {"benchmark": "step_profile", "run": run, "figures": figures})
 
 

@@ -1,13 +1,17 @@
 """Shapes that attention must take, chosen so that each costs a compilation of its own and no two are alike.
 
 Head dims 64, 96 and 128, query heads per KV head 1 to 8, pages of 16 and 64, float32 and bfloat16; the pairs that
-models have, and around them one each of what is rare. Not here: inputs (`overlap_spec_kernels._inputs`), comparing.
+models have, and around them one each of what is rare. And what a 16-bit decode kernel is compared with.
+Not here: inputs (`overlap_spec_kernels._inputs`).
 """
 
 from typing import NamedTuple
 
 import torch
-from overlap_spec_kernels._inputs import HeadShape
+from overlap_spec_kernels._inputs import DecodeInputs, HeadShape
+from overlap_spec_kernels.paged_attention import paged_attention_reference
+from overlap_spec_kernels.rope_kv_write import rope_kv_write_reference
+from torch import Tensor
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
 CLOSE = {
@@ -92,3 +96,18 @@ LONG = [
     Case(HeadShape(8, 2, 128), 4, 16, BFLOAT),
 ]
 LONG_LENGTHS = [[131068], [32765, 3], [130]]  # the last: a short request in a page table for 128k
+
+
+def decode_twin(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Decode attention to q and k rounded in the dtype, in float32; and the caches after the write."""
+    (num_requests, _), (_, page_size, num_kv_heads, head_dim) = inputs.page_table.shape, inputs.k_cache.shape
+    k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+    heads = inputs.qkv.unflatten(1, (-1, head_dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    places = inputs.positions.view(num_requests, -1)
+    cache_rows = (inputs.page_table.gather(1, places // page_size) * page_size + places % page_size).flatten()
+    q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, cache_rows.long(), k_cache, v_cache)
+    row_starts = torch.arange(num_requests + 1, dtype=torch.int32) * places.shape[1]
+    wide = (tensor.float() for tensor in (q, k_cache, v_cache))
+    out = paged_attention_reference(*wide, inputs.page_table, row_starts, inputs.positions, inputs.scale)
+    return out.flatten(1), k_cache, v_cache

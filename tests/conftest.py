@@ -13,9 +13,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import torch  # after the lines above
+from summaries import FileResults, describe, update
 from tiny_tokenizer import write_tokenizer
 
-from overlap_spec.bench.report import describe_run
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
@@ -24,9 +24,18 @@ DATA = Path(__file__).parent / "data"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--commit", default=None, help="of the source tree, where there is no git metadata")
-    parser.addoption("--summaries", default=None, help="JSON file that full and cuda runs add their summaries to")
+    parser.addoption(
+        "--summaries", default=None, help="JSON file that full and cuda runs add to: summaries, results by file"
+    )
     parser.addoption("--heads", default=None, help="directory of heads trained for the default target, one folder each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that hears of every test writes how each file's tests ended."""
+    given = config.getoption("--summaries")
+    if given is not None and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its controller
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        config.pluginmanager.register(FileResults(Path(given), device, torch.get_num_threads()))
 
 
 @pytest.fixture(scope="session")
@@ -62,15 +71,14 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 @pytest.fixture
 def record_summary(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], None]:
     """Note what was seen under NAME; does nothing without --summaries."""
+    given = request.config.getoption("--summaries")
 
     def record(name: str, figures: dict[str, Any], device: str = "cpu") -> None:
-        given = request.config.getoption("--summaries")
-        if given is None:
-            return
-        path, commit = Path(given), request.config.getoption("--commit")
-        summaries = json.loads(path.read_text()) if path.is_file() else {}
-        run = describe_run(device, torch.get_num_threads(), commit) | {"command": "pytest -m MARKER --summaries FILE"}
-        summaries[name] = {"test": request.node.nodeid, "run": run, "figures": figures}
-        path.write_text(json.dumps(summaries, indent=1) + "\n")
+        if given is not None:
+            run = describe(device, torch.get_num_threads())
+            update(
+                Path(given),
+                lambda all: all.update({name: {"test": request.node.nodeid, "run": run, "figures": figures}}),
+            )
 
     return record

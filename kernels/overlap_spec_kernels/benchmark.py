@@ -1,4 +1,4 @@
-"""Times every op on one GPU: `python -m overlap_spec_kernels.benchmark --output FILE`.
+"""Times every op on one GPU. `benchmarks/kernels.py` is its command line and writes the report.
 
 Not here: the steps of an engine, and what is timed (`_layer_cases.py`, `_step_cases.py`, `_tree_cases.py`). Each op is
 compared with its twin first. Bytes are those that must move once; the ceiling is a device copy measured in the same
@@ -9,15 +9,10 @@ run. Two clocks:
                 take turns with weights that the L2 cache cannot hold together; a graph's time over its launches, median
 """
 
-import argparse
-import json
 import multiprocessing
-import platform
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,41 +47,19 @@ class StepMeasurement(Measurement):
     num_rows: int
 
 
-def main() -> None:
-    """Measure, print a table, write the report."""
-    parser = argparse.ArgumentParser(prog="overlap_spec_kernels.benchmark", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", default="", help="recorded in the report")
-    parser.add_argument("--rows", type=int, nargs="+", default=NUM_ROWS, help="of step ops")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes that compile and check step ops before the clock"
-    )
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("overlap_spec_kernels.benchmark: no CUDA device")
-    report = run(arguments.commit, tuple(arguments.rows), arguments.jobs)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+def run(num_rows: tuple[int, ...] = NUM_ROWS, jobs: int = 1) -> dict[str, Any]:
+    """Check and time every case, printing each. `num_rows`: of step ops. `jobs`: processes that compile and check step
+    ops before the clock.
 
-
-def run(commit: str, num_rows: tuple[int, ...], jobs: int) -> dict[str, Any]:
-    """Check and time every case. Raises: AssertionError where a kernel disagrees with its twin."""
-    import triton
-
+    Raises: AssertionError where a kernel disagrees with its twin.
+    """
     if jobs > 1:
         with multiprocessing.get_context("spawn").Pool(jobs) as pool:
             pool.starmap(check_share, [(share, jobs, num_rows) for share in range(jobs)], chunksize=1)
     torch.manual_seed(0)
     ceiling = copy_bandwidth()
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "commit": commit,
-        "command": "python -m overlap_spec_kernels.benchmark",
+        "cuda": torch.version.cuda,
         "dtype": str(DTYPE).removeprefix("torch."),
         "page_size": PAGE_SIZE,
         "copy_gb_per_s": ceiling,
@@ -184,7 +157,3 @@ def copy_bandwidth() -> float:
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e6
-
-
-if __name__ == "__main__":
-    main()

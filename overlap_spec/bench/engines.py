@@ -39,10 +39,10 @@ async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
         await server.stop(1.0)
 
 
-def describe_engine(engine: Engine, commit: str | None) -> dict[str, Any]:
+def describe_engine(engine: Engine) -> dict[str, Any]:
     """Hardware, versions, commit and command."""
     device = engine.facts.get("worker", {}).get("device", engine.settings.model.device)
-    return describe_run(str(device), engine.settings.num_threads, commit)
+    return describe_run(str(device), engine.settings.num_threads)
 
 
 def describe_settings(engine: Engine) -> dict[str, Any]:

@@ -7,43 +7,73 @@ step, bonus included, the prefill's token not counted; each step's whole run cou
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from overlap_spec.client import AnyPrompt, Client
-from overlap_spec.messages import SamplingParams, Stats
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.messages import FinishKind, SamplingParams, Stats
+
+WARM_UP_TOKENS = 24
+
+Clock = Callable[[], float]  # seconds; only differences count
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One answer. Times in seconds from sending."""
+    """One answer. Times in seconds from sending. `ended`: by itself, and not at its limit of tokens."""
 
     num_tokens: int
     first_token: float
     total: float
     verify_steps: int
+    ended: bool
 
 
-async def measure_latency(client: Client, prompts: Sequence[AnyPrompt], sampling: SamplingParams) -> dict[str, Any]:
-    """Send prompts one after another, the first one twice to warm up. Returns figures and one row per prompt."""
-    await _one(client, prompts[0], sampling)
+async def measure_latency(
+    client: Client,
+    prompts: Sequence[AnyPrompt],
+    sampling: SamplingParams,
+    warm_up: AnyPrompt,
+    clock: Clock = time.perf_counter,
+) -> dict[str, Any]:
+    """Send prompts one after another, after `warm_up`, which is forgotten. Returns figures and one row per prompt."""
+    few = replace(sampling, max_new_tokens=WARM_UP_TOKENS)
+    await _one(client, warm_up, few, clock)
     before = await settled_stats(client)
-    rows = [await _one(client, prompt, sampling) for prompt in prompts]
+    if not await client.flush_cache():
+        raise OverlapSpecError("the engine is in use by others: its caches cannot be emptied")
+    rows = [await _one(client, prompt, sampling, clock) for prompt in prompts]
     after = await settled_stats(client)
-    tokens, seconds = sum(row.num_tokens for row in rows), sum(row.total for row in rows)
-    decode_seconds = sum(row.total - row.first_token for row in rows)
-    decode_steps = sum(row.verify_steps or row.num_tokens - 1 for row in rows)
     return {
-        "num_prompts": len(rows),
-        "num_tokens": tokens,
-        "seconds": round(seconds, 4),
-        "tokens_per_second": round(tokens / seconds, 2),
-        "step_ms": round(1000 * decode_seconds / max(decode_steps, 1), 4),
+        **_figures(rows),
         "accept_length": round(accept_length(before, after), 4),
-        "first_token_ms_median": round(1000 * statistics.median(row.first_token for row in rows), 3),
         "requests": [asdict(row) for row in rows],
     }
+
+
+def _figures(rows: Sequence[RequestTimes]) -> dict[str, Any]:
+    decode_seconds = sum(row.total - row.first_token for row in rows)
+    decode_steps = sum(row.verify_steps or row.num_tokens - 1 for row in rows)
+    ended = [row for row in rows if row.ended]
+    return {
+        "num_prompts": len(rows),
+        "num_tokens": sum(row.num_tokens for row in rows),
+        "num_ended": len(ended),
+        "seconds": round(sum(row.total for row in rows), 4),
+        "tokens_per_second": _speed(rows),
+        "ended_tokens_per_second": _speed(ended),
+        "step_ms": round(1000 * decode_seconds / max(decode_steps, 1), 4),
+        "first_token_ms_median": round(1000 * statistics.median(row.first_token for row in rows), 3),
+    }
+
+
+def _speed(rows: Sequence[RequestTimes]) -> float | None:
+    """Tokens per second of these answers; None without any."""
+    return round(sum(row.num_tokens for row in rows) / sum(row.total for row in rows), 2) if rows else None
 
 
 async def settled_stats(client: Client) -> Stats:
@@ -62,12 +92,13 @@ def accept_length(before: Stats, after: Stats) -> float:
     return (after.committed_tokens_total - before.committed_tokens_total) / steps if steps else 0.0
 
 
-async def _one(client: Client, prompt: AnyPrompt, sampling: SamplingParams) -> RequestTimes:
-    started = time.perf_counter()
-    first, usage = 0.0, None
+async def _one(client: Client, prompt: AnyPrompt, sampling: SamplingParams, clock: Clock) -> RequestTimes:
+    started = clock()
+    first, last = 0.0, None
     async for delta in client.generate(prompt, sampling):
-        if not first:
-            first = time.perf_counter() - started
-        usage = delta.usage
-    assert usage is not None, "a request ends with a delta or an error"
-    return RequestTimes(usage.completion_tokens, first, time.perf_counter() - started, usage.spec_verify_ct)
+        if last is None:
+            first = clock() - started
+        last = delta
+    assert last is not None and last.finish is not None, "a request ends with a delta or an error"
+    ended = last.finish.kind is FinishKind.STOP
+    return RequestTimes(last.usage.completion_tokens, first, clock() - started, last.usage.spec_verify_ct, ended)

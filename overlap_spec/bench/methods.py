@@ -57,7 +57,7 @@ async def run_methods(
             started = await asyncio.gather(*(_start(config, job.record, comparison.drafts, engines) for job in group))
             for job, (entry, engine) in zip(group, started, strict=True):
                 if engine is not None:
-                    report["run"] = report["run"] or describe_engine(engine, workload.commit)
+                    report["run"] = report["run"] or describe_engine(engine)
                     await _measure_job(entry, job, engine, session)
                 add_entry(report["methods"], entry)
                 told(report)

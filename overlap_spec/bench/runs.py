@@ -1,11 +1,12 @@
 """Whole benchmark runs: start engines, measure, compare within the run. Not here: single measurements, printing.
 
 Speculation is always compared with the same engine without it, and on request with one step in flight or with
-transformers, one after the other on the same machine in the same run: figures of different runs are not divided by
-each other. Throughput is measured as its peer was: token ids in and out, no tokenizer, no prefix cache.
+transformers, one after the other on the same machine in the same run. Throughput is measured as its peer was: token
+ids in and out, no tokenizer, no prefix cache; only with the peer are figures of another run compared.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +16,29 @@ from msgspec.structs import replace
 from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served, variants
 from overlap_spec.bench.generate import Generate
 from overlap_spec.bench.latency import measure_latency
-from overlap_spec.bench.throughput import measure_batch, measure_first_token
-from overlap_spec.bench.workload import Workload, batch_prompts, chat_prompts, random_prompts, read_prompts
+from overlap_spec.bench.throughput import Batch, Endpoint, measure_batch, measure_first_token
+from overlap_spec.bench.workload import (
+    GREEDY,
+    Sampling,
+    Workload,
+    batch_prompts,
+    chat_prompts,
+    random_prompts,
+    read_prompts,
+    sampling_of,
+    warm_up_prompts,
+)
+from overlap_spec.client import AnyPrompt
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.messages import SamplingParams
 
 NUM_FIRST_TOKENS = 20
-MOST_CHAT_TOKENS = 512  # of an answer to its end of turn
-UNUSED_ROWS = 1000  # random prompts from here on are in no batch
+FIRST_TOKEN_ROWS = 1000  # random prompts from here on are in no batch
+MOST_CHAT_TOKENS = 512  # of an answer that does not end by itself
+CHAT_LINK = "ZMQ client, token ids in and out, no HTTP"
+WARM_UP_CHAT = "Say hello."  # in no set of prompts
+
+Load = tuple[tuple[str, int | str], ...]  # columns of a row: batch, and sampling unless it is greedy
 
 
 async def run_latency(
@@ -33,7 +48,7 @@ async def run_latency(
 
     In every turn each engine has a start of its own: none of them has the machine's quiet minutes alone.
     """
-    sampling = SamplingParams(max_new_tokens=workload.num_tokens, temperature=workload.temperature, seed=0)
+    ways = (Sampling(workload.temperature), *workload.sampled)
     report: dict[str, Any] = {"benchmark": "latency", "workload": workload.describe()}
     turns: dict[str, list[dict[str, Any]]] = {}
     generate: Generate | None = None
@@ -41,8 +56,8 @@ async def run_latency(
         for name, asked in variants(config, ["plain"] if plain else []).items():
             async with Engine(asked) as engine:
                 _introduce(report, engine, workload)
-                prompts = [[{"role": "user", "content": text}] for text in workload.texts()]
-                figures = await measure_latency(engine.client, prompts, sampling)
+                prompts = [_chat(text) for text in workload.texts()]
+                figures = await _measure_chats(engine, prompts, _chat(WARM_UP_CHAT), ways, workload.num_tokens)
                 turns.setdefault(name, []).append({**figures, **_described(engine)})
                 settings = engine.settings
         if baseline:
@@ -64,8 +79,12 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:
-    """Batches, first tokens and chats, with speculation and `compared` to (`variants`) in the same run."""
+    """Batches, first tokens and chats, with speculation and `compared` to (`variants`) in the same run.
+
+    One step in flight is measured greedily only.
+    """
     config = _as_the_peer(config, max(workload.batch_sizes))
+    greedy = dataclasses.replace(workload, sampled=())
     report: dict[str, Any] = {"benchmark": "throughput", "workload": workload.describe()}
     for name, asked in variants(config, compared).items():
         begun = time.perf_counter()
@@ -75,7 +94,7 @@ async def run_throughput(config: EngineConfig, workload: Workload, compared: Seq
             report[name] = {
                 **_described(engine),
                 "start_s": start_s,
-                **await _measure_throughput(engine, workload),
+                **await _measure_throughput(engine, workload if name != "depth1" else greedy),
             }
     report["ratios"] = _batch_ratios(report, compared)
     return report
@@ -90,26 +109,39 @@ def _as_the_peer(config: EngineConfig, most: int) -> EngineConfig:
 def _introduce(report: dict[str, Any], engine: Engine, workload: Workload) -> None:
     """Say once where the figures come from, and first of all if acceptance is made up."""
     if "run" not in report:
-        report["run"] = describe_engine(engine, workload.commit)
+        report["run"] = describe_engine(engine)
         report["acceptance"] = acceptance_of(engine)
 
 
 async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, Any]:
-    config, vocab_size = engine.config, engine.settings.model.files.vocab_size
-    prompts = batch_prompts(config, workload, vocab_size)
-    async with served(engine) as (host, port):
+    vocab_size = engine.settings.model.files.vocab_size
+    prompts = batch_prompts(engine.config, workload, vocab_size)
+    warm_up = warm_up_prompts(prompts, vocab_size)
+    async with served(engine) as address:
+        endpoint = Endpoint(*address)
+        batches = [Batch(prompts[:size], warm_up[:size], workload.num_tokens) for size in workload.batch_sizes]
         figures: dict[str, Any] = {
-            "batches": [
-                await measure_batch(host, port, prompts[:size], workload.num_tokens) for size in workload.batch_sizes
-            ],
-            "first_token": await measure_first_token(
-                host, port, random_prompts(NUM_FIRST_TOKENS, vocab_size, first=UNUSED_ROWS)
-            ),
+            "batches": [await measure_batch(endpoint, batch, workload.sampled) for batch in batches]
         }
+        first = random_prompts(NUM_FIRST_TOKENS, vocab_size, first=FIRST_TOKEN_ROWS)
+        figures["first_token"] = await measure_first_token(endpoint, first, warm_up_prompts(first[:1], vocab_size))
     if workload.chats is not None:
-        chats = chat_prompts(config, read_prompts(workload.chats))
-        sampling = SamplingParams(max_new_tokens=MOST_CHAT_TOKENS, temperature=0.0, seed=0)
-        figures["chats"] = {"prompts": workload.chats, **await measure_latency(engine.client, chats, sampling)}
+        chats = chat_prompts(engine.config, read_prompts(workload.chats))
+        (cold,) = warm_up_prompts(chats[:1], vocab_size)
+        measured = await _measure_chats(engine, chats, cold, (GREEDY, *workload.sampled), MOST_CHAT_TOKENS)
+        sent = {"prompts": workload.chats, "link": CHAT_LINK, "max_new_tokens": MOST_CHAT_TOKENS}
+        figures["chats"] = sent | measured
+    return figures
+
+
+async def _measure_chats(
+    engine: Engine, prompts: Sequence[AnyPrompt], warm_up: AnyPrompt, ways: Sequence[Sampling], num_tokens: int
+) -> dict[str, Any]:
+    """One after another, in each of these ways; the top figures are the first way's."""
+    figures, *others = [await measure_latency(engine.client, prompts, way.params(num_tokens), warm_up) for way in ways]
+    if others:
+        drawn = zip(ways[1:], others, strict=True)
+        figures["sampled"] = [dataclasses.asdict(way) | measured for way, measured in drawn]
     return figures
 
 
@@ -120,14 +152,26 @@ def _ratios(report: dict[str, Any], figure: str) -> dict[str, float]:
 
 
 def _batch_ratios(report: dict[str, Any], compared: Sequence[str]) -> list[dict[str, Any]]:
-    """tok/s of the engine as asked over the others', one row per batch size, and one for chats."""
+    """tok/s of the engine as asked over the others', one row per batch size and for chats, then those of sampling."""
     speeds = {name: _speeds(report[name]) for name in ("engine", *compared)}
     return [
-        {"batch": batch, **{f"engine / {name}": round(speed / speeds[name][batch], 3) for name in compared}}
-        for batch, speed in speeds["engine"].items()
+        dict(load)
+        | {f"engine / {name}": round(speed / speeds[name][load], 3) for name in compared if load in speeds[name]}
+        for load, speed in speeds["engine"].items()
     ]
 
 
-def _speeds(part: dict[str, Any]) -> dict[int | str, float]:
-    speeds: dict[int | str, float] = {row["batch"]: row["tokens_per_second"] for row in part["batches"]}
-    return speeds | ({"chats": part["chats"]["tokens_per_second"]} if "chats" in part else {})
+def _speeds(part: dict[str, Any]) -> dict[Load, float]:
+    """tok/s by load."""
+    rows = [(row["batch"], row) for row in part["batches"]]
+    rows += [("chats", part["chats"])] if "chats" in part else []
+    greedy: dict[Load, float] = {(("batch", name),): row["tokens_per_second"] for name, row in rows}
+    return greedy | {
+        (("batch", name), ("sampling", sampling_of(drawn).label)): drawn["tokens_per_second"]
+        for name, row in rows
+        for drawn in row.get("sampled", [])
+    }
+
+
+def _chat(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]

@@ -58,7 +58,7 @@ async def traced_run(config: EngineConfig, workload: Workload) -> TracedRun:
             num_tokens = await _generate(engine, prompts, workload.num_tokens, workload.temperature)
             wall_s = time.monotonic() - begin
             after = await settled_stats(engine.client)
-            report: dict[str, Any] = {"benchmark": "step", "run": describe_engine(engine, workload.commit)}
+            report: dict[str, Any] = {"benchmark": "step", "run": describe_engine(engine)}
             report |= {"acceptance": acceptance_of(engine), "workload": workload.describe() | {"batch": batch}}
             report["settings"] = describe_settings(engine)
             report["ceilings"] = str(engine.facts["worker"]["ceilings"])

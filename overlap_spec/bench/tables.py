@@ -4,8 +4,8 @@
 
 A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the current
 directory; what is between is replaced. `<!-- table: PATH as VIEW -->` makes another table than the report's own:
-`targets` sets a throughput report beside its targets, `step_ops` shows that part of the kernels' report, and
-`methods_summary` has a row for each method and set of prompts.
+`targets` sets a throughput report beside its targets and SGLang's lines, `sampled` and `chats` show those parts of it,
+`step_ops` shows that part of the kernels' report, and `methods_summary` has a row for each method and set of prompts.
 With --check nothing is written, and the status is 1 if something would be.
 """
 
@@ -16,28 +16,52 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.bench.age import age_note
 from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
-from overlap_spec.bench.targets import Report, targets_of
+from overlap_spec.bench.peer import DIRECTORY, Peer, read_peer
+from overlap_spec.bench.source import UNKNOWN, describe_source
+from overlap_spec.bench.targets import Report
+from overlap_spec.bench.throughput_table import (
+    BATCHES,
+    CHATS,
+    NAMES,
+    TARGETS,
+    batch_rows,
+    chat_rows,
+    label_of,
+    sampled_head,
+    sampled_rows,
+    target_notes,
+    target_rows,
+)
+from overlap_spec.bench.workload import sampling_of
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 UNTOLD = re.compile(r" --(?:commit|output) \S+")  # of a command: where the file was put, and what is said beside it
-METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
-NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
+NO_PEER = Peer([])
 
 
 def fill(text: str, root: Path) -> str:
     """The text with every marked table made anew."""
 
+    peer, source = read_peer(root / DIRECTORY), describe_source()
+
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
-        return f"{match[1]}{render(report, match[3])}\n{match[4]}"
+        age = age_note(report, root / match[2], source)
+        return f"{match[1]}{render(report, match[3], peer, age)}\n{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
-def render(report: Report, view: str | None = None) -> str:
-    """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark."""
-    return "\n".join((*RENDERERS[view or report.get("benchmark", "kernels")](report), "", _origin(report)))
+def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: str = "") -> str:
+    """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark. `age`:
+    what is said of a result that is older than the code."""
+    if view == "targets":
+        lines = [*_table(TARGETS, target_rows(report, peer)), *_listed(target_notes(report))]
+    else:
+        lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
+    return "\n".join((*lines, "", _origin(report) + (f"; {age}" if age else "")))
 
 
 def _origin(report: Report) -> str:
@@ -51,7 +75,15 @@ def _origin(report: Report) -> str:
     )
     synthetic = "" if report.get("acceptance", "real") in ("real", "") else f"{report['acceptance']}; "
     command = UNTOLD.sub("", run["command"])
-    return f"{synthetic}{device}; commit {run['commit']}; {versions}; `{command}`"
+    return f"{synthetic}{device}; {_commit(run['commit'])}; {versions}; `{command}`"
+
+
+def _commit(commit: str) -> str:
+    """What ran: a commit, one with changes, or files that no commit was known of."""
+    if commit in ("", UNKNOWN):
+        return "commit unknown"
+    changed = commit.endswith("+")
+    return f"commit {commit.rstrip('+')}" + (" with uncommitted changes" if changed else "")
 
 
 def _latency(report: Report) -> list[str]:
@@ -61,44 +93,26 @@ def _latency(report: Report) -> list[str]:
         if name not in report:
             continue
         part = report[name]
-        label = _label(name, part) if name in NAMES else part["engine"]
-        speed = part["tokens_per_second"]
-        ratio = f"{speed / baseline:.2f}" if baseline else ""
-        first = part.get("first_token_ms_median", "")
-        rows.append([label, speed, ratio, part.get("accept_length", ""), part.get("step_ms", ""), first])
+        label = label_of(name, part) if name in NAMES else part["engine"]
+        ways = [(label, part), *((f"{label}, {sampling_of(row).label}", row) for row in part.get("sampled", []))]
+        for line, row in ways:
+            ratio = f"{row['tokens_per_second'] / baseline:.2f}" if baseline and row is part else ""
+            figures = ("accept_length", "step_ms", "first_token_ms_median")
+            rows.append([line, row["tokens_per_second"], ratio, *(row.get(figure, "") for figure in figures)])
     head = ["", "tok/s", "against transformers", "accept length", "step, ms", "first token, ms (median)"]
     return _table(head, rows)
 
 
 def _throughput(report: Report) -> list[str]:
-    rows = []
-    for name in ("engine", "depth1", "plain"):
-        if name in report:
-            label = _label(name, report[name])
-            rows += [_batch_row(label, batch) for batch in report[name]["batches"]]
-    return _table(["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"], rows)
+    return _table(BATCHES, batch_rows(report))
 
 
-def _label(name: str, part: Report) -> str:
-    """One engine of a report. Its steps are as wide as the window, or narrower where that is faster."""
-    settings = part["settings"]
-    return NAMES[name].format(**settings) + (", adaptive" if settings.get("narrower") else "")
+def _sampled(report: Report) -> list[str]:
+    return _table(sampled_head(report), sampled_rows(report))
 
 
-def _batch_row(label: str, batch: Report) -> list[Any]:
-    figures = ("batch", "tokens_per_second", "streamed_tokens_per_second", "accept_length", "step_ms")
-    return [label, *(batch[figure] or "" for figure in figures)]  # plain decoding has no accept length
-
-
-def _targets(report: Report) -> list[str]:
-    rows = []
-    for target in targets_of(report):
-        ours = target.read(report)
-        ratio = None if ours is None else target.ratio(ours)
-        met = "" if ours is None else "yes" if target.is_met(ours) else "no"
-        cells = (target.peer, target.must, target.aim, ours, ratio)
-        rows.append([target.work, *("" if cell is None else float(cell) for cell in cells), met])
-    return _table(["", "SGLang 0.5.14", "must", "aim", "ours", "times better than SGLang", "met"], rows)
+def _chats(report: Report) -> list[str]:
+    return _table(CHATS, chat_rows(report))
 
 
 def _step(report: Report) -> list[str]:
@@ -128,6 +142,11 @@ def _draft_noise(report: Report) -> list[str]:
 def _accept_lengths(report: Report) -> list[str]:
     rows = [[row["method"], row["numbers"], row["prompts"], row["accept_length"]] for row in report["figures"]]
     return _table(["method", "numbers", "prompts", "accept length"], rows)
+
+
+def _prompt_lookup(report: Report) -> list[str]:
+    rows = [[row["method"], row["guesses"], row["tokens_per_forward"]] for row in report["figures"]]
+    return _table(["", "guesses of a forward", "tokens a forward"], rows)
 
 
 def _kernels(report: Report) -> list[str]:
@@ -178,15 +197,15 @@ def _step_profile(report: Report) -> list[str]:
 
 
 def _methods(report: Report) -> list[str]:
-    return [*_table(FULL, full_rows(report)), *_notes(report)]
+    return [*_table(FULL, full_rows(report)), *_listed(notes(report))]
 
 
 def _methods_summary(report: Report) -> list[str]:
-    return [*_table(summary_head(report), summary_rows(report)), *_notes(report)]
+    return [*_table(summary_head(report), summary_rows(report)), *_listed(notes(report))]
 
 
-def _notes(report: Report) -> list[str]:
-    sentences = notes(report)
+def _listed(sentences: list[str]) -> list[str]:
+    """Below a table, and nothing without any."""
     return ["", *(f"- {sentence}" for sentence in sentences)] if sentences else []
 
 
@@ -204,11 +223,13 @@ def _cell(value: Any) -> str:
 RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
-    "targets": _targets,
+    "sampled": _sampled,
+    "chats": _chats,
     "scheduler": _scheduler,
     "step": _step,
     "draft_noise": _draft_noise,
     "accept_lengths": _accept_lengths,
+    "prompt_lookup": _prompt_lookup,
     "kernels": _kernels,
     "step_ops": _step_ops,
     "round_trip": _round_trip,

@@ -1,42 +1,60 @@
-"""What throughput is compared with: figures of SGLang 0.5.14 on one H200, and what is to be reached there.
+"""What throughput is compared with: SGLang's figures (`peer.py`), and what is to be reached.
 
-Not here: our figures, which come from result files. SGLang was measured in bfloat16 as `throughput.py` measures: one
-batched call, the same prompts, prefix cache off, without a tokenizer, the better of two runs, with its overlap on or
-off, whichever was faster.
+Not here: our figures, which come from result files, and SGLang's, which come from its lines. Both were measured in
+bfloat16 by the same kind of call: one batch of token ids, the same prompts, prefix cache off, without a tokenizer, the
+better of two runs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from overlap_spec.bench.peer import Peer, PeerFigure
+
 Report = dict[str, Any]
 Read = Callable[[Report], float | None]  # None: not measured in this report
+ReadPeer = Callable[[Peer], PeerFigure | None]
+
+BATCHES = (1, 8, 32, 64)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One row. `peer` None: not measured there. Less is better for times, more for the rest."""
+    """One row. `peer` None: not measured there. `must` and `aim` None: nothing was set. Less is better for times, more
+    for the rest."""
 
     work: str
     read: Read
-    peer: float | None
-    must: float
-    aim: float | None
+    peer: ReadPeer | None
+    must: float | None = None
+    aim: float | None = None
     is_time: bool = True
 
-    def ratio(self, ours: float) -> float | None:
-        """How many times better than the peer."""
-        if self.peer is None:
-            return None
-        return self.peer / ours if self.is_time else ours / self.peer
+    def peer_figure(self, peer: Peer) -> PeerFigure | None:
+        """The peer's, from the line that is hardest on us."""
+        return self.peer(peer) if self.peer is not None else None
 
-    def is_met(self, ours: float) -> bool:
-        """Whether it is what must be reached."""
-        return ours <= self.must if self.is_time else ours >= self.must
+    def ratio(self, ours: float, peer: float) -> float:
+        """How many times better than the peer."""
+        return peer / ours if self.is_time else ours / peer
+
+    def is_met(self, ours: float, peer: float | None) -> bool:
+        """Whether it is what must be reached, and better than the peer where it was measured."""
+        assert self.must is not None, "nothing was set"
+        reached = ours <= self.must if self.is_time else ours >= self.must
+        return reached and (peer is None or self.ratio(ours, peer) > 1)
 
 
 def _step(part: str, batch: int) -> Read:
     return lambda report: _of_batch(report, part, batch, "step_ms")
+
+
+def _one_token(part: str, batch: int) -> Read:
+    def read(report: Report) -> float | None:
+        seconds = _of_batch(report, part, batch, "one_token_wall_s")
+        return None if seconds is None else 1000 * seconds
+
+    return read
 
 
 def _speed_ratio(over: str, batch: int) -> Read:
@@ -48,13 +66,13 @@ def _speed_ratio(over: str, batch: int) -> Read:
 
 
 def _worst_speed_ratio(report: Report) -> float | None:
-    ratios = [ratio for batch in (1, 8, 32, 64) if (ratio := _speed_ratio("plain", batch)(report)) is not None]
-    return min(ratios) if len(ratios) == 4 else None
+    ratios = [ratio for batch in BATCHES if (ratio := _speed_ratio("plain", batch)(report)) is not None]
+    return min(ratios) if len(ratios) == len(BATCHES) else None
 
 
 def _of_batch(report: Report, part: str, batch: int, figure: str) -> float | None:
     rows = report.get(part, {}).get("batches", [])
-    return next((float(row[figure]) for row in rows if row["batch"] == batch), None)
+    return next((float(row[figure]) for row in rows if row["batch"] == batch and figure in row), None)
 
 
 def _first_token(report: Report) -> float | None:
@@ -62,53 +80,85 @@ def _first_token(report: Report) -> float | None:
     return None if value is None else float(value)
 
 
-def _chat_speed(report: Report) -> float | None:
-    value = report["engine"].get("chats", {}).get("tokens_per_second")
-    return None if value is None else float(value)
+def _peer_step(config: str, batch: int) -> ReadPeer:
+    return lambda peer: peer.step_ms(config, batch)
 
 
-def _chat_ratio(report: Report) -> float | None:
-    ours, plain = _chat_speed(report), report.get("plain", {}).get("chats", {}).get("tokens_per_second")
-    return ours / plain if ours and plain else None
+def _peer_one_token(config: str, batch: int) -> ReadPeer:
+    return lambda peer: peer.one_token_ms(config, batch)
 
 
-def _steps(work: str, figures: dict[int, tuple[float, float]]) -> tuple[Target, ...]:
-    """Step times by batch: those of the peer, and what must be reached."""
+def _peer_overlap(config: str, batch: int) -> ReadPeer:
+    return lambda peer: peer.overlap_ratio(config, batch)
+
+
+def _steps(
+    work: str, part: str, config: str, limits: dict[int, tuple[float | None, float | None]]
+) -> tuple[Target, ...]:
+    """Step times: what must be reached and what is aimed at, by batch size."""
     return tuple(
-        Target(f"{work}, batch {batch}, ms a step", _step("engine", batch), peer, must, None)
-        for batch, (peer, must) in figures.items()
+        Target(f"{work}, batch {batch}, ms a step", _step(part, batch), _peer_step(config, batch), must, aim)
+        for batch, (must, aim) in limits.items()
     )
 
 
-FIRST_TOKEN = "first token of 128-token prompts, batch 1, ms (SGLang: 28 to 40)"
-SYNTHETIC = "EAGLE-3 (3, 1, 4), synthetic acceptance of 2.5"
+def _one_tokens(model: str, batches: tuple[int, ...]) -> tuple[Target, ...]:
+    """One-token calls: the prefill of a batch, and its first tokens."""
+    kinds = ((CHAIN, "engine", f"{model}-{PEER_CHAIN}"), ("plain", "plain", f"{model}-{PEER_PLAIN}"))
+    return tuple(
+        Target(f"{work}, batch {batch}, one-token call, ms", _one_token(part, batch), _peer_one_token(config, batch))
+        for work, part, config in kinds
+        for batch in batches
+    )
+
+
+CHAIN = "EAGLE-3 (3, 1, 4)"
+SYNTHETIC = f"{CHAIN}, synthetic acceptance of 2.5"
+FIRST_TOKEN = Target("first token of 128-token prompts, batch 1, streamed, ms (median of 20)", _first_token, None)
+PEER_PLAIN, PEER_CHAIN = "nospec", "eagle3-3-1-4"  # after the model's name: "8b", "smol"
+
+NOT_SET = (None, None)
 
 TARGETS: dict[str, tuple[Target, ...]] = {  # by the last part of the model's name
     "llama-3.1-8b": (
-        Target("plain, batch 1, ms a step", _step("plain", 1), 4.82, 4.30, 4.03),
-        Target(f"{SYNTHETIC}, batch 1, ms a step", _step("engine", 1), 6.23, 5.0, 4.88),
-        Target(f"{SYNTHETIC}, batch 8, ms a step", _step("engine", 8), 6.57, 5.4, 5.1),
-        Target(f"{SYNTHETIC}, batch 32, ms a step", _step("engine", 32), 7.69, 6.5, 6.0),
-        Target(FIRST_TOKEN, _first_token, 28.0, 25.0, None),
+        *_steps("plain", "plain", f"8b-{PEER_PLAIN}", {1: (4.30, 4.03), 8: NOT_SET, 32: NOT_SET}),
+        *_steps(SYNTHETIC, "engine", f"8b-{PEER_CHAIN}", {1: (5.0, 4.88), 8: (5.4, 5.1), 32: (6.5, 6.0)}),
+        *_one_tokens("8b", (1, 8, 32)),
+        FIRST_TOKEN,
     ),
     "smollm2": (
-        Target("plain, batch 1, ms a step", _step("plain", 1), 1.17, 0.60, 0.40),
-        Target("plain, batch 64, ms a step", _step("plain", 64), 1.47, 1.0, 0.7),
-        Target("EAGLE-3 (3, 1, 4), batch 1, ms a step", _step("engine", 1), 3.19, 0.95, 0.60),
-        Target("EAGLE-3 (3, 1, 4), batch 64, ms a step", _step("engine", 64), 3.68, 1.7, 1.2),
-        Target("EAGLE-3, chat20 to end of turn, batch 1, tok/s", _chat_speed, None, 2400, 3900, False),
-        Target("EAGLE-3 / plain tok/s, chat20 to end of turn, batch 1", _chat_ratio, None, 1.4, 1.55, False),
-        Target("EAGLE-3 / plain tok/s, worst of batch 1, 8, 32, 64", _worst_speed_ratio, 0.58, 0.98, 1.0, False),
-        Target("depth 2 / depth 1 tok/s, batch 1", _speed_ratio("depth1", 1), 0.91, 1.0, None, False),
-        Target("depth 2 / depth 1 tok/s, batch 64", _speed_ratio("depth1", 64), 0.88, 1.0, None, False),
-        Target(FIRST_TOKEN, _first_token, 28.0, 10.0, None),
+        *_steps("plain", "plain", f"smol-{PEER_PLAIN}", {1: (0.6, 0.4), 8: NOT_SET, 32: NOT_SET, 64: (1.0, 0.7)}),
+        *_steps(CHAIN, "engine", f"smol-{PEER_CHAIN}", {1: (0.95, 0.6), 8: NOT_SET, 32: NOT_SET, 64: (1.7, 1.2)}),
+        Target(
+            "EAGLE-3 / plain tok/s, worst of batch 1, 8, 32, 64",
+            _worst_speed_ratio,
+            lambda peer: peer.worst_ratio(f"smol-{PEER_CHAIN}", f"smol-{PEER_PLAIN}", BATCHES),
+            must=0.98,
+            aim=1.0,
+            is_time=False,
+        ),
+        *(
+            Target(
+                f"depth 2 / depth 1 tok/s, batch {batch}",
+                _speed_ratio("depth1", batch),
+                _peer_overlap(f"smol-{PEER_CHAIN}", batch),
+                must=1.0,
+                is_time=False,
+            )
+            for batch in (1, 64)
+        ),
+        *_one_tokens("smol", BATCHES),
+        FIRST_TOKEN,
     ),
 }
 TREE_TARGETS: dict[str, tuple[Target, ...]] = {
     "llama-3.1-8b": _steps(
-        "EAGLE-3 tree (5, 8, 32), synthetic acceptance of 2.5", {1: (8.59, 6.2), 8: (12.7, 8.0), 32: (36.5, 26.0)}
+        "EAGLE-3 tree (5, 8, 32), synthetic acceptance of 2.5",
+        "engine",
+        "8b-eagle3-5-8-32",
+        {1: (6.2, None), 8: (8.0, None), 32: (26.0, None)},
     ),
-    "smollm2": _steps("EAGLE-3 tree (5, 4, 16)", {1: (4.66, 1.3), 64: (6.80, 2.8)}),
+    "smollm2": _steps("EAGLE-3 tree (5, 4, 16)", "engine", "smol-eagle3-5-4-16", {1: (1.3, None), 64: (2.8, None)}),
 }
 
 

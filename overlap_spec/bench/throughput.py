@@ -1,8 +1,10 @@
 """Batches of requests through the whole HTTP server. Not here: one user's latency (`latency.py`).
 
-Step time is measured from outside, as other engines can be: one batched, non-streamed /generate of token ids,
-less the same call with one token, over the largest verify count in the batch. The better of two runs counts and both
-are reported. A streamed run of the same batch stands beside it.
+Step time is measured from outside, as other engines can be: one batched, non-streamed /generate of token ids, less the
+smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts
+and both are reported. A streamed run of the same batch stands beside it. Sampling is measured after that, in one run
+for each way of drawing. The engine's caches are emptied before every call, what it has learnt from its answers with
+them, so that no call finds an earlier one's answers.
 """
 
 import asyncio
@@ -10,35 +12,65 @@ import http.client
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from overlap_spec.bench.workload import GREEDY, Sampling
+
 TIMEOUT_S = 1200
+SETTLE_S = 10.0  # for the last step, whose tokens nobody wants any more
+POLL_S = 0.005
 NUM_RUNS = 2
+NUM_SAMPLED_RUNS = 1
+NUM_ONE_TOKEN_CALLS = 3
+WARM_UP_TOKENS = 24
 FIRST_TOKEN_ANSWER = 8  # tokens of an answer whose first one is timed
 
 Prompts = Sequence[list[int]]
+Json = dict[str, Any]
 
 
-async def measure_batch(host: str, port: int, prompts: Prompts, num_tokens: int) -> dict[str, Any]:
-    """Run one batch size: warm up, then one token and all tokens, twice; then streamed. The top figures are the better
-    run's."""
-    await _generate(host, port, prompts, 2)
-    runs = [await _run_batch(host, port, prompts, num_tokens) for _ in range(NUM_RUNS)]
-    best = min(runs, key=lambda run: float(run["wall_s"]))
-    streamed_wall = await asyncio.to_thread(_stream_all, host, port, prompts, num_tokens)
-    return {
-        "batch": len(prompts),
-        **best,
-        "streamed_tokens_per_second": round(best["num_tokens"] / streamed_wall, 1),
-        "runs": runs,
+@dataclass(frozen=True)
+class Endpoint:
+    """The server that is measured. `clock`: seconds; only differences count."""
+
+    host: str
+    port: int
+    clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is measured, `num_tokens` an answer. `warm_up`: as many prompts that are not measured, and as long."""
+
+    prompts: Prompts
+    warm_up: Prompts
+    num_tokens: int
+
+
+async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[Sampling] = ()) -> Json:
+    """Measure one batch size: greedy runs, then a streamed one, then a run of each of `sampled`. The top figures are
+    the better greedy run's."""
+    greedy = await _measure(endpoint, batch, GREEDY, NUM_RUNS)
+    streamed_wall = await asyncio.to_thread(_stream_all, endpoint, batch)
+    figures = {
+        "batch": len(batch.prompts),
+        **greedy,
+        "streamed_tokens_per_second": round(greedy["num_tokens"] / streamed_wall, 1),
     }
+    if sampled:
+        figures["sampled"] = [
+            {**asdict(sampling), **await _measure(endpoint, batch, sampling, NUM_SAMPLED_RUNS)} for sampling in sampled
+        ]
+    return figures
 
 
-async def measure_first_token(host: str, port: int, prompts: Prompts) -> dict[str, Any]:
-    """Time to first token of a streamed answer, one request at a time, each with a prompt that is new."""
-    await asyncio.to_thread(_time_first_token, host, port, prompts[0])
-    rows = [await asyncio.to_thread(_time_first_token, host, port, prompt) for prompt in prompts]
+async def measure_first_token(endpoint: Endpoint, prompts: Prompts, warm_up: Prompts) -> Json:
+    """Time to first token of a streamed answer, one request at a time, after one for each of `warm_up`."""
+    for prompt in warm_up:
+        await asyncio.to_thread(_time_first_token, endpoint, prompt)
+    rows = [await asyncio.to_thread(_time_first_token, endpoint, prompt) for prompt in prompts]
     return {
         "prompt_tokens": len(prompts[0]),
         "num_requests": len(rows),
@@ -48,38 +80,76 @@ async def measure_first_token(host: str, port: int, prompts: Prompts) -> dict[st
     }
 
 
-async def _run_batch(host: str, port: int, prompts: Prompts, num_tokens: int) -> dict[str, Any]:
-    first_wall, _ = await _generate(host, port, prompts, 1)
-    wall, answers = await _generate(host, port, prompts, num_tokens)
-    metas = [answer["meta_info"] for answer in answers]
+async def _measure(endpoint: Endpoint, batch: Batch, sampling: Sampling, num_runs: int) -> Json:
+    """Warm up, then the calls for one token, then the runs. The top figures are the better run's."""
+    await _generate(endpoint, batch.warm_up, WARM_UP_TOKENS, sampling)
+    walls = [(await _generate(endpoint, batch.prompts, 1, sampling))[0] for _ in range(NUM_ONE_TOKEN_CALLS)]
+    runs = []
+    for _ in range(num_runs):
+        wall, metas = await _generate(endpoint, batch.prompts, batch.num_tokens, sampling)
+        runs.append(_figures(metas, wall, min(walls)))
+    best = min(runs, key=lambda run: float(run["wall_s"]))
+    return {**best, "one_token_walls_s": [round(wall, 5) for wall in walls], "runs": runs}
+
+
+def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
+    """Figures of one run. `metas`: what the server says of each answer; walls in seconds."""
     tokens = sum(meta["completion_tokens"] for meta in metas)
     verify_counts = [meta.get("spec_verify_ct", 0) for meta in metas]
     steps = max(verify_counts) or max(meta["completion_tokens"] for meta in metas) - 1
     return {
         "num_tokens": tokens,
         "wall_s": round(wall, 4),
-        "one_token_wall_s": round(first_wall, 4),
+        "one_token_wall_s": round(one_token_wall, 5),
         "steps": steps,
-        "step_ms": round(1000 * (wall - first_wall) / steps, 4),
+        "step_ms": round(1000 * (wall - one_token_wall) / steps, 4),
         "tokens_per_second": round(tokens / wall, 1),
-        "accept_length": round((tokens - len(prompts)) / sum(verify_counts), 3) if sum(verify_counts) else 0.0,
+        "accept_length": round((tokens - len(metas)) / sum(verify_counts), 3) if sum(verify_counts) else 0.0,
     }
 
 
-async def _generate(host: str, port: int, prompts: Prompts, num_tokens: int) -> tuple[float, Any]:
-    """One batched call. Returns wall seconds and the answers."""
-    return await asyncio.to_thread(_post, host, port, _body(prompts, num_tokens, stream=False))
+async def _generate(
+    endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: Sampling
+) -> tuple[float, list[Json]]:
+    """One batched call with empty caches. Returns wall seconds and what is said of each answer."""
+    body = _body(prompts, num_tokens, sampling, stream=False)
+    wall, answers = await asyncio.to_thread(_post, endpoint, body)
+    return wall, [answer["meta_info"] for answer in answers]
 
 
-def _body(prompts: Prompts | list[int], num_tokens: int, stream: bool) -> bytes:
-    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    return json.dumps({"input_ids": list(prompts), "sampling_params": sampling, "stream": stream}).encode()
+def _body(prompts: Prompts, num_tokens: int, sampling: Sampling, stream: bool) -> bytes:
+    """A batch, each row with a seed of its own."""
+    rows = [
+        {**asdict(sampling), "sampling_seed": row, "max_new_tokens": num_tokens, "ignore_eos": True}
+        for row in range(len(prompts))
+    ]
+    return json.dumps({"input_ids": list(prompts), "sampling_params": rows, "stream": stream}).encode()
 
 
-def _ask(host: str, port: int, body: bytes) -> tuple[float, http.client.HTTPConnection, http.client.HTTPResponse]:
-    """Send a body. Returns when it began, and what to read and to close. Raises: RuntimeError if it is refused."""
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
-    started = time.perf_counter()
+def _flush(endpoint: Endpoint) -> None:
+    """Empty the engine's caches. Raises: RuntimeError if it stays busy."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_S)
+        connection.request("POST", "/flush_cache")
+        response = connection.getresponse()
+        payload = response.read()
+        connection.close()
+        if response.status == 200:
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"/flush_cache answered {response.status} for {SETTLE_S:.0f} s: {payload[:500]!r}")
+        time.sleep(POLL_S)
+
+
+def _ask(endpoint: Endpoint, body: bytes) -> tuple[float, http.client.HTTPConnection, http.client.HTTPResponse]:
+    """Send a body to empty caches. Returns when it began, and what to read and to close.
+
+    Raises: RuntimeError if it is refused.
+    """
+    _flush(endpoint)
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_S)
+    started = endpoint.clock()
     connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
@@ -89,29 +159,30 @@ def _ask(host: str, port: int, body: bytes) -> tuple[float, http.client.HTTPConn
     return started, connection, response
 
 
-def _post(host: str, port: int, body: bytes) -> tuple[float, Any]:
-    started, connection, response = _ask(host, port, body)
+def _post(endpoint: Endpoint, body: bytes) -> tuple[float, Any]:
+    started, connection, response = _ask(endpoint, body)
     payload = response.read()
-    wall = time.perf_counter() - started
+    wall = endpoint.clock() - started
     connection.close()
     return wall, json.loads(payload)
 
 
-def _stream_all(host: str, port: int, prompts: Prompts, num_tokens: int) -> float:
+def _stream_all(endpoint: Endpoint, batch: Batch) -> float:
     """The same batch as one event stream. Returns wall seconds."""
-    started, connection, response = _ask(host, port, _body(prompts, num_tokens, stream=True))
+    body = _body(batch.prompts, batch.num_tokens, GREEDY, stream=True)
+    started, connection, response = _ask(endpoint, body)
     while response.read(1 << 16):
         pass
-    wall = time.perf_counter() - started
+    wall = endpoint.clock() - started
     connection.close()
     return wall
 
 
-def _time_first_token(host: str, port: int, prompt: list[int]) -> float:
+def _time_first_token(endpoint: Endpoint, prompt: list[int]) -> float:
     """Seconds from sending to the first event; the answer is read to its end."""
-    started, connection, response = _ask(host, port, _body(prompt, FIRST_TOKEN_ANSWER, stream=True))
+    started, connection, response = _ask(endpoint, _body([prompt], FIRST_TOKEN_ANSWER, GREEDY, stream=True))
     event = response.readline()
-    first = time.perf_counter() - started
+    first = endpoint.clock() - started
     response.read()
     connection.close()
     if not event.startswith(b"data: {") or b'"error"' in event[:20]:

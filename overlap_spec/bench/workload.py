@@ -1,20 +1,51 @@
 """What a benchmark sends: chats, and prompts as token ids for an engine without a tokenizer. Not here: sending."""
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
 from overlap_spec.hub import resolve_model
-from overlap_spec.messages import ChatPrompt
+from overlap_spec.messages import ChatPrompt, SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts"
 RANDOM = "random"
 PROMPT_LENGTH = 128  # of random prompts
+WARM_UP_ROWS = 2000  # random prompts from here on are never measured
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        if self.temperature == 0:
+            return "greedy"
+        return f"T {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
+
+    def params(self, num_tokens: int) -> SamplingParams:
+        """Of a request that ends by itself or after `num_tokens`."""
+        return SamplingParams(max_new_tokens=num_tokens, temperature=self.temperature, top_p=self.top_p, seed=0)
+
+
+def sampling_of(figures: Mapping[str, Any]) -> Sampling:
+    """How the tokens of a report's figures were drawn."""
+    return Sampling(figures["temperature"], figures["top_p"])
+
+
+GREEDY = Sampling(0.0)
+SAMPLED = (Sampling(1.0), Sampling(0.7, 0.9))  # the API's default, and what chats often use
 
 
 @dataclass(frozen=True)
@@ -25,8 +56,8 @@ class Workload:
     num_tokens: int = 256
     temperature: float = 0.0
     batch_sizes: tuple[int, ...] = (1, 8, 64)
-    commit: str | None = None  # of the source tree, where git cannot say
     chats: str | None = None  # of throughput runs: prompts that are also answered one by one, to the end of turn
+    sampled: tuple[Sampling, ...] = ()  # what follows every measurement, in the same engine
 
     def texts(self) -> list[str]:
         """The chat prompts."""
@@ -38,16 +69,30 @@ class Workload:
 
 
 def read_prompts(name: str) -> list[str]:
-    """The prompts of that name or in that file."""
+    """The prompts of that name or in that file. Raises: ConfigError naming --prompts."""
     known = PROMPTS / f"{name}.json"
-    texts: list[str] = json.loads((known if known.is_file() else Path(name)).read_text())
-    return texts
+    path = known if known.is_file() else Path(name)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[str])
+    except (OSError, msgspec.DecodeError) as error:
+        names = ", ".join(sorted(file.stem for file in PROMPTS.glob("*.json")))
+        raise ConfigError(
+            "prompts", f"{name} is no set of prompts ({error}); use {names} or a JSON list of texts"
+        ) from None
 
 
 def random_prompts(count: int, vocab_size: int, first: int = 0) -> list[list[int]]:
     """A fixed sequence of token ids for each row, different for each, from row `first` on."""
-    rows = range(first, first + count)
-    return [[(row * 7919 + i * 104729) % (vocab_size - 10) + 5 for i in range(PROMPT_LENGTH)] for row in rows]
+    return [_random_prompt(row, vocab_size, PROMPT_LENGTH) for row in range(first, first + count)]
+
+
+def warm_up_prompts(prompts: Sequence[list[int]], vocab_size: int) -> list[list[int]]:
+    """As many prompts as these, each as long as its own, that no benchmark measures."""
+    return [_random_prompt(WARM_UP_ROWS + row, vocab_size, len(prompt)) for row, prompt in enumerate(prompts)]
+
+
+def _random_prompt(row: int, vocab_size: int, length: int) -> list[int]:
+    return [(row * 7919 + i * 104729) % (vocab_size - 10) + 5 for i in range(length)]
 
 
 def chat_prompts(config: EngineConfig, texts: list[str]) -> list[list[int]]:

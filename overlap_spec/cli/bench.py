@@ -8,13 +8,13 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.runs import run_latency, run_throughput
 from overlap_spec.bench.scheduler import measure_scheduler
 from overlap_spec.bench.step import run_step
-from overlap_spec.bench.workload import Workload
+from overlap_spec.bench.workload import SAMPLED, Workload
 from overlap_spec.cli.bench_methods import (
     BATCH_SIZES,
     add_methods_arguments,
@@ -47,9 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-chats", metavar="NAME", help="answer these prompts one by one too, to the end of turn (throughput)"
     )
+    drawn = ", and ".join(way.label for way in SAMPLED)
+    parser.add_argument(
+        "--with-sampled", action="store_true", help=f"measure {drawn} after greedy (latency, throughput)"
+    )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
-    parser.add_argument("--runs", type=int, default=1, metavar="N", help="take each engine's best of N runs (latency)")
-    parser.add_argument("--commit", metavar="SHA", help="of the source, where there is no git metadata")
     add_step_arguments(parser)
     add_methods_arguments(parser)
     add_engine_flags(parser)
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_step_arguments(arguments)
     check_methods_arguments(arguments)
     if arguments.what == "scheduler":
-        run_facts = describe_run("cpu", 1, arguments.commit)
+        run_facts = describe_run("cpu", 1)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
         report: dict[str, Any] = {"benchmark": "scheduler", "run": run_facts, "batches": batches}
     else:
@@ -84,24 +86,23 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.num_tokens,
         arguments.temperature,
         _sizes(arguments.batch_sizes or THROUGHPUT_BATCHES),
-        arguments.commit,
         arguments.with_chats,
+        SAMPLED if arguments.with_sampled else (),
     )
     if arguments.what == "latency":
         if arguments.with_depth1 or arguments.with_chats:
             raise UsageError("--with-depth1 and --with-chats go with throughput only")
-        if arguments.runs < 1:
-            raise UsageError(f"--runs: must be at least 1, got {arguments.runs}")
-        return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers, arguments.runs)
-    if arguments.with_transformers or arguments.runs != 1:
-        raise UsageError("--with-transformers and --runs go with latency only")
+        runs = 1 if arguments.runs is None else arguments.runs
+        return await run_latency(config, workload, arguments.with_plain, arguments.with_transformers, runs)
+    if arguments.with_transformers:
+        raise UsageError("--with-transformers goes with latency only")
     flags = {"plain": arguments.with_plain, "depth1": arguments.with_depth1}
     return await run_throughput(config, workload, [name for name, given in flags.items() if given])
 
 
 def _step_workload(arguments: argparse.Namespace) -> Workload:
     sizes = (arguments.batch_size or 1,)
-    return Workload(arguments.prompts or PROMPTS, arguments.num_tokens, arguments.temperature, sizes, arguments.commit)
+    return Workload(arguments.prompts or PROMPTS, arguments.num_tokens, arguments.temperature, sizes)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ def _print(report: dict[str, Any]) -> None:
     for name, part in report.items():
         for row in _rows(name, part):
             columns = tuple(row)
-            table = tables.setdefault(columns, Table("", *columns))
+            table = tables.setdefault(columns, Table("", *(Column(name, overflow="fold") for name in columns)))
             table.add_row(name, *map(str, row.values()))
     for table in tables.values():
         console.print(table)
@@ -142,7 +143,9 @@ def _rows(name: str, part: Any) -> list[dict[str, Any]]:
     if isinstance(part, list):
         return [_flat(row) for row in part]
     also = [part[key] for key in ("first_token", "chats") if key in part]
-    return [_flat(row) for row in (*part.get("batches", [part]), *also)]
+    rows = [*part.get("batches", [part]), *also]
+    sampled = [drawn for row in rows for drawn in row.get("sampled", [])]
+    return [_flat(row) for row in (*rows, *sampled)]
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ PROMPTS = "chat20,copy20"
 BATCH_SIZES = "1,8,32"
 OURS = ("draft", "token_map", "only", "methods", "num_prompts", "runs", "starts_at_once")
 NOT_OURS = ("with_plain", "with_depth1", "with_chats", "with_transformers")
+LATENCY_TOO = ("latency", "runs")
 COUNTS = ("num_prompts", "runs", "starts_at_once")
 
 
@@ -32,15 +33,18 @@ def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", metavar="NAME,NAME,..", help="algorithms to measure beside plain decoding")
     group.add_argument("--methods", metavar="FILE", help="JSON table of methods; default: the one that ships")
     group.add_argument("--num-prompts", type=int, metavar="N", help="take the first N of each set of prompts")
-    group.add_argument("--runs", type=int, metavar="N", help="runs of each load, the fastest counts (default: 2)")
+    group.add_argument(
+        "--runs", type=int, metavar="N", help="of each measurement the fastest of N runs (methods: 2, latency: 1)"
+    )
     group.add_argument("--starts-at-once", type=int, metavar="N", help="engines that start together (default: 1)")
 
 
 def check_methods_arguments(arguments: argparse.Namespace) -> None:
     """A flag that would have no effect is refused. Raises: UsageError naming it."""
+    _check_counts(arguments)
     if arguments.what != "methods":
         for name in OURS:
-            if getattr(arguments, name) is not None:
+            if getattr(arguments, name) is not None and (arguments.what, name) != LATENCY_TOO:
                 raise UsageError(f"{flag_name(name)} goes with methods only")
         return
     for name in NOT_OURS:
@@ -50,6 +54,9 @@ def check_methods_arguments(arguments: argparse.Namespace) -> None:
         if field.name.startswith("speculative_") and field.name in arguments:
             flag = flag_name(field.name)
             raise UsageError(f"{flag} does not go with methods: give --draft, --token-map or a table (--methods FILE)")
+
+
+def _check_counts(arguments: argparse.Namespace) -> None:
     for name in COUNTS:
         count = getattr(arguments, name)
         if count is not None and count < 1:
@@ -68,7 +75,7 @@ async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int,
         1 if arguments.starts_at_once is None else arguments.starts_at_once,
     )
     prompts = arguments.prompts or PROMPTS
-    workload = Workload(prompts, arguments.num_tokens, arguments.temperature, batch_sizes, arguments.commit)
+    workload = Workload(prompts, arguments.num_tokens, arguments.temperature, batch_sizes)
 
     def told(report: dict[str, Any]) -> None:
         entry = report["methods"][-1]

@@ -29,7 +29,7 @@ def flags(shapes: Path) -> tuple[str, ...]:
 
 def test_throughput_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
     output = tmp_path / "out.json"
-    workload = ("--prompts", "random", "--num-tokens", "120", "--batch-sizes", "1,4", "--commit", "abc", "--with-plain")
+    workload = ("--prompts", "random", "--num-tokens", "120", "--batch-sizes", "1,4", "--with-plain")
     own = ("--speculative-simulate-acc-len", "2.5", "--output", str(output))
     done = run_command(tmp_path, "bench", "throughput", *flags(shapes), *workload, *own)
     assert done.returncode == 0, done.stderr
@@ -44,11 +44,31 @@ def test_throughput_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
         for row in rows:
             assert row["batch"] == batch and row["num_tokens"] == 120 * batch and len(row["runs"]) == 2
             assert row["wall_s"] == min(run["wall_s"] for run in row["runs"])
+            assert len(row["one_token_walls_s"]) == 3 and row["one_token_wall_s"] == min(row["one_token_walls_s"])
             assert row["step_ms"] > 0 and row["streamed_tokens_per_second"] > 0
     assert engine["batches"][1]["accept_length"] == pytest.approx(2.5, rel=0.1)
     assert plain["batches"][1]["accept_length"] == 0.0 and plain["batches"][1]["steps"] == 119
     assert engine["first_token"]["num_requests"] == 20 and engine["first_token"]["first_token_ms_median"] > 0
     assert [set(row) for row in report["ratios"]] == [{"batch", "engine / plain"}] * 2
+
+
+def test_sampling_after_greedy_with_n_grams_that_learn_nothing_from_run_to_run(tmp_path: Path, shapes: Path) -> None:
+    """A second run that knew the first one's answers would take fewer steps."""
+    output = tmp_path / "out.json"
+    target = ("--model-path", str(shapes / "target"), "--load-format", "dummy", "--max-total-tokens", "8000")
+    workload = ("--prompts", "random", "--num-tokens", "60", "--batch-sizes", "1", "--with-sampled", "--with-plain")
+    flags = (*target, "--speculative-algorithm", "NGRAM", *workload, "--output", str(output))
+    done = run_command(tmp_path, "bench", "throughput", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    for name in ("engine", "plain"):
+        (row,) = report[name]["batches"]
+        assert [(way["temperature"], way["top_p"]) for way in row["sampled"]] == [(1.0, 1.0), (0.7, 0.9)]
+        assert all(len(way["runs"]) == 1 and way["num_tokens"] == 60 for way in row["sampled"])
+    first, second = report["engine"]["batches"][0]["runs"]
+    assert first["steps"] == second["steps"] and first["accept_length"] == second["accept_length"]
+    ways = [row.get("sampling") for row in report["ratios"]]
+    assert ways == [None, "T 1", "T 0.7, top_p 0.9"] and all(row["engine / plain"] > 0 for row in report["ratios"])
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])

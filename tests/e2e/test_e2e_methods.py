@@ -17,7 +17,7 @@ TABLE = [
     {"label": "no such method", "algorithm": "ORACLE", **CHAIN},
     {"label": "another head", "algorithm": "EAGLE", **CHAIN},
 ]
-SIZES = ("--num-tokens", "12", "--batch-sizes", "4,1", "--num-prompts", "3", "--runs", "1", "--commit", "abc")
+SIZES = ("--num-tokens", "12", "--batch-sizes", "4,1", "--num-prompts", "3", "--runs", "1")
 
 
 @pytest.fixture(scope="module")

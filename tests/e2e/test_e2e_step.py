@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from command_line import run_command
 
+from overlap_spec.bench.source import describe_source
+
 TRACKS = ["client", "tokenizer", "scheduler", "worker host"]  # a CPU has no track of its own
 
 Event = dict[str, Any]
@@ -16,7 +18,7 @@ def trace_of(tmp_path: Path, flags: tuple[str, ...], *more: str) -> tuple[list[E
     """Run a small workload. Returns the trace's events, the report, and what was printed."""
     trace, output = tmp_path / "trace.json", tmp_path / "report.json"
     command = ("bench", "step", "--num-tokens", "40", "--trace", str(trace), "--output", str(output))
-    done = run_command(tmp_path, *command, "--commit", "abc123", *flags, *more)
+    done = run_command(tmp_path, *command, *flags, *more)
     assert done.returncode == 0, done.stderr
     return json.loads(trace.read_text())["traceEvents"], json.loads(output.read_text()), done.stdout
 
@@ -59,7 +61,7 @@ def test_the_next_step_is_queued_before_the_result_only_at_depth_two(
         assert spans[f"plan {after}"]["ts"] < spans[f"launch {after}"]["ts"] <= spans[f"verify {after}"]["ts"]
         assert spans[f"verify {step}"]["ts"] < spans[f"settle {step}"]["ts"] < spans[f"detokenize {step}"]["ts"]
     check_report(report["step"], depth)
-    assert (report["run"]["commit"], report["settings"]["depth"]) == ("abc123", depth)
+    assert (report["run"]["commit"], report["settings"]["depth"]) == (describe_source().commit, depth)
     for word in ("verify", "accept", "extend", "draft", "gap", "host: scheduler", "step efficiency: "):
         assert word in printed
 

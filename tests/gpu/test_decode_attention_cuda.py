@@ -7,12 +7,22 @@ those to be written, hold NaN.
 
 import pytest
 import torch
-from attention_cases import CLOSE, LLAMA, LONG, LONG_LENGTHS, SMOL, Case, every_group, name, other_widths, rare
+from attention_cases import (
+    CLOSE,
+    LLAMA,
+    LONG,
+    LONG_LENGTHS,
+    SMOL,
+    Case,
+    decode_twin,
+    every_group,
+    name,
+    other_widths,
+    rare,
+)
 from device_watch import sync_mode_warns, synchronization_is_an_error
 from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs, to_device
 from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference
-from overlap_spec_kernels.paged_attention import paged_attention_reference
-from overlap_spec_kernels.rope_kv_write import rope_kv_write_reference
 from torch import Tensor
 
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]
@@ -20,21 +30,6 @@ LENGTHS = [300, 0, 15, 1, 17, 16, 700]
 
 def on_gpu(inputs: DecodeInputs) -> DecodeInputs:
     return DecodeInputs(*(to_device(value, "cuda") for value in inputs))
-
-
-def expected_of(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The output in float32, and the caches after the write."""
-    (num_requests, _), (_, page_size, num_kv_heads, head_dim) = inputs.page_table.shape, inputs.k_cache.shape
-    k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
-    heads = inputs.qkv.unflatten(1, (-1, head_dim))
-    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
-    places = inputs.positions.view(num_requests, -1)
-    cache_rows = (inputs.page_table.gather(1, places // page_size) * page_size + places % page_size).flatten()
-    q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, cache_rows.long(), k_cache, v_cache)
-    row_starts = torch.arange(num_requests + 1, dtype=torch.int32) * places.shape[1]
-    wide = (tensor.float() for tensor in (q, k_cache, v_cache))
-    out = paged_attention_reference(*wide, inputs.page_table, row_starts, inputs.positions, inputs.scale)
-    return out.flatten(1), k_cache, v_cache
 
 
 def run(inputs: DecodeInputs, scratch: DecodeScratch) -> Tensor:
@@ -45,7 +40,7 @@ def run(inputs: DecodeInputs, scratch: DecodeScratch) -> Tensor:
 def check(inputs: DecodeInputs, num_programs: int | None = None) -> None:
     """By default as many splits as the op chooses for this GPU."""
     dtype = inputs.qkv.dtype
-    out, k_cache, v_cache = expected_of(inputs)
+    out, k_cache, v_cache = decode_twin(inputs)
     device_inputs = on_gpu(inputs)
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cuda"), num_programs)
     scratch.outputs.fill_(torch.nan)
@@ -144,6 +139,6 @@ def test_a_captured_graph_follows_its_inputs(dtype: torch.dtype) -> None:
         for _ in range(3):
             graph.replay()
         for out, factor in zip(outs, (1, 0.5), strict=True):
-            expected = expected_of(inputs._replace(qkv=inputs.qkv * factor))[0]
+            expected = decode_twin(inputs._replace(qkv=inputs.qkv * factor))[0]
             torch.testing.assert_close(out.cpu().float(), expected, **CLOSE[dtype])
     assert not scratch.counters.any()

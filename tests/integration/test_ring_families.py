@@ -48,7 +48,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) 
         assert asyncio.run(answers(num_steps)) == expected, f"{num_steps} steps"
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window"])
+@pytest.mark.parametrize("family", OTHERS)
 def test_storm_of_20_schedules(codec: TextCodec, family: str) -> None:
     run_storm(20, codec, family=family)
 

@@ -1,4 +1,4 @@
-"""The Gluon kernels compile for Hopper, as the engine launches them; no GPU is needed. They have no interpreter."""
+"""The Gluon kernels compile for Hopper, as the engine launches them; no GPU is needed. `test_gluon_*.py` run them."""
 
 import re
 from typing import Any

@@ -1,6 +1,6 @@
 """The maps whose rows wait in registers, and the last step of a maximum, under Triton's interpreter.
 
-The streaming kernel is written in Gluon, which has no interpreter: tests/gpu/test_fused_linear_cuda.py.
+The other kernels are written in Gluon, which Triton's interpreter cannot run: tests/kernels/test_gluon_linears.py.
 """
 
 import pytest

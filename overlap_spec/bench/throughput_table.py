@@ -1,0 +1,120 @@
+"""The tables of a throughput report: batches, targets, sampling, chats. Not here: Markdown (`tables.py`)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from overlap_spec.bench.methods_table import against_plain
+from overlap_spec.bench.peer import PEER, Peer
+from overlap_spec.bench.targets import Report, Target, targets_of
+from overlap_spec.bench.workload import GREEDY, SAMPLED, Sampling, sampling_of
+
+Rows = list[list[Any]]
+
+METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
+NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
+
+BATCHES = ["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"]
+TARGETS = ["", PEER, "its line", "must", "aim", "ours", "times better than SGLang", "met"]
+CHATS = [
+    *("", "sampling", "tok/s", "answers that ended", "tok/s of those", "tokens", "accept length", "step, ms"),
+    "first token, ms (median)",
+]
+
+
+def label_of(name: str, part: Report) -> str:
+    """One engine of a report. Its steps are as wide as the window, or narrower where that is faster."""
+    settings = part["settings"]
+    return NAMES[name].format(**settings) + (", adaptive" if settings.get("narrower") else "")
+
+
+def batch_rows(report: Report) -> Rows:
+    """One row for each engine and batch size, greedy."""
+    figures = ("batch", "tokens_per_second", "streamed_tokens_per_second", "accept_length", "step_ms")
+    return [  # plain decoding has no accept length
+        [label, *(batch[figure] or "" for figure in figures)]
+        for label, part in _parts(report)
+        for batch in part["batches"]
+    ]
+
+
+def target_rows(report: Report, peer: Peer) -> Rows:
+    """Ours beside the peer's and what must be reached; what is slower than the peer is marked."""
+    return [_target_row(target, report, peer) for target in targets_of(report)]
+
+
+def _target_row(target: Target, report: Report, peer: Peer) -> list[Any]:
+    ours, theirs = target.read(report), target.peer_figure(peer)
+    ratio = met = ""
+    if ours is not None and theirs is not None:
+        ratio = against_plain(target.ratio(ours, theirs.value))
+    if ours is not None and target.must is not None:
+        met = "yes" if target.is_met(ours, theirs.value if theirs else None) else "no"
+    cells = (theirs.value if theirs else None, target.must, target.aim, ours)
+    value, must, aim, our_value = ("" if cell is None else float(cell) for cell in cells)
+    return [target.work, value, f"`{theirs.lines}`" if theirs else "", must, aim, our_value, ratio, met]
+
+
+def target_notes(report: Report) -> list[str]:
+    """What is otherwise than the README says."""
+    if all("one_token_walls_s" in row for _, part in _parts(report) for row in part["batches"]):
+        return []
+    return ["An older measurement: its one-token call is the one before the better run, not the smallest of three."]
+
+
+def sampled_head(report: Report) -> list[str]:
+    """The columns of `sampled_rows`: speculation, plain decoding and their ratio for each way of sampling."""
+    method = report["engine"]["settings"]["method"]
+    columns = ("{way}: {method}, tok/s (accept length)", "plain, tok/s", "ratio")
+    return ["", *(column.format(way=way.label, method=method) for way in (GREEDY, *SAMPLED) for column in columns)]
+
+
+def sampled_rows(report: Report) -> Rows:
+    """One row for each batch size, and one for chats; empty where the report does not say."""
+    engine, plain = (_loads(report[name]) for name in ("engine", "plain"))
+    return [
+        [load, *(cell for s in (GREEDY, *SAMPLED) for cell in _pair(_with(row, s), _with(plain.get(load), s)))]
+        for load, row in engine.items()
+    ]
+
+
+def _loads(part: Report) -> dict[str, Report]:
+    loads = {f"batch {row['batch']}": row for row in part["batches"]}
+    return loads | ({f"{part['chats']['prompts']}, one by one": part["chats"]} if "chats" in part else {})
+
+
+def _pair(ours: Report | None, plain: Report | None) -> list[str]:
+    if ours is None or plain is None:
+        return ["", "", ""]
+    speeds = [float(figures["tokens_per_second"]) for figures in (ours, plain)]
+    shown = [f"{speeds[0]:.0f} ({ours['accept_length']:.2f})", f"{speeds[1]:.0f}"]
+    return [*shown, against_plain(speeds[0] / speeds[1])]
+
+
+def chat_rows(report: Report) -> Rows:
+    """One row for each engine and way of sampling."""
+    figures = ("tokens_per_second", "num_ended", "ended_tokens_per_second", "num_tokens", "accept_length", "step_ms")
+    return [
+        [label, sampling.label, *(_chat_cell(row, figure) for figure in (*figures, "first_token_ms_median"))]
+        for label, part in _parts(report)
+        for sampling in (GREEDY, *SAMPLED)
+        if (row := _with(part.get("chats"), sampling)) is not None
+    ]
+
+
+def _chat_cell(row: Report, figure: str) -> Any:
+    value = row.get(figure)
+    if value is None:
+        return ""
+    return f"{value} of {row['num_prompts']}" if figure == "num_ended" else value
+
+
+def _with(figures: Report | None, sampling: Sampling) -> Report | None:
+    """The figures of one way of sampling: the measurement's own are greedy."""
+    if figures is None or sampling == GREEDY:
+        return figures
+    found = (row for row in figures.get("sampled", []) if sampling_of(row) == sampling)
+    return next(found, None)
+
+
+def _parts(report: Report) -> Iterator[tuple[str, Report]]:
+    return ((label_of(name, report[name]), report[name]) for name in ("engine", "depth1", "plain") if name in report)

@@ -1,0 +1,103 @@
+"""Decode attention's Gluon kernel, launched by its op and interpreted, against the twin in float32.
+
+Cache rows that no request owns, and those to be written, hold NaN, and so does shared memory before a copy arrives.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+import torch
+from attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
+from overlap_spec_kernels import decode_attention as op
+from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs
+from overlap_spec_kernels._launch import ceil_div
+from overlap_spec_kernels.decode_attention import DecodeScratch
+
+if TYPE_CHECKING:
+    from gluon_interpreter.launch import Hopper
+
+# A block is of 64 or 128 keys, which a warp takes by 16 or 32; a split is of at least 128.
+LENGTHS = [300, 0, 15, 1, 17, 16, 63, 64, 65, 127, 128, 129]
+SETTLED = {"positions_ptr", "page_table_ptr", "k_cache_ptr", "v_cache_ptr"}
+CASES = [
+    Case(HeadShape(2, 2, 64), 4, 64, BFLOAT),
+    Case(HeadShape(9, 3, 64), 4, 16, BFLOAT),
+    Case(HeadShape(9, 3, 64), 1, 16, HALF),
+    Case(HeadShape(8, 2, 128), 4, 16, BFLOAT),
+    Case(HeadShape(8, 2, 128), 1, 64, HALF),
+    Case(HeadShape(16, 1, 128), 1, 16, BFLOAT),
+    Case(HeadShape(3, 1, 64), 5, 1, HALF),
+]
+
+
+def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, settled: bool = False) -> None:
+    """With the splits that as many programs make."""
+    heads, dtype = inputs.k_cache.shape[2:], inputs.qkv.dtype
+    out, k_cache, v_cache = decode_twin(inputs)
+    scratch = DecodeScratch.allocate(heads[1], torch.device("cpu"), num_splits * len(inputs.page_table) * heads[0])
+    scratch.outputs.fill_(torch.nan)
+    if settled:
+        gpu.read_before_wait |= SETTLED
+    *tensors, scale = inputs
+    actual = op(*tensors, scratch, scale, settled)
+    assert gpu.kernels == ["decode_attention_gluon_kernel"] and gpu.launches[0].constants["SETTLED"] == settled
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), out, **CLOSE[dtype])
+    torch.testing.assert_close(inputs.k_cache, k_cache, equal_nan=True, **CLOSE[dtype])
+    torch.testing.assert_close(inputs.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
+    assert not scratch.counters.any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_shapes(gpu: Hopper, case: Case, num_splits: int) -> None:
+    inputs = decode_inputs(case.heads, case.width, LENGTHS, case.page_size, case.dtype)
+    check(gpu, inputs, num_splits)
+    splits = min(num_splits, ceil_div(inputs.page_table.shape[1] * case.page_size, 128))
+    assert gpu.launches[0].grid == (case.heads.num_kv_heads * splits, len(LENGTHS), 1)
+
+
+@pytest.mark.parametrize("heads", [HeadShape(3, 1, 64), HeadShape(4, 1, 128)])
+def test_more_splits_than_are_combined_at_once(gpu: Hopper, heads: HeadShape) -> None:
+    check(gpu, decode_inputs(heads, 4, [1300, 129], 16, BFLOAT), num_splits=10)
+
+
+@pytest.mark.parametrize("heads", [HeadShape(3, 1, 64), HeadShape(4, 1, 128)])
+def test_what_is_settled_is_read_before_the_wait(gpu: Hopper, heads: HeadShape) -> None:
+    check(gpu, decode_inputs(heads, 4, [300, 3], 16, BFLOAT), num_splits=2, settled=True)
+
+
+def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
+    inputs = decode_inputs(HeadShape(3, 1, 64), 2, [20], 16, HALF)
+    check(gpu, inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
+
+
+class Elsewhere:
+    """Takes the place of the Triton kernel."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> NoReturn:
+        raise LookupError("the Triton kernel is launched")
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype", "window"),
+    [
+        (HeadShape(3, 1, 64), 4, BFLOAT, 8),
+        (HeadShape(3, 1, 64), 4, FLOAT, None),
+        (HeadShape(3, 1, 96), 4, BFLOAT, None),
+        (HeadShape(3, 1, 64), 6, BFLOAT, None),
+    ],
+)
+def test_the_triton_kernel_takes_the_rest(
+    gpu: Hopper, monkeypatch: pytest.MonkeyPatch, heads: HeadShape, width: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """A window, float32, a rare head dimension, or more than 16 rows and heads of a KV head."""
+    module = importlib.import_module("overlap_spec_kernels.decode_attention")
+    monkeypatch.setattr(module, "decode_attention_kernel", Elsewhere())
+    *tensors, scale = decode_inputs(heads, width, [20], 16, dtype)
+    with pytest.raises(LookupError, match="Triton"):
+        op(*tensors, DecodeScratch.allocate(128, torch.device("cpu")), scale, window=window)
+    assert not gpu.launches

@@ -1,0 +1,145 @@
+"""The linears' Gluon kernels, launched by their ops and interpreted, against float64 products of the same values.
+
+A weight of 64 KB counts as large here, so that all ways to cut one up are met with small ones. Shared memory holds NaN
+before a copy arrives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import (
+    Norm,
+    Normed,
+    _streamed_linear,
+    _warpgroup_linear,
+    fused_linear,
+    linear_add,
+    linear_argmax,
+    linear_logits,
+)
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gluon_interpreter.launch import Hopper
+
+BFLOAT, HALF = torch.bfloat16, torch.float16
+CLOSE = {BFLOAT: {"rtol": 2**-6, "atol": 2**-6}, HALF: {"rtol": 2**-9, "atol": 2**-9}}
+STREAMED, TILED = "_streamed_linear_kernel", "_warpgroup_linear_kernel"
+LARGE = 64 << 10
+
+
+class Case(NamedTuple):
+    """Rows of x, a weight [O, I], and how it is cut up: what the kernel is told, if not gated and if gated."""
+
+    rows: int
+    size_n: int
+    size_k: int
+    dtype: torch.dtype
+    plain: dict[str, Any]
+    gated: dict[str, Any]
+
+
+SMALL_K = {"BLOCK_N": 16, "BLOCK_K": 64, "WARPS_K": 2, "STAGES": 10}
+CASES = {
+    "small": Case(3, 60, 512, BFLOAT, {"BLOCK_K": 256, "STAGES": 6}, {"BLOCK_K": 256, "STAGES": 6}),
+    "small, K of 64s": Case(9, 70, 192, HALF, SMALL_K, SMALL_K),
+    "small, K of 64s, 33 rows": Case(33, 70, 192, BFLOAT, {"BLOCK_N": 32, "ROWS": 32}, {"BLOCK_N": 32, "ROWS": 32}),
+    "large, few rows": Case(5, 280, 768, BFLOAT, {"STAGES": 12}, {"STAGES": 8}),
+    "large, K of 64s": Case(20, 520, 320, HALF, {"BLOCK_N": 64, "STAGES": 8}, {"BLOCK_N": 64, "STAGES": 8}),
+    "tiles, split K": Case(17, 300, 2560, BFLOAT, {"BLOCK_N": 64, "SPLITS": 2}, {"BLOCK_N": 64, "STAGES": 5}),
+    "tiles, whole K": Case(32, 4300, 256, BFLOAT, {"STAGES": 8, "SPLITS": 1}, {"BLOCK_N": 64, "STAGES": 5}),
+    "tiles, 64 rows": Case(50, 600, 1024, HALF, {"STAGES": 6, "ROWS": 64}, {"BLOCK_N": 128, "STAGES": 4}),
+}
+TILES = [name for name in CASES if name.startswith("tiles")]
+
+
+@pytest.fixture(autouse=True)
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_streamed_linear, _warpgroup_linear):
+        monkeypatch.setattr(module, "_LARGE", LARGE)
+    _warpgroup_linear.tile_counters.cache_clear()
+
+
+def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(dtype)
+
+
+def weight_of(case: Case) -> Tensor:
+    return drawn(case.size_n, case.size_k, dtype=case.dtype, scale=case.size_k**-0.5)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x.double() @ weight.double().t()
+
+
+def normalised(x: Tensor, norm: Norm) -> Tensor:
+    wide = x.double()
+    return wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + norm.eps) * norm.weight.double()
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected, **CLOSE[dtype])
+
+
+def assert_last(gpu: Hopper, name: str, told: dict[str, Any]) -> None:
+    """The kernel that was launched last, and some of what it was told."""
+    launch = gpu.launches[-1]
+    assert launch.kernel == (TILED if name in TILES else STREAMED)
+    assert {key: launch.constants[key] for key in told} == told
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scaled_and_gated(gpu: Hopper, name: str) -> None:
+    """Rows on their way into a norm, whose sums of squares come in 40 parts."""
+    case = CASES[name]
+    weight, rows = weight_of(case), drawn(case.rows, case.size_k, dtype=case.dtype)
+    parts = rows.double().square().sum(1) * torch.randn(40, 1).softmax(0)
+    x = Normed(rows, rows, parts.float(), 0.1)
+    expected = product(normalised(rows, Norm(torch.ones(case.size_k), 0.1)), weight)
+    assert_close(fused_linear(x, weight), expected, case.dtype)
+    assert_last(gpu, name, case.plain)
+    logits = linear_logits(x, weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    gate, up = expected.chunk(2, dim=1)
+    assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up, case.dtype)
+    assert_last(gpu, name, case.gated)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_addition(gpu: Hopper, name: str) -> None:
+    """The residual is a view; a second call finds the counters of split tiles as the first did."""
+    case = CASES[name]
+    weight, x = weight_of(case), drawn(case.rows, case.size_k, dtype=case.dtype)
+    residual = drawn(case.rows, 2 * case.size_n, dtype=case.dtype)[:, : case.size_n]
+    norm = Norm(drawn(case.size_n, dtype=case.dtype, scale=0.1) + 1, 0.1)
+    for _ in range(2):
+        stream = linear_add(x, weight, residual, norm)
+        assert_last(gpu, name, case.plain | {"ADD": True})
+        assert_close(stream.values, residual.double() + product(x, weight), case.dtype)
+        assert_close(stream.normalised(), normalised(stream.values, norm), case.dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_argmax(gpu: Hopper, name: str) -> None:
+    """Equal logits among the largest: the first wins, in a block and between programs."""
+    case = CASES[name]
+    weight, x = weight_of(case), drawn(case.rows, case.size_k, dtype=case.dtype)
+    best = product(x, weight).argmax(1)
+    weight[-1] = weight[best[0]]
+    weight[(best[1] + 1) % (case.size_n - 1)] = weight[best[1]]
+    ids = torch.randperm(case.size_n)
+    columns = linear_argmax(x, weight, ids)
+    assert gpu.launches[-2].constants["ARGMAX"]
+    assert torch.equal(columns, ids[product(x, weight).argmax(1)])
+
+
+def test_no_logit_is_larger_than_negative_ones(gpu: Hopper) -> None:
+    """Rows that the last block of a weight lacks do not count as zeros."""
+    weight = -torch.ones(70, 192, dtype=BFLOAT)
+    weight[41] = -0.5
+    assert linear_argmax(torch.ones(4, 192, dtype=BFLOAT), weight).tolist() == [41] * 4

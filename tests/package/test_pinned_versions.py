@@ -1,0 +1,67 @@
+"""Every committed figure was measured with the versions that a constraints file pins.
+
+A GPU's figures (`*_h200*.json`) belong to constraints-cuda.txt, a CPU's to constraints.txt. triton compiles kernels for
+a GPU, and no engine on a CPU calls it: there its version is a fact of the environment, and is not compared.
+`full_tests_cpu.json` holds tests, not figures: the long ones ran where there was time, on either machine's CPU.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pinned_versions import CUDA, ROOT, TESTED, pins_of
+
+RESULTS = ROOT / "benchmarks" / "results"
+TESTS_ON_ANY_CPU = "full_tests_cpu.json"
+GPU_ONLY = {"triton"}
+DIFFERENT = {"torch", "triton"}
+
+
+def runs_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Every record with versions in a result file."""
+    if isinstance(value, dict):
+        if isinstance(value.get("versions"), dict):
+            yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from runs_in(inner)
+
+
+def differences(run: dict[str, Any], pins: dict[str, str], ignored: frozenset[str] = frozenset()) -> dict[str, str]:
+    """What a run had that the pins do not say; a build of a version ("2.13.0+cpu") is that version."""
+    had = {name: version.partition("+")[0] for name, version in run["versions"].items()}
+    return {name: had[name] for name in had.keys() & pins.keys() - ignored if had[name] != pins[name]}
+
+
+def is_of_a_gpu(path: Path) -> bool:
+    return "h200" in path.stem.split("_")
+
+
+FILES = sorted(path for path in RESULTS.rglob("*.json") if list(runs_in(json.loads(path.read_text()))))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_figures_belong_to_pinned_versions(path: Path) -> None:
+    runs = list(runs_in(json.loads(path.read_text())))
+    assert all("torch" in run["versions"] for run in runs)
+    if is_of_a_gpu(path):
+        assert not [found for run in runs if (found := differences(run, pins_of(CUDA)))]
+        return
+    assert {run["device"] for run in runs} == {"cpu"}
+    sets = [TESTED, CUDA] if path.name == TESTS_ON_ANY_CPU else [TESTED]
+    for run in runs:
+        found = [differences(run, pins_of(file), frozenset(GPU_ONLY)) for file in sets]
+        assert {} in found, (run, found)
+
+
+def test_there_are_figures_of_both() -> None:
+    assert len([path for path in FILES if is_of_a_gpu(path)]) >= 20
+    assert len([path for path in FILES if not is_of_a_gpu(path)]) >= 8
+
+
+def test_the_two_sets_differ_where_they_must() -> None:
+    tested, cuda = pins_of(TESTED), pins_of(CUDA)
+    assert {name for name in cuda if cuda[name] != tested[name]} == DIFFERENT

@@ -1,0 +1,72 @@
+"""What long runs and GPU runs leave behind: a JSON file of summaries, and of every test file how its tests ended.
+
+Processes of one run (pytest-xdist) and runs beside each other add to the same file, one at a time.
+"""
+
+import fcntl
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap_spec.bench.report import describe_run
+
+Summaries = dict[str, Any]
+
+
+def update(path: Path, change: Callable[[Summaries], None]) -> None:
+    """Change the summaries in `path`, alone."""
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        summaries = json.loads(path.read_text()) if path.is_file() else {}
+        change(summaries)
+        path.write_text(json.dumps(summaries, indent=1, sort_keys=True) + "\n")
+
+
+def describe(device: str, num_threads: int) -> dict[str, Any]:
+    """Where a summary comes from; the tests are a part of it."""
+    return describe_run(device, num_threads, ("tests",)) | {"command": "pytest -m MARKER --summaries FILE"}
+
+
+class FileResults:
+    """Counts how the tests of every file ended, and writes that at the end of the run under `files`."""
+
+    def __init__(self, path: Path, device: str, num_threads: int) -> None:
+        self._path = path
+        self._run = describe(device, num_threads)  # of the source as the run begins
+        self._begun = time.perf_counter()
+        self._outcomes: dict[str, dict[str, str]] = {}
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test failed if any of its three phases did; it passed or was skipped otherwise."""
+        file = report.nodeid.partition("::")[0]
+        self._seconds[file] += report.duration
+        ended = self._outcomes.setdefault(file, {})
+        if report.when == "call" or report.outcome != "passed":
+            before = ended.get(report.nodeid)
+            ended[report.nodeid] = "failed" if before == "failed" else report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        """Write one row a file."""
+        rows = {file: self._row(file, ended) for file, ended in self._outcomes.items()}
+
+        def add(summaries: Summaries) -> None:
+            summaries.setdefault("files", {}).update(rows)
+
+        if rows:
+            update(self._path, add)
+
+    def _row(self, file: str, ended: dict[str, str]) -> dict[str, Any]:
+        counts = Counter(ended.values())
+        failed = [nodeid.partition("::")[2] for nodeid, outcome in ended.items() if outcome == "failed"]
+        return {
+            **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+            "failures": failed,
+            "seconds": round(self._seconds[file], 1),
+            "run": self._run,
+        }
