@@ -15,7 +15,9 @@ from typing import Self
 
 import httpx
 
-START_S = 60.0  # generous: three interpreters start at once, on a machine that may be busy
+# A command starts three interpreters that import torch: seconds on idle cores, but more than 60 on busy ones. A command
+# that hangs is found all the same, before pytest's own limit of 300 s ends the whole run.
+COMMAND_S = 180.0
 COMMAND = (sys.executable, "-P", "-m", "overlap_spec")
 
 
@@ -33,7 +35,7 @@ def run_command(tmp_path: Path, *words: str, stdin: str = "", **extra: str) -> "
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=START_S,
+        timeout=COMMAND_S,
         env=environment(tmp_path, **extra),
     )
 

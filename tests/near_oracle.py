@@ -7,7 +7,7 @@ fall short of the best one by more than rounding explains.
 
 import torch
 from plain_oracle import Endings
-from ring import Answer
+from ring_links import Answer
 from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 
@@ -45,21 +45,25 @@ class NearOracle:
         """Raises: AssertionError for a token that is not among the best, or another end than the tokens have."""
         tokens, finish = answer.token_ids, answer.finish
         assert finish is not None and answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(tokens)), what
         for end in range(1, len(tokens)):
             assert self._endings.finish(tokens[:end], sampling) is None, f"{what}: goes on after its end"
         if finish.kind is not FinishKind.ABORT:
             assert finish == self._endings.finish(tokens, sampling), what
             assert answer.text == self._endings.text(tokens, finish, sampling), what
-            assert answer.usage.completion_tokens == len(tokens), what
         if tokens:
             self._check_tokens(prompt, tokens, sampling, what)
 
     def _check_tokens(self, prompt: list[int], tokens: list[int], sampling: SamplingParams, what: str) -> None:
-        scores = self._scores(prompt, tokens, sampling)
-        short = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        short = self.shortfalls(prompt, tokens, sampling).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
         assert float(short.max()) < self._most, f"{what}: tokens fall short by {short.tolist()}"
         self.worst = max(self.worst, float(short.max()))
         self.near_ties += int((short > 0).sum())
+
+    def shortfalls(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> Tensor:
+        """By how much each token of the vocabulary falls short at each place. Shapes: -> [len(tokens), V] f64."""
+        scores = self._scores(prompt, tokens, sampling)
+        return scores.max(1, keepdim=True).values - scores
 
     def _scores(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> Tensor:
         """What each token was the largest of, in units of logits. Shapes: -> [len(tokens), V] f64."""

@@ -1,46 +1,33 @@
 """The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
 
 Not here: processes and sockets (tests/e2e). A test speaks as clients do and reads each request's rows. After
-every event that the scheduler handles, its invariants are checked from scratch.
+every event that the scheduler handles, its invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
-import threading
-from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
 import torch
 from random_widths import RandomWidths
+from ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from tiny_families import TINY_FAMILIES
 from tiny_methods import EVERY_METHOD, MULTI_LAYER
 from tiny_models import CPU, load_tiny_target, tiny_target
 
-from overlap_spec.client_link import Arrival
 from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
 from overlap_spec.messages import (
     Cancel,
-    Finish,
-    FlushCache,
     Generate,
-    Phase,
-    Rejected,
     SamplingParams,
     Shutdown,
     StepCosts,
-    StepResult,
-    TextDeltas,
-    ToClient,
     TokenPrompt,
     ToScheduler,
     ToTokenizer,
-    ToWorker,
-    Usage,
 )
-from overlap_spec.scheduler.invariants import check_invariants
-from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
+from overlap_spec.scheduler.loop import Links, build_scheduler
 from overlap_spec.spec.methods import ChainDraft, NoDraft, SmallModelDraft, TreeDraft, method_named, method_of
 from overlap_spec.spec.tree import Branching
 from overlap_spec.step_link import Patience
@@ -55,7 +42,6 @@ from overlap_spec.worker.geometry import Geometry, LoadedModels
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 
-CLIENT = 1
 PATIENCE_S = 30.0
 
 
@@ -133,151 +119,6 @@ class RingConfig:
         )
 
 
-@dataclass
-class Answer:
-    """What a client was sent for one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish: Finish | None = None
-    usage: Usage | None = None
-    rejected: Rejected | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    grew: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class MemoryClients:
-    """The client link of a ring: one client, whose requests are kept by id."""
-
-    def __init__(self) -> None:
-        self.said: asyncio.Queue[tuple[int, Arrival]] = asyncio.Queue()
-        self.answers: dict[str, Answer] = {}
-
-    def send(self, client: int, message: ToClient) -> None:
-        match message:
-            case TextDeltas():
-                rows = zip(
-                    message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True
-                )
-                for request_id, text, ids, finish, usage in rows:
-                    self._add(self.answers[request_id], text, ids, finish, usage)
-            case Rejected():
-                answer = self.answers[message.request_id]
-                answer.rejected = message
-                answer.done.set()
-                answer.grew.set()
-
-    def _add(self, answer: Answer, text: str, ids: list[int], finish: Finish | None, usage: Usage) -> None:
-        assert not answer.done.is_set(), "a row after the last one"
-        answer.text += text
-        answer.token_ids += ids
-        answer.usage = usage
-        answer.finish = finish
-        answer.grew.set()
-        if finish is not None:
-            answer.done.set()
-
-    async def recv(self) -> tuple[int, Arrival]:
-        return await self.said.get()
-
-
-class WatchedInbox:
-    """The scheduler's inbox; checks what must hold whenever it comes back for more."""
-
-    def __init__(self, link: MemoryLink[ToScheduler]) -> None:
-        self._link = link
-        self.scheduler: Scheduler | None = None
-        self.slots_of_step: dict[int, list[int]] = {}
-        self.lengths: dict[int, int] = {}
-
-    def drain(self) -> list[ToScheduler]:
-        self._check()
-        return [self._noted(message) for message in self._link.drain()]
-
-    async def recv(self) -> ToScheduler:
-        self._check()
-        return self._noted(await self._link.recv())
-
-    def close(self) -> None:
-        self._link.close()
-
-    def _noted(self, message: ToScheduler) -> ToScheduler:
-        if isinstance(message, StepResult):
-            for slot, tokens in zip(self.slots_of_step.pop(message.step_id), message.tokens, strict=True):
-                self.lengths[slot] = self.lengths.get(slot, 0) + len(tokens)
-            for path, tokens in zip(message.paths, message.tokens if message.paths else [], strict=True):
-                assert (path % 2**64).bit_count() == len(tokens), "a column for each token but the bonus, and a bit"
-        return message
-
-    def _check(self) -> None:
-        if self.scheduler is not None:
-            check_invariants(self.scheduler, {})
-
-
-class PlanQueue:
-    """Plans for a worker that runs in a thread of its own. They pass the codec, so types are checked."""
-
-    def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
-        self._ready: deque[ToWorker] = deque()
-        self._arrived = threading.Event()
-
-    def send(self, message: ToWorker) -> None:
-        self._ready.append(self._decoder.decode(self._encoder.encode(message)))
-        self._arrived.set()
-
-    def poll(self) -> list[ToWorker]:
-        return [self._ready.popleft() for _ in range(len(self._ready))]
-
-    def wait(self, timeout_s: float | None) -> None:
-        self._arrived.wait(timeout_s)
-        self._arrived.clear()
-
-    def close(self) -> None:
-        self._ready.clear()
-
-
-class FromThread:
-    """The worker's way back into the event loop."""
-
-    def __init__(self, link: MemoryLink[ToScheduler]) -> None:
-        self._link = link
-        self._loop = asyncio.get_running_loop()
-
-    def send(self, message: ToScheduler) -> None:
-        self._loop.call_soon_threadsafe(self._link.send, message)
-
-    def close(self) -> None:
-        self._link.close()
-
-
-class WatchedPlans:
-    """The link to the worker; counts what a storm must have seen."""
-
-    def __init__(self, link: "PlanQueue", inbox: WatchedInbox) -> None:
-        self._link = link
-        self._inbox = inbox
-        self.sent: list[int] = []
-        self.chunk_splits = 0
-        self.widths: Counter[int] = Counter()  # of decode steps
-        self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
-
-    def send(self, message: ToWorker) -> None:
-        if not isinstance(message, Shutdown | FlushCache):
-            self.sent.append(message.step_id)
-            self._inbox.slots_of_step[message.step_id] = [work.slot for work in message.work]
-            if message.phase is Phase.PREFILL:
-                self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
-            else:
-                self.widths[message.width] += 1
-                self.catch_ups[message.width > 1] += message.catch_up
-        self._link.send(message)
-
-    def close(self) -> None:
-        self._link.close()
-
-
 class Ring:
     """A running engine. `start` sends a request and returns its answer, which fills while the loop runs."""
 
@@ -291,9 +132,10 @@ class Ring:
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
-        self.inbox = WatchedInbox(self.to_scheduler)
-        self.plans = WatchedPlans(self.to_worker, self.inbox)
-        self.worker = Worker(self.executor, self.to_worker, FromThread(self.to_scheduler), Patience(0.0))
+        self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
+        self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
+        back = FromThread(self.to_scheduler, self.inbox.sent)
+        self.worker = Worker(self.executor, self.to_worker, back, Patience(0.0))
         settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
@@ -333,6 +175,10 @@ class Ring:
         async with asyncio.timeout(PATIENCE_S):
             while self.scheduler.inflight or not self.scheduler.roster.idle:
                 await asyncio.sleep(0.001)
+
+    def _device_lengths(self) -> dict[int, int]:
+        """The root is a token whose KV is yet to be written."""
+        return {slot: length + 1 for slot, length in enumerate(self.executor.slots.length.tolist())}
 
     async def serve(self) -> None:
         """Run all three actors until cancelled; an actor's exception ends them all."""

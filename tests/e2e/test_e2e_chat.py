@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, environment, run_command
+from command_line import COMMAND, COMMAND_S, environment, run_command
 
 STARTING = ("loading weights", "warming up")  # what stderr says before anything else
 FIGURES = re.compile(r"^\d+ tokens, [\d.]+ tok/s, accept length \d\.\d\d, first token \d+\.\d\d s", re.MULTILINE)
@@ -77,7 +77,9 @@ def test_flags_without_effect_are_said(tmp_path: Path, tiny_flags: tuple[str, ..
 def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     command = [*COMMAND, "chat", "Hello", *tiny_flags, "--max-tokens", "3000", "--temperature", "1", "--seed", "1"]
     piped = f"{' '.join(map(shlex.quote, command))} | true"
-    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, env=environment(tmp_path), timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", piped], capture_output=True, text=True, env=environment(tmp_path), timeout=COMMAND_S
+    )
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
     assert list(tmp_path.glob("overlap-spec-*")) == []
@@ -96,7 +98,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, pattern: str, timeout_s: float = 60) -> str:
+    def wait_for(self, pattern: str, timeout_s: float = COMMAND_S) -> str:
         """Read until `pattern` matches what has come since the last call."""
         deadline, seen = time.monotonic() + timeout_s, ""
         while not re.search(pattern, seen):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command_line import Service, environment
+from command_line import COMMAND_S, Service, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 80
@@ -12,7 +12,7 @@ MAX_LINES = 80
 
 def run_example(name: str, tmp_path: Path, *words: str) -> str:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, env=environment(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

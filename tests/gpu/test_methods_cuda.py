@@ -8,7 +8,7 @@ import torch
 from device_watch import sync_mode_warns
 from plain_oracle import PlainOracle
 from ring import RingConfig, tiny_loaded
-from storm import run_requests, run_storm
+from storm import Counting, run_requests, run_storm
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 from tiny_methods import TINY_METHODS
 
@@ -34,11 +34,13 @@ def test_requests_in_graphs(codec: TextCodec, method: str, record_summary) -> No
     config = RingConfig(**{**vars(FULL), **more})
     models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE, method), {}
     oracle = PlainOracle(20, codec, torch.float32, PLACE)
+    counting = Counting(oracle)
     requests = mixed_requests(method, NUM_REQUESTS)
     try:
-        seen = run_requests(requests, models, config, codec, oracle, method, watch_for(config, figures))
+        seen = run_requests(requests, models, config, codec, counting, method, watch_for(config, figures))
     finally:
         oracle.close()
-    assert seen["finished"] > NUM_REQUESTS // 2
-    figures |= {"requests": NUM_REQUESTS, "wrong": 0, **seen}
+    figures |= {"requests": NUM_REQUESTS, "wrong": len(counting.wrong), **seen}
     record_summary(f"requests_graphs_{method.replace(' ', '_')}", figures, torch.cuda.get_device_name())
+    assert not counting.wrong, counting.wrong
+    assert seen["finished"] > NUM_REQUESTS // 2

@@ -14,7 +14,7 @@ from device_watch import compilations, device_allocations, sync_mode_warns, sync
 from near_oracle import NearOracle
 from plain_oracle import PlainOracle
 from ring import RingConfig, tiny_loaded
-from storm import Request, random_requests, run_requests, run_storm
+from storm import Counting, Request, random_requests, run_requests, run_storm
 
 from overlap_spec.tokenizer.codec import TextCodec
 
@@ -70,21 +70,21 @@ def test_storm(codec: TextCodec, batch_sizes: tuple[int, ...], record_summary) -
 
 @sync_mode_warns
 @pytest.mark.parametrize("kind", RINGS)
-def test_1000_requests(codec: TextCodec, kind: str, record_summary) -> None:
-    """A quarter of them for each kind of ring, in float32."""
+def test_requests_in_float32(codec: TextCodec, kind: str, record_summary) -> None:
     config = RingConfig(**{**vars(FULL), **RINGS[kind]})
     requests = mixed_requests(kind, NUM_REQUESTS)
     models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE), {}
     oracle = PlainOracle(20, codec, torch.float32, PLACE)
+    counting = Counting(oracle)
     try:
-        seen = run_requests(requests, models, config, codec, oracle, kind, watch_for(config, figures))
+        seen = run_requests(requests, models, config, codec, counting, kind, watch_for(config, figures))
     finally:
         oracle.close()
+    figures = {"requests": NUM_REQUESTS, "wrong": len(counting.wrong), **figures, **seen}
+    record_summary(f"requests_{kind}", figures, torch.cuda.get_device_name())
+    assert not counting.wrong, counting.wrong
     assert seen["mid_step_aborts"] > 20
     assert seen["finished"] > NUM_REQUESTS // 2
-    record_summary(
-        f"requests_{kind}", {"requests": NUM_REQUESTS, "wrong": 0, **figures, **seen}, torch.cuda.get_device_name()
-    )
 
 
 @sync_mode_warns
@@ -94,8 +94,9 @@ def test_requests_in_bfloat16(codec: TextCodec, kind: str, record_summary) -> No
     requests = mixed_requests(f"{kind} 16", NUM_16_BIT, filters=False)
     models, figures = tiny_loaded(20, config.num_steps, torch.bfloat16, PLACE, **STREAMED), {}
     oracle = NearOracle(20, codec, torch.bfloat16, MOST, **STREAMED)
-    seen = run_requests(requests, models, config, codec, oracle, kind, watch_for(config, figures))
+    counting = Counting(oracle)
+    seen = run_requests(requests, models, config, codec, counting, kind, watch_for(config, figures))
     near = {"tokens_not_the_best": oracle.near_ties, "largest_shortfall": round(oracle.worst, 4)}
-    record_summary(
-        f"requests_bfloat16_{kind}", {"requests": NUM_16_BIT, **figures, **near, **seen}, torch.cuda.get_device_name()
-    )
+    figures = {"requests": NUM_16_BIT, "wrong": len(counting.wrong), **figures, **near, **seen}
+    record_summary(f"requests_bfloat16_{kind}", figures, torch.cuda.get_device_name())
+    assert not counting.wrong, counting.wrong

@@ -15,7 +15,7 @@ from device_watch import compilations, device_allocations, sync_mode_warns, sync
 from plain_oracle import PlainOracle
 from ring import RingConfig, tiny_loaded
 from solo import Solo, assert_answers_equal
-from storm import run_requests, run_storm
+from storm import Counting, run_requests, run_storm
 from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of, set_up, tokens_of
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
@@ -196,11 +196,13 @@ def test_requests_in_graphs(codec: TextCodec, method: str, record_summary) -> No
     config = RingConfig(**{**vars(FULL), **more})
     models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE, method, topk=config.topk), {}
     oracle = PlainOracle(20, codec, torch.float32, PLACE)
+    counting = Counting(oracle)
     requests = mixed_requests(f"trees of {method}", NUM_REQUESTS)
     try:
-        seen = run_requests(requests, models, config, codec, oracle, method, watch_for(config, figures))
+        seen = run_requests(requests, models, config, codec, counting, method, watch_for(config, figures))
     finally:
         oracle.close()
-    assert seen["finished"] > NUM_REQUESTS // 2
-    figures |= {"requests": NUM_REQUESTS, "wrong": 0, **seen}
+    figures |= {"requests": NUM_REQUESTS, "wrong": len(counting.wrong), **seen}
     record_summary(f"requests_trees_{method.replace(' ', '_')}", figures, torch.cuda.get_device_name())
+    assert not counting.wrong, counting.wrong
+    assert seen["finished"] > NUM_REQUESTS // 2

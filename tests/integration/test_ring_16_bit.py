@@ -3,11 +3,12 @@
 import random
 
 import torch
+from msgspec.structs import replace
 from near_oracle import NearOracle
 from ring import Answer, RingConfig, tiny_loaded
 from storm import random_requests, run_requests
 
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import Finish, FinishKind, SamplingParams, Usage
 from overlap_spec.tokenizer.codec import TextCodec
 
 MOST = 0.15  # of logits with a deviation of 3
@@ -42,3 +43,35 @@ def test_answers_are_the_best_up_to_rounding(codec: TextCodec) -> None:
                 noticed += 1
             answer.token_ids[place] = token
     assert noticed > 0.99 * sum(len(answer.token_ids) for _, _, answer in recording.accepted)
+
+
+def test_the_bound_is_where_it_is_said_to_be(codec: TextCodec) -> None:
+    """The last token is replaced by those whose shortfall lies next to the bound, below and above."""
+    oracle = NearOracle(0, codec, torch.bfloat16, MOST)
+    recording = Recording(oracle)
+    requests = random_requests(random.Random(8), 160, filters=False)
+    run_requests(requests, tiny_loaded(0, 3, torch.bfloat16), CONFIG, codec, recording, "16 bit")
+    below, above = [], []
+    for prompt, asked, answer in recording.accepted:
+        for count in range(1, len(answer.token_ids) + 1) if asked.min_new_tokens == 0 else ():
+            sampling = replace(asked, max_new_tokens=count, stop=(), stop_token_ids=(), ignore_eos=True)
+            short = oracle.shortfalls(prompt, answer.token_ids[:count], sampling)[-1]
+            for token in range(len(short)):
+                if 0.5 * MOST < short[token] < 1.5 * MOST:
+                    tokens = [*answer.token_ids[: count - 1], token]
+                    (below if short[token] < MOST else above).append(accepts(oracle, codec, prompt, sampling, tokens))
+    assert len(below) > 20 and all(below)
+    assert len(above) > 20 and not any(above)
+
+
+def accepts(
+    oracle: NearOracle, codec: TextCodec, prompt: list[int], sampling: SamplingParams, tokens: list[int]
+) -> bool:
+    usage = Usage(len(prompt), 0, len(tokens), 1)
+    answer = Answer(tokens, codec.decode(tokens, True), Finish(FinishKind.LENGTH), usage)
+    try:
+        oracle.check(prompt, sampling, answer, "near the bound")
+    except AssertionError as error:
+        assert "fall short" in str(error)
+        return False
+    return True

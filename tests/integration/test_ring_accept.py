@@ -1,23 +1,33 @@
 """Coins instead of matching, through the whole ring: greedy requests as ever, sampled ones distributed as ever."""
 
 import asyncio
+import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
-from ring import RingConfig, running, tiny_loaded
+from joint_distribution import joint, p_value
+from ring import Answer, RingConfig, running, tiny_loaded
+from sampling_oracle import Filters, filtered
+from torch import Tensor
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
+from overlap_spec.spec.coins import Rejection
 from overlap_spec.tokenizer.codec import TextCodec
 
 CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)
 REJECTION = AcceptSettings(rejection=True)
 THRESHOLDS = AcceptSettings(threshold_single=0.9, threshold_acc=0.9)
 PROMPT = [5, 17, 42, 9, 80]
-NUM_SAMPLES = 400
+FEW_SAMPLES = 1500
+TOGETHER = 500  # requests that are open at a time
 SIGNIFICANCE = 1e-3
+WRONG: dict[str, Callable[..., Tensor]] = {
+    "residual": lambda self, p, guesses, slots: p,  # the guess may be drawn again, as if q had taken nothing of it
+    "stands": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
+}
 
 
 def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]) -> list[tuple[int, ...]]:
@@ -25,8 +35,12 @@ def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]
 
     async def ask_all() -> list[tuple[int, ...]]:
         async with running(tiny_loaded(3, 3, topk=config.topk), config, codec) as ring:
-            waiting = [ring.ask(PROMPT, sampling) for sampling in requests]
-            return [tuple(answer.token_ids) for answer in await asyncio.gather(*waiting)]
+            answered: list[Answer] = []
+            for first in range(0, len(requests), TOGETHER):
+                answered += await asyncio.gather(
+                    *(ring.ask(PROMPT, sampling) for sampling in requests[first : first + TOGETHER])
+                )
+            return [tuple(answer.token_ids) for answer in answered]
 
     return asyncio.run(ask_all())
 
@@ -51,32 +65,33 @@ def test_low_thresholds_let_more_of_a_tree_stand(codec: TextCodec) -> None:
     assert exact != lossy and all(len(tokens) == 20 for tokens in lossy)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("depth", [1, 2])
-def test_rejection_keeps_the_distribution(depth: int, codec: TextCodec) -> None:
-    """Three tokens, two choices each: as often as plain decoding draws them, which matching is token for token."""
-    requests = [
-        SamplingParams(max_new_tokens=3, temperature=1.5, top_k=2, seed=seed, ignore_eos=True)
-        for seed in range(NUM_SAMPLES)
+def sampled(seeds: range) -> list[SamplingParams]:
+    """Three tokens each, at a temperature and through two filters."""
+    return [
+        SamplingParams(max_new_tokens=3, temperature=1.5, top_k=3, top_p=0.9, seed=seed, ignore_eos=True)
+        for seed in seeds
     ]
-    config = replace(CONFIG, depth=depth)
-    matched = Counter(answers(config, codec, requests))
-    drawn = Counter(answers(replace(config, accept=REJECTION), codec, [replace_seed(r) for r in requests]))
-    cells = sorted(matched.keys() | drawn.keys())
-    assert 4 <= len(cells) <= 8
-    counts = torch.tensor([[matched[cell], drawn[cell]] for cell in cells], dtype=torch.float64)
-    expected = counts.sum(1, keepdim=True) * counts.sum(0) / counts.sum()
-    g = 2 * torch.xlogy(counts, counts / expected).sum()
-    assert torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), g / 2) > SIGNIFICANCE
 
 
-def replace_seed(sampling: SamplingParams) -> SamplingParams:
-    """Another sample: the first token is drawn as ever, and would be the same."""
-    assert sampling.seed is not None
-    return SamplingParams(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        seed=sampling.seed + NUM_SAMPLES,
-        ignore_eos=True,
-    )
+@functools.cache
+def expected() -> dict[tuple[int, ...], float]:
+    """The probability of every three tokens, by the target's logits and plain Python."""
+    filters = Filters(top_k=3, top_p=0.9)
+    return joint(tiny_loaded(3, 3).target, PROMPT, 3, lambda logits: filtered(logits, 1.5, filters))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "num_samples", [FEW_SAMPLES, pytest.param(30_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
+)
+def test_rejection_keeps_the_distribution(num_samples: int, depth: int, codec: TextCodec) -> None:
+    config = replace(CONFIG, depth=depth, accept=REJECTION)
+    assert 8 <= len(expected()) <= 27
+    assert p_value(Counter(answers(config, codec, sampled(range(num_samples)))), expected()) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_rejection_gone_wrong_is_noticed(wrong: str, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rejection, wrong, WRONG[wrong])
+    counts = Counter(answers(replace(CONFIG, accept=REJECTION), codec, sampled(range(FEW_SAMPLES))))
+    assert p_value(counts, expected()) < SIGNIFICANCE

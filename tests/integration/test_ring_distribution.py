@@ -8,19 +8,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 
 import pytest
 import torch
+from joint_distribution import PAGE_SIZE, joint, p_value
 from ring import Ring, RingConfig, running, tiny_loaded
-from tiny_models import CPU
-from torch import Tensor
+from sampling_oracle import softmax
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.spec.coins import CoinVerifier, Rejection, Thresholds
-from overlap_spec.spec.rows import chunk_rows
 from overlap_spec.spec.tree_coins import TreeCoinVerifier
 from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.geometry import LoadedModels
@@ -30,9 +27,7 @@ PROMPT = [1, 3]
 TEMPERATURE = 1.5
 NUM_SAMPLES, FEW_SAMPLES = 100_000, 10_000
 TOGETHER = 800  # requests that are open at a time
-PAGE_SIZE = 16
 SIGNIFICANCE = 1e-3
-FEWEST = 5.0  # expected samples of a cell; rarer ones count together
 
 CHAIN = RingConfig(
     method="EAGLE", num_slots=128, page_size=PAGE_SIZE, num_pages=400, chunk_tokens=1024, max_len=32, prefix_cache=False
@@ -70,22 +65,7 @@ def loaded(config: RingConfig) -> LoadedModels:
 
 def expected(models: LoadedModels) -> dict[tuple[int, ...], float]:
     """The probability of every three tokens."""
-    cache = KVCache.allocate(models.target.kv_shape, 2, PAGE_SIZE, torch.float64, CPU)
-    target = models.target.attach(cache, 2 * PAGE_SIZE)
-
-    def probabilities(tokens: list[int]) -> list[float]:
-        ends, pages = torch.tensor([0, len(tokens)]), torch.tensor([[1]], dtype=torch.int32)
-        positions = torch.arange(len(tokens))
-        rows = chunk_rows(pages, torch.zeros_like(positions), positions, ends, len(tokens), PAGE_SIZE)
-        hidden = target.forward(torch.tensor(tokens), rows).hidden[-1:]
-        return (target.scores(hidden).logits()[0] / TEMPERATURE).softmax(0).tolist()
-
-    joint = {(): 1.0}
-    for _ in range(LENGTH):
-        longer = product(joint.items(), range(VOCAB))
-        after = {prefix: probabilities([*PROMPT, *prefix]) for prefix in joint}
-        joint = {(*prefix, token): p * after[prefix][token] for (prefix, p), token in longer}
-    return joint
+    return joint(models.target, PROMPT, LENGTH, lambda logits: softmax(logits, TEMPERATURE))
 
 
 def sampled(way: Way, models: LoadedModels, codec: TextCodec, num_samples: int) -> Counter[tuple[int, ...]]:
@@ -114,18 +94,6 @@ def sampled(way: Way, models: LoadedModels, codec: TextCodec, num_samples: int) 
     asyncio.run(ask_all())
     assert sum(counts.values()) == num_samples
     return counts
-
-
-def p_value(counts: Counter[tuple[int, ...]], joint: dict[tuple[int, ...], float]) -> float:
-    """Of a G-test."""
-    num_samples = sum(counts.values())
-    cells = [(counts[cell], p * num_samples) for cell, p in joint.items()]
-    common = [cell for cell in cells if cell[1] >= FEWEST]
-    rare = [sum(column) for column in zip(*(cell for cell in cells if cell[1] < FEWEST), strict=True)]
-    table: Tensor = torch.tensor([*common, *([rare] if rare else [])], dtype=torch.float64)
-    g = 2 * torch.xlogy(table[:, 0], table[:, 0] / table[:, 1]).sum()
-    half = torch.tensor((len(table) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half, g / 2))
 
 
 @pytest.mark.full

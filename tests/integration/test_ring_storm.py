@@ -1,13 +1,30 @@
 """The storm on a CPU, in float64 without exception (`tests/storm.py` says what a schedule holds)."""
 
+import random
+
 import pytest
-from storm import run_storm
+from plain_oracle import PlainOracle
+from ring import RingConfig, tiny_loaded
+from storm import Counting, random_requests, run_requests, run_storm
 
 from overlap_spec.tokenizer.codec import TextCodec
 
 
 def test_storm_of_100_schedules(codec: TextCodec) -> None:
     run_storm(100, codec)
+
+
+@pytest.mark.parametrize("oracle_seed", [10, 20])
+def test_wrong_answers_are_counted(codec: TextCodec, oracle_seed: int) -> None:
+    """Against what they must be, and against what another model answers."""
+    requests, oracle = random_requests(random.Random(1), 20), PlainOracle(oracle_seed, codec)
+    counting = Counting(oracle)
+    try:
+        seen = run_requests(requests, tiny_loaded(10, 3), RingConfig(max_len=120), codec, counting, "counted")
+    finally:
+        oracle.close()
+    assert seen["finished"] > 10
+    assert len(counting.wrong) == 0 if oracle_seed == 10 else seen["finished"] * 0.8 < len(counting.wrong) <= 20
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from judged_steps import judged_runs, mean_length
 from reference_trees import path_of
 from solo import Solo, SoloAnswer, assert_equal_up_to_near_ties
 from test_smollm2 import ALL_TOKENS, DATA, greedy
@@ -83,11 +84,6 @@ def check_trees(solo: Solo, rows: list[dict], expected: list[dict], num_tokens: 
     return lengths
 
 
-def accept_length(rows: list[dict[str, Any]]) -> float:
-    lengths = [len(step["committed"]) for row in rows for step in row["steps"]]
-    return sum(lengths) / len(lengths)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", METHODS)
 def test_trees_and_runs_are_the_written_out_loops(open_tree: Open, rows: list[dict], trees: dict, name: str) -> None:
@@ -123,11 +119,12 @@ def test_a_seed_gives_the_same_tokens_with_and_without_trees(
         ("standalone", "standalone_chains.json", "3"),
     ],
 )
-def test_a_tree_accepts_more_than_a_chain(trees: dict, name: str, file: str, chain: str) -> None:
-    """On the 20 prompts: one level more and two more children a node."""
+def test_a_tree_accepts_more_than_a_chain(rows: list[dict], trees: dict, name: str, file: str, chain: str) -> None:
+    """On the 20 prompts, judged by the engine's ops: one level more and two more children a node."""
     chains = json.loads((DATA / file).read_text())["chains"]
-    assert len(trees["trees"][name]) == len(chains[chain]) == 20
-    assert accept_length(trees["trees"][name]) > 1.1 * accept_length(chains[chain])
+    references = [row["tokens"] for row in rows[:20]]
+    of_trees, of_chains = (judged_runs(steps, references) for steps in (trees["trees"][name], chains[chain]))
+    assert mean_length(of_trees) > 1.1 * mean_length(of_chains)
 
 
 @pytest.mark.full

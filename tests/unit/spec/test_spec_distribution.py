@@ -1,11 +1,13 @@
 """Every exact verifier keeps the target's distribution: joint samples of three tokens against the product of its p.
 
 A target and a draft of four tokens are tables over prefixes; windows of three columns are proposed, judged and
-committed until three tokens stand, vectorised over samples: each is a slot with a seed of its own. G-test of 64 cells.
-Deliberately wrong samplers show that the test would notice.
+committed until three tokens stand, vectorised over samples: each is a slot with a seed of its own. G-test of 64 cells,
+or of those that filters leave: what they drop must never come. Deliberately wrong samplers show that the test would
+notice.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 from given_scores import GivenScores
 from overlap_spec_kernels.judge_chain import judge_chain
+from sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
 from overlap_spec.spec import coins
@@ -28,14 +31,29 @@ TOKENS = torch.arange(VOCAB)
 DRAFT_IDS = torch.tensor([0, 2, 3])  # token 1 cannot be guessed
 SIGNIFICANCE = 1e-3
 CHUNK = 100_000
+FEWEST = 5.0  # expected samples of a cell
+NO_FILTERS, ALL_FILTERS = Filters(), Filters(top_k=3, top_p=0.85, min_p=0.15)
+# Temperatures and filters, beside temperature 1 and none.
+WAYS = {
+    "hot": (1.7, NO_FILTERS),
+    "cold": (0.5, NO_FILTERS),
+    "filtered": (1.3, ALL_FILTERS),
+    "cold, filtered": (0.6, ALL_FILTERS),
+}
+FULL = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Logits after every prefix of up to LENGTH + WIDTH tokens, by the prefix read as a number in base VOCAB."""
+    """Logits after every prefix of up to LENGTH + WIDTH tokens, by the prefix read as a number in base VOCAB.
+
+    And how tokens are drawn from the target's.
+    """
 
     target: Tensor  # [prefixes, V]
     draft: Tensor  # [prefixes, Vd]
+    temperature: float = 1.0
+    filters: Filters = NO_FILTERS
 
     @staticmethod
     def drawn(seed: int) -> "Tables":
@@ -47,8 +65,9 @@ class Tables:
         )
 
     def expected(self) -> Tensor:
-        """Probabilities of the three tokens. Shapes: -> [V ** 3]."""
-        p = self.target.softmax(1)
+        """Probabilities of the three tokens, worked out in plain Python row by row. Shapes: -> [V ** 3]."""
+        rows = [filtered(row, self.temperature, self.filters) for row in self.target.tolist()]
+        p = torch.tensor(rows, dtype=torch.float64)
         joint = torch.ones(1, dtype=torch.float64)
         prefixes = torch.ones(1, dtype=torch.int64)
         for _ in range(LENGTH):
@@ -61,11 +80,13 @@ class Tables:
         return prefix % len(self.target)
 
 
-def batch_of(seeds: Tensor, lengths: Tensor) -> SlotBatch:
+def batch_of(seeds: Tensor, lengths: Tensor, temperature: float = 1.0, filters: Filters = NO_FILTERS) -> SlotBatch:
     size, ones = len(seeds), torch.ones(len(seeds), dtype=torch.float64)
     none = torch.zeros(size, dtype=torch.int64)
-    work = SamplingWork(sampled=True, filtered=False, masked=False)
-    sampling = Sampling(ones, none + VOCAB, ones, ones * 0, seeds, none, none[:, None] - 1, work)
+    work = SamplingWork(sampled=True, filtered=bool(filters.names), masked=False)
+    top_k = VOCAB if filters.top_k == -1 else filters.top_k
+    params = (ones * temperature, none + top_k, ones * filters.top_p, ones * filters.min_p)
+    sampling = Sampling(*params, seeds, none, none[:, None] - 1, work)
     return SlotBatch(torch.arange(size), lengths, none[:, None].int(), sampling)
 
 
@@ -75,7 +96,7 @@ def outcomes(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], s
     prefix, lengths = torch.ones(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
     tokens = torch.zeros(size, LENGTH + 2 * WIDTH, dtype=torch.int64)
     for _ in range(LENGTH):
-        batch = batch_of(seeds, lengths)
+        batch = batch_of(seeds, lengths, tables.temperature, tables.filters)
         paths, window = [prefix], torch.full((size, WIDTH), -1)
         for i in range(WIDTH - 1):
             window[:, i + 1] = guess(GivenScores(tables.draft[tables.key(paths[-1])]), batch, i)
@@ -103,12 +124,17 @@ def p_value(
     seed: int,
     outcomes: Callable[..., Tensor] = outcomes,
 ) -> float:
-    """Of a G-test of so many samples."""
+    """Of a G-test of so many samples; 0 if a token came that filters drop. Cells that hardly come count together."""
     counts = torch.zeros(VOCAB**LENGTH, dtype=torch.float64)
     for begin in range(0, num_samples, CHUNK):
         seeds = (seed << 40) + begin + torch.arange(min(CHUNK, num_samples - begin))
         counts += outcomes(tables, verifier, guess, seeds).bincount(minlength=VOCAB**LENGTH)
-    expected = tables.expected() * num_samples
+    cells = torch.stack((counts, tables.expected() * num_samples), 1)
+    possible, common = cells[:, 1] > 0, cells[:, 1] >= FEWEST
+    if cells[~possible, 0].any():
+        return 0.0
+    cells = torch.cat((cells[common], cells[possible & ~common].sum(0, keepdim=True)))
+    counts, expected = cells[cells[:, 1] > 0].unbind(1)
     g = 2 * torch.xlogy(counts, counts / expected).sum()
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), g / 2))
 
@@ -132,12 +158,64 @@ EXACT: dict[str, Callable[[], tuple[Verifier, Callable[..., Tensor]]]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize(
-    "num_samples", [200_000, pytest.param(2_000_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     verifier, guess = EXACT[name]()
     assert p_value(Tables.drawn(5), verifier, guess, num_samples, seed=1) > SIGNIFICANCE / len(EXACT)
+
+
+def tables_for(way: str) -> Tables:
+    """The same p at every temperature, of which the filters find something to drop, each where the others do not."""
+    (temperature, filters), tables = WAYS[way], Tables.drawn(18)
+    return replace(tables, target=tables.target * (temperature / 1.3), temperature=temperature, filters=filters)
+
+
+@pytest.mark.parametrize("way", ["filtered", "cold, filtered"])
+def test_each_filter_is_the_strictest_in_a_quarter_of_the_samples(way: str) -> None:
+    """After prefixes that samples come to; by their numbers, from the empty one, 1, to two tokens."""
+    tables, times = tables_for(way), Counter[str]()
+    reached = {1: 1.0}
+    for _ in range(LENGTH):
+        longer: dict[int, float] = {}
+        for prefix, share in reached.items():
+            row = tables.target[prefix].tolist()
+            for name in strictest(softmax(row, tables.temperature), tables.filters):
+                times[name] += share
+            p = filtered(row, tables.temperature, tables.filters)
+            longer |= {prefix * VOCAB + token: share * p[token] for token in range(VOCAB) if p[token] > 0}
+        reached = longer
+    assert set(times) == set(tables.filters.names)
+    assert min(times.values()) > 0.25
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("num_samples", [50_000, pytest.param(2_000_000, marks=FULL)])
+def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
+    name: str, way: str, num_samples: int
+) -> None:
+    verifier, guess = EXACT[name]()
+    assert p_value(tables_for(way), verifier, guess, num_samples, seed=2) > SIGNIFICANCE / len(EXACT) / len(WAYS)
+
+
+class Altered:
+    """Wrong: judges as if requests had asked for something else."""
+
+    def __init__(self, inner: Verifier, **changes: float) -> None:
+        self._inner = inner
+        self._changes = changes
+
+    def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+        sampling = batch.sampling
+        changes = {name: torch.full_like(getattr(sampling, name), value) for name, value in self._changes.items()}
+        return self._inner.verify(window, scores, replace(batch, sampling=replace(sampling, **changes)))
+
+
+@pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
+    verifier, guess = EXACT[name]()
+    assert p_value(tables_for("filtered"), Altered(verifier, **changes), guess, 50_000, seed=2) < SIGNIFICANCE
 
 
 class KeepsGuess(Rejection):

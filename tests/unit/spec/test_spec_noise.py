@@ -3,24 +3,24 @@
 import math
 
 import torch
+from sampling_oracle import MASK
+from sampling_oracle import gumbel as gumbel_by_hand
+from sampling_oracle import mix64 as mix64_by_hand
 
 from overlap_spec.spec.noise import gumbel, mix64
-
-MASK = (1 << 64) - 1
-
-
-def mix64_by_hand(x: int) -> int:
-    """SplitMix64's output function with Python's unbounded integers."""
-    x &= MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
 
 
 def test_mix64_wraps_as_unsigned_arithmetic_does() -> None:
     values = [0, 1, 2, 12345, -1, -(2**63), 2**63 - 1, 0x1234567890ABCDEF]
     mixed = mix64(torch.tensor(values)).tolist()
     assert [m & MASK for m in mixed] == [mix64_by_hand(v) for v in values]
+
+
+def test_noise_is_the_written_out_one() -> None:
+    keys = [(0, 0, 0), (7, 3, 127), (1 << 40, 17, 49151), ((1 << 63) - 1, 131071, 1), (-5, 2, 3)]
+    for seed, position, token in keys:
+        noise = gumbel(torch.tensor([seed]), torch.tensor([position]), torch.tensor([token])).item()
+        assert math.isclose(noise, gumbel_by_hand(seed, position, token), rel_tol=1e-12)
 
 
 def test_a_value_depends_only_on_its_own_key() -> None:

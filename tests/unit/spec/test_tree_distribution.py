@@ -14,13 +14,16 @@ from overlap_spec_kernels import judge_tree, select_tree
 from test_spec_distribution import (
     CHUNK,
     DRAFT_IDS,
+    FULL,
     LENGTH,
     SIGNIFICANCE,
     TOKENS,
     VOCAB,
+    Altered,
     Tables,
     batch_of,
     p_value,
+    tables_for,
 )
 from torch import Tensor
 
@@ -62,7 +65,7 @@ def tree_outcomes(tables: Tables, verifier: Verifier, grow: Grow, seeds: Tensor)
     prefix, lengths = torch.ones(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
     tokens = torch.zeros(size, LENGTH + 2 * (LEVELS + 1), dtype=torch.int64)
     for _ in range(LENGTH):
-        batch = batch_of(seeds, lengths)
+        batch = batch_of(seeds, lengths, tables.temperature, tables.filters)
         window = window_of(prefix, lengths, *grow(tables, prefix, batch))
         logits = tables.target[tables.key(paths_of(prefix, window))]
         drawn = verifier.verify(window, GivenScores(logits), batch)
@@ -108,12 +111,28 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize(
-    "num_samples", [200_000, pytest.param(2_000_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
-)
+@pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     found = p_value(Tables.drawn(5), *EXACT[name], num_samples, 1, tree_outcomes)
     assert found > SIGNIFICANCE / len(EXACT)
+
+
+@pytest.mark.parametrize("way", ["hot", "filtered", "cold, filtered"])
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("num_samples", [30_000, pytest.param(2_000_000, marks=FULL)])
+def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
+    name: str, way: str, num_samples: int
+) -> None:
+    found = p_value(tables_for(way), *EXACT[name], num_samples, 2, tree_outcomes)
+    assert found > SIGNIFICANCE / len(EXACT) / 3
+
+
+@pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
+@pytest.mark.parametrize("name", ["match", "thresholds at 1"])
+def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
+    verifier, grow = EXACT[name]
+    altered = Altered(verifier, **changes)
+    assert p_value(tables_for("filtered"), altered, grow, 30_000, 2, tree_outcomes) < SIGNIFICANCE
 
 
 class CountsTwice(TreeCoinVerifier):

@@ -1,0 +1,61 @@
+"""What a served answer says that it cost, against the tokenizers library's own counts, in real processes."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from command_line import Service
+from tokenizers import Tokenizer
+
+PAGE = 16  # tokens
+TEXTS = ["The sky is", "Counted by hand: " * 5]
+
+
+@pytest.fixture
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+
+
+def length(tokenizer: Tokenizer, text: str) -> int:
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def post(service: Service, path: str, **body: Any) -> dict[str, Any]:
+    reply = httpx.post(f"{service.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_generate_counts_prompt_answer_and_cached_tokens(service: Service, tokenizer: Tokenizer, text: str) -> None:
+    """Asked twice: what is cached then is whole pages, all that do not need the token after the prompt."""
+    assert httpx.post(f"{service.url}/flush_cache", timeout=10).status_code == 200
+    num_prompt = length(tokenizer, text)
+    sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    for num_cached in (0, (num_prompt - 1) // PAGE * PAGE):
+        answer = post(service, "/generate", text=text, sampling_params=sampling)
+        counts = {name: answer["meta_info"][f"{name}_tokens"] for name in ("prompt", "completion", "cached")}
+        assert counts == {"prompt": num_prompt, "completion": 24, "cached": num_cached}
+        assert len(answer["output_ids"]) == 24
+        assert tokenizer.decode(answer["output_ids"]) == answer["text"]
+
+
+def test_completions_count_every_prompt(service: Service, tokenizer: Tokenizer) -> None:
+    answer = post(service, "/v1/completions", model="tiny", prompt=TEXTS, max_tokens=8, ignore_eos=True)
+    num_prompt = sum(length(tokenizer, text) for text in TEXTS)
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        num_prompt,
+        16,
+        num_prompt + 16,
+    )
+
+
+def test_a_chat_counts_its_template(service: Service, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    answer = post(service, "/v1/chat/completions", model="tiny", messages=messages, max_tokens=8, ignore_eos=True)
+    rendered = "<|user|>Why is the sky blue?</s><|assistant|>"
+    assert answer["usage"]["prompt_tokens"] == length(tokenizer, rendered)
+    assert answer["usage"]["completion_tokens"] == 8
