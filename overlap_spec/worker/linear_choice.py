@@ -18,7 +18,7 @@ from overlap_spec.worker.geometry import LoadedModels
 
 KEPT = "linears"
 MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
-ROUNDS = 3  # after one that does not count
+ROUNDS = 2  # after one that does not count
 PROMPT_ROWS = 16  # of prefill, which is so many times as rare as its rows are more
 FASTER = 0.9  # fewer threads must do it in so much of the time
 
@@ -108,13 +108,14 @@ def timer(linears: Iterable[object]) -> Seconds:
             weights.append(plain_weight(linear))
 
     @cache
-    def formed(form: Form) -> list[FormedLinear]:
-        return [FormedLinear(form.lay_out(weight), None, form) for weight in weights]
+    def laid_out(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [lay_out(weight) for weight in weights]
 
     @cache
     def at(form: Form, threads: int, num_rows: int) -> float:
         use_threads(threads)
-        return _best(formed(form), [torch.ones(num_rows, weight.shape[1]) for weight in weights])
+        formed = [FormedLinear(weight, None, form) for weight in laid_out(form.lay_out)]
+        return _best(formed, [torch.ones(num_rows, weight.shape[1]) for weight in weights])
 
     def seconds(form: Form, threads: int, rows: tuple[int, ...]) -> float:
         return sum(at(form, threads, count) for count in rows) + at(form, threads, PROMPT_ROWS) / PROMPT_ROWS
