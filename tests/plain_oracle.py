@@ -152,7 +152,8 @@ class PlainOracle:
         """One token, after so many of this answer."""
         tokens = self._executor.launch(plan).wait().tokens[0]
         if not reset.sampling.greedy:
-            assert tokens == [self._drawn_by_hand(reset, reset.prompt_len + num_before)], "the sampler is wrong"
+            by_hand = self._drawn_by_hand(reset, reset.prompt_len + num_before)
+            assert tokens == [by_hand], f"the sampler draws {tokens}, plain Python {by_hand}: {reset.sampling}"
         return tokens
 
     def _drawn_by_hand(self, reset: ResetSlot, position: int) -> int:

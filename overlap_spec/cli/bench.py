@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--with-sampled", action="store_true", help=f"measure {drawn} after greedy (latency, throughput)"
     )
     parser.add_argument("--with-transformers", action="store_true", help="measure transformers' generate too (latency)")
+    parser.add_argument("--runs", type=int, metavar="N", help="the best of N counts (default: latency 1, methods 2)")
     add_step_arguments(parser)
     add_methods_arguments(parser)
     add_engine_flags(parser)
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     check_step_arguments(arguments)
     check_methods_arguments(arguments)
+    _check_runs(arguments)
     if arguments.what == "scheduler":
         run_facts = describe_run("cpu", 1)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
@@ -73,6 +75,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         write_report(arguments.output, report)
     return methods_status(report) if arguments.what == "methods" else 0
+
+
+def _check_runs(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError if --runs would have no effect, or is no number of runs."""
+    if arguments.runs is None:
+        return
+    if arguments.what not in ("latency", "methods"):
+        raise UsageError("--runs goes with latency and methods only")
+    if arguments.runs < 1:
+        raise UsageError(f"--runs: must be at least 1, got {arguments.runs}")
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,10 +19,9 @@ from overlap_spec.config_fields import config_fields
 
 PROMPTS = "chat20,copy20"
 BATCH_SIZES = "1,8,32"
-OURS = ("draft", "token_map", "only", "methods", "num_prompts", "runs", "starts_at_once")
-NOT_OURS = ("with_plain", "with_depth1", "with_chats", "with_transformers")
-LATENCY_TOO = ("latency", "runs")
-COUNTS = ("num_prompts", "runs", "starts_at_once")
+OURS = ("draft", "token_map", "only", "methods", "num_prompts", "starts_at_once")
+NOT_OURS = ("with_plain", "with_depth1", "with_chats", "with_sampled", "with_transformers")
+COUNTS = ("num_prompts", "starts_at_once")
 
 
 def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +32,14 @@ def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", metavar="NAME,NAME,..", help="algorithms to measure beside plain decoding")
     group.add_argument("--methods", metavar="FILE", help="JSON table of methods; default: the one that ships")
     group.add_argument("--num-prompts", type=int, metavar="N", help="take the first N of each set of prompts")
-    group.add_argument(
-        "--runs", type=int, metavar="N", help="of each measurement the fastest of N runs (methods: 2, latency: 1)"
-    )
     group.add_argument("--starts-at-once", type=int, metavar="N", help="engines that start together (default: 1)")
 
 
 def check_methods_arguments(arguments: argparse.Namespace) -> None:
     """A flag that would have no effect is refused. Raises: UsageError naming it."""
-    _check_counts(arguments)
     if arguments.what != "methods":
         for name in OURS:
-            if getattr(arguments, name) is not None and (arguments.what, name) != LATENCY_TOO:
+            if getattr(arguments, name) is not None:
                 raise UsageError(f"{flag_name(name)} goes with methods only")
         return
     for name in NOT_OURS:
@@ -54,9 +49,6 @@ def check_methods_arguments(arguments: argparse.Namespace) -> None:
         if field.name.startswith("speculative_") and field.name in arguments:
             flag = flag_name(field.name)
             raise UsageError(f"{flag} does not go with methods: give --draft, --token-map or a table (--methods FILE)")
-
-
-def _check_counts(arguments: argparse.Namespace) -> None:
     for name in COUNTS:
         count = getattr(arguments, name)
         if count is not None and count < 1:

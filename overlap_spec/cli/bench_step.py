@@ -10,7 +10,7 @@ from overlap_spec.cli.parser import UsageError
 
 FLAGS = {"trace": "--trace", "batch_size": "--batch-size"}
 OTHERS = {"with_plain": "--with-plain", "with_transformers": "--with-transformers", "with_depth1": "--with-depth1"}
-NOT_OURS = OTHERS | {"with_chats": "--with-chats"}
+NOT_OURS = OTHERS | {"with_chats": "--with-chats", "with_sampled": "--with-sampled"}
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:

@@ -85,6 +85,8 @@ def test_what_did_not_run_says_why(ran: tuple[dict[str, Any], str, int]) -> None
         (("methods", "--draft", "ORACLE=x"), "--draft: no row that is measured is of 'ORACLE'"),
         (("methods", "--only", "EAGLE3", "--token-map", "x"), "--token-map: no row that is measured uses one"),
         (("methods", "--runs", "0"), "--runs: must be at least 1"),
+        (("step", "--runs", "2"), "--runs goes with latency and methods only"),
+        (("step", "--with-sampled"), "--with-sampled does not go with step"),
         (("methods", "--methods", "nowhere.json"), "--methods: nowhere.json is no table"),
         (("latency", "--draft", "EAGLE=x"), "--draft goes with methods only"),
     ],

@@ -218,6 +218,22 @@ def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str,
     assert p_value(tables_for("filtered"), Altered(verifier, **changes), guess, 50_000, seed=2) < SIGNIFICANCE
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_rejection_draws_guesses_at_the_requests_temperature(temperature: float) -> None:
+    """Any q is exact, but no other is accepted as often."""
+    probs, size = DraftProbs(), 20_000
+    probs.allocate(size, 1, DRAFT_IDS)
+    row = [0.9, -1.3, 0.4]
+    seeds = torch.arange(size)
+    batch = batch_of(seeds, torch.zeros_like(seeds), temperature)
+    guesses = probs.draw(GivenScores(torch.tensor([row], dtype=torch.float64).expand(size, -1)), batch, 0)
+    q = torch.tensor(softmax(row, temperature), dtype=torch.float64)
+    counts = (guesses[:, None] == DRAFT_IDS).sum(0)
+    g = 2 * torch.xlogy(counts, counts / (q * size)).sum()
+    assert torch.special.gammaincc(torch.tensor(1.0, dtype=torch.float64), g / 2) > SIGNIFICANCE
+    assert torch.allclose(probs.over(seeds[:1], 1, VOCAB)[0, 0, DRAFT_IDS], q, atol=1e-7)
+
+
 class KeepsGuess(Rejection):
     """Wrong: draws from p where a guess fell, as if q had taken nothing of it."""
 
