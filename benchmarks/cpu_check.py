@@ -17,8 +17,9 @@ from typing import Any
 from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.report import write_report
-from overlap_spec.bench.runs import best_of
+from overlap_spec.bench.runs import WARM_UP_CHAT, best_of
 from overlap_spec.bench.workload import read_prompts
+from overlap_spec.client import AnyPrompt
 from overlap_spec.config import EngineConfig, own_environment
 from overlap_spec.engine import Engine
 from overlap_spec.messages import SamplingParams
@@ -31,7 +32,6 @@ FACTS = ("processor", "threads", "linears", "chunk_tokens", "start_up")
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
-    parser.add_argument("--commit")
     parser.add_argument("--chats", type=int, default=3)
     parser.add_argument("--num-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
@@ -62,7 +62,7 @@ def start_seconds() -> float:
 async def measure_engines(arguments: argparse.Namespace) -> dict[str, Any]:
     """Each engine's best of some turns, one after the other; an idle engine sleeps."""
     config = EngineConfig(device="cpu", log_level="warning")
-    prompts = [[{"role": "user", "content": text}] for text in read_prompts("chat20")[: arguments.chats]]
+    prompts = [_chat(text) for text in read_prompts("chat20")[: arguments.chats]]
     sampling = SamplingParams(max_new_tokens=arguments.num_tokens, temperature=0.0, seed=0)
     turns: dict[str, list[dict[str, Any]]] = {"engine": [], "plain": []}
     async with Engine(config) as drafting, Engine(without_speculation(config)) as plain:
@@ -72,16 +72,20 @@ async def measure_engines(arguments: argparse.Namespace) -> dict[str, Any]:
             print(name, {key: facts[key] for key in FACTS if key in facts}, flush=True)
         for _ in range(arguments.runs):
             for name, engine in engines.items():
-                figures = await measure_latency(engine.client, prompts, sampling)
+                figures = await measure_latency(engine.client, prompts, sampling, _chat(WARM_UP_CHAT))
                 turns[name].append({**figures, "settings": describe_settings(engine), "facts": dict(engine.facts)})
                 said = {key: figures[key] for key in ("tokens_per_second", "step_ms", "accept_length")}
                 print(name, said, flush=True)
         files = drafting.settings.model.files
         return {
-            "run": describe_engine(drafting, arguments.commit),
+            "run": describe_engine(drafting),
             "files": (files.weights, files.tokenizer_dir, drafting.settings.num_threads),
             **{name: best_of(figures) for name, figures in turns.items()},
         }
+
+
+def _chat(text: str) -> AnyPrompt:
+    return [{"role": "user", "content": text}]
 
 
 def measure_transformers(arguments: argparse.Namespace, files: tuple[str, str, int]) -> dict[str, Any]:

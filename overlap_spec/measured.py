@@ -48,8 +48,8 @@ def seconds_of_others() -> float:
     try:
         lines = [line.split() for line in PROCESSOR_TIMES.read_text().splitlines() if line.startswith("cpu")]
         ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        # user, nice, system, idle, waiting for disks, interrupts, soft ones, stolen by other machines
-        ticks = sum(sum(map(int, words[1:4] + words[6:9])) for words in lines if words[0] in ours)
+        # user, nice, system, idle, waiting for disks, interrupts, soft ones; what other machines take never ends
+        ticks = sum(sum(map(int, words[1:4] + words[6:8])) for words in lines if words[0] in ours)
         return ticks / os.sysconf("SC_CLK_TCK") - own
     except (OSError, ValueError, AttributeError):
         return 0.0

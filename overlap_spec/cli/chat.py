@@ -8,6 +8,7 @@ import argparse
 import logging
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -75,12 +76,18 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def _is_missing(path: str) -> bool:
+    """True of what can only be a path, and is not there."""
+    return path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists()
+
+
 def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
 def _talk(config: EngineConfig, sampling: SamplingParams, arguments: argparse.Namespace) -> int:
-    _say(f"starting {config.model_path}")  # before anything that takes time, imports among it
+    if not _is_missing(config.model_path):  # else its error is the one thing to say
+        _say(f"starting {config.model_path}")  # before anything that takes time, imports among it
     from overlap_spec.cli.background import BackgroundLoop
     from overlap_spec.cli.conversation import Conversation
     from overlap_spec.cli.progress import shown_progress

@@ -24,7 +24,7 @@ from overlap_spec.spec.verifier import ChainVerifier, GreedyVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
-from overlap_spec.worker.linear_choice import choose_linears
+from overlap_spec.worker.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 
@@ -49,8 +49,7 @@ def _check_draft(spec: SpecSettings) -> None:
 
 def prepare_place(settings: Settings) -> torch.device:
     """Set torch up for these settings. float32 means IEEE float32: no TF32."""
-    if torch.get_num_threads() != settings.num_threads:  # else the environment has said it, for MKL perhaps otherwise
-        torch.set_num_threads(settings.num_threads)
+    use_threads(settings.num_threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():

@@ -1,11 +1,12 @@
 """Chooses threads and the form of linears on a CPU by timing them on the loaded weights. Not here: the forms.
 
-It takes about a second, so what came of it is kept for the next start with the same model, width and machine.
+It takes most of a second, so what came of it is kept for the next start with the same model, width and machine.
 """
 
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,11 +18,11 @@ from overlap_spec.worker.geometry import LoadedModels
 
 KEPT = "linears"
 MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
-ROUNDS = 3
+ROUNDS = 2  # after one that does not count
 PROMPT_ROWS = 16  # of prefill, which is so many times as rare as its rows are more
 FASTER = 0.9  # fewer threads must do it in so much of the time
 
-Seconds = Callable[[Form, int], float]  # of linears in this form on so many threads
+Seconds = Callable[[Form, int, tuple[int, ...]], float]  # form, threads, at these numbers of rows, one after another
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,17 @@ def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
     of = (settings.model.files.config, settings.spec.method, width, threads, given, settings.spin_count)
     counts = [threads] if given else thread_counts(threads)
     choice = once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
-    torch.set_num_threads(choice.threads)
+    use_threads(choice.threads)
     forms = FORMS[choice.target], FORMS[choice.draft], FORMS[choice.head]
     target = in_form(models.target, forms[0], forms[2])
     proposer = in_form(models.proposer, forms[1], forms[2])
     return replace(models, target=target, proposer=proposer, linears=str(choice))
+
+
+def use_threads(count: int) -> None:
+    """Set torch's threads, unless there are so many: MKL's are set along, whatever a user has said of them."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def thread_counts(most: int) -> list[int]:
@@ -69,15 +76,14 @@ def thread_counts(most: int) -> list[int]:
 def measure(models: LoadedModels, width: int, counts: list[int]) -> LinearChoice:
     """Time the forms at `width` rows, the draft's at one too, which is what most of its steps have."""
     head = getattr(models.target, "head", None)
-    layers = [linear for linear in linears_of(models.target) if linear is not head]
-    heads = [] if head is None else [head]
-    rows = (width,)
-    seconds = timer(layers, rows)
-    threads = fewest_threads(lambda count: min(seconds(form, count) for form in FORMS.values()), counts)
-    target = fastest(seconds, threads)
-    of_draft = timer(layers, (1, width)) if width > 1 else seconds
-    of_heads = timer(heads, rows)
-    return LinearChoice(threads, target, fastest(of_draft, threads), fastest(of_heads, threads) if heads else target)
+    of_layers = timer(linear for linear in linears_of(models.target) if linear is not head)
+    target = fastest(lambda form: of_layers(form, counts[0], (width,)))
+    threads = fewest_threads(lambda count: of_layers(FORMS[target], count, (width,)), counts)
+    draft = fastest(lambda form: of_layers(form, threads, (1, width)))
+    if head is None:
+        return LinearChoice(threads, target, draft, target)
+    of_head = timer([head])
+    return LinearChoice(threads, target, draft, fastest(lambda form: of_head(form, threads, (width,))))
 
 
 def fewest_threads(seconds: Callable[[int], float], counts: list[int]) -> int:
@@ -89,24 +95,30 @@ def fewest_threads(seconds: Callable[[int], float], counts: list[int]) -> int:
     return chosen
 
 
-def fastest(seconds: Seconds, threads: int) -> str:
+def fastest(seconds: Callable[[Form], float]) -> str:
     """The form that takes least."""
-    return min(FORMS.values(), key=lambda form: seconds(form, threads)).name
+    return min(FORMS.values(), key=seconds).name
 
 
-def timer(linears: Iterable[object], rows: tuple[int, ...]) -> Seconds:
-    """Times some of the linears, as much memory as does not fit into a cache, at those numbers of rows."""
+def timer(linears: Iterable[object]) -> Seconds:
+    """Times some of the linears, as much memory as does not fit into a cache. Nothing is timed twice."""
     weights: list[Tensor] = []
     for linear in linears_of(tuple(linears)):
         if sum(weight.nbytes for weight in weights) < MEASURED_BYTES:
             weights.append(plain_weight(linear))
-    shares = [*((count, 1.0) for count in rows), (PROMPT_ROWS, 1 / PROMPT_ROWS)]
 
-    def seconds(form: Form, threads: int) -> float:
-        torch.set_num_threads(threads)
-        formed = [FormedLinear(form.lay_out(weight), None, form) for weight in weights]
-        inputs = [(share, [torch.ones(count, weight.shape[1]) for weight in weights]) for count, share in shares]
-        return sum(share * _best(formed, of_weights) for share, of_weights in inputs)
+    @cache
+    def laid_out(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [lay_out(weight) for weight in weights]
+
+    @cache
+    def at(form: Form, threads: int, num_rows: int) -> float:
+        use_threads(threads)
+        formed = [FormedLinear(weight, None, form) for weight in laid_out(form.lay_out)]
+        return _best(formed, [torch.ones(num_rows, weight.shape[1]) for weight in weights])
+
+    def seconds(form: Form, threads: int, rows: tuple[int, ...]) -> float:
+        return sum(at(form, threads, count) for count in rows) + at(form, threads, PROMPT_ROWS) / PROMPT_ROWS
 
     return seconds
 

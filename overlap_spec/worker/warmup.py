@@ -117,7 +117,7 @@ def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
     far = geometry.max_len - 1 - num_tokens
     near_s, far_s = (
         min(_timed(executor, _prefill(geometry, GREEDY, start, num_tokens)) for _ in range(times))
-        for start, times in ((0, 2), (far, 1))  # a long one is less disturbed
+        for start, times in ((0, 3), (far, 1))  # a long one is less disturbed
     )
     fitting = int(CHUNK_SECONDS / near_s * num_tokens)
     tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))

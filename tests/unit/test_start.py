@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +30,10 @@ def test_a_process_imports_nothing_slow_that_it_does_not_need(module: str, unnee
     assert not modules_after(f"import {module}") & set(unneeded)
 
 
-def test_a_chat_says_what_it_does_before_it_imports_an_engine() -> None:
-    program = """
+def test_a_chat_says_what_it_does_before_it_imports_an_engine(tmp_path: Path) -> None:
+    program = (
+        f"folder = {str(tmp_path)!r}"
+        + """
 import io, sys
 class Words(io.StringIO):
     def write(self, words):
@@ -40,7 +43,8 @@ class Words(io.StringIO):
         return super().write(words)
 sys.stderr = Words()
 from overlap_spec.cli import main
-print("status", main(["chat", "Hi", "--model-path", "/nowhere/at/all"]))
+print("status", main(["chat", "Hi", "--model-path", folder]))
 """
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "slow before the first word: [] starting /nowhere/at/all"
+    assert done.stdout.splitlines()[0] == f"slow before the first word: [] starting {tmp_path}"

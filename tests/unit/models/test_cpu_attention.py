@@ -69,3 +69,13 @@ def test_the_next_forward_looks_again() -> None:
     first = forwards.of(CASES["one row"], cos_sin, PAGE)
     assert forwards.of(CASES["one row"], cos_sin, PAGE) is first
     assert forwards.of(CASES["pages apart"], cos_sin, PAGE).rows is CASES["pages apart"]
+
+
+def test_layers_with_other_windows_see_other_keys() -> None:
+    """In one forward, as in models with windows in every other layer."""
+    rows = CASES["a window of rows on consecutive pages"]
+    forward, q = Forward(rows, torch.randn(16, D), PAGE), torch.randn(len(rows.positions), NQ, D)
+    k_cache, v_cache = (torch.randn(8, PAGE, NKV, D) for _ in range(2))
+    found = [forward.attend(q, k_cache, v_cache, 0.3, window) for window in (None, 2, None)]
+    assert torch.equal(found[0], found[2])
+    assert not torch.allclose(found[0], found[1])

@@ -35,7 +35,7 @@ def write(path: Path, alignment: int | None = None) -> Path:
     return path
 
 
-@pytest.mark.parametrize("alignment", [None, 64])
+@pytest.mark.parametrize("alignment", [None, 64, 4096])
 def test_values_are_those_of_gguf_to_the_bit(alignment: int | None, tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", alignment)
     wanted = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

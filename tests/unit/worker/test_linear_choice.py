@@ -16,7 +16,7 @@ from overlap_spec.worker.linear_choice import LinearChoice, fastest, fewest_thre
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_fastest_form(name: str) -> None:
-    assert fastest(lambda form, threads: 1.0 if form.name == name else 2.0, 2) == name
+    assert fastest(lambda form: 1.0 if form.name == name else 2.0) == name
 
 
 @pytest.mark.parametrize(
@@ -39,27 +39,44 @@ def keeps_threads() -> Any:
     torch.set_num_threads(before)
 
 
-def test_each_part_is_timed_at_its_own_rows(monkeypatch: pytest.MonkeyPatch, keeps_threads: None) -> None:
-    """The target at the window, the draft at one row too, the head by itself."""
-    timed: list[tuple[int, tuple[int, ...]]] = []
+def test_each_part_is_timed_at_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target at the window, the draft at one row too, the head by itself; then threads, in the target's form."""
+    timed: list[tuple[int, str, int, tuple[int, ...]]] = []
 
-    def timer(linears: Any, rows: tuple[int, ...]) -> Any:
-        timed.append((len(list(linears)), rows))
-        best = {(1,): "packed", (4,): "x @ weight.T", (1, 4): "weight @ x.T"}[rows]
-        return lambda form, threads: 1.0 if form.name == best else 2.0
+    def timer(linears: Any) -> Any:
+        number = len(list(linears))
+
+        def seconds(form: Form, threads: int, rows: tuple[int, ...]) -> float:
+            timed.append((number, form.name, threads, rows))
+            best = {(3, (4,)): "x @ weight.T", (3, (1, 4)): "weight @ x.T", (1, (4,)): "packed"}[number, rows]
+            return (1.0 if form.name == best else 2.0) / (3 - threads)
+
+        return seconds
 
     monkeypatch.setattr(linear_choice, "timer", timer)
     layers = tuple(linear_map(torch.randn(8, 4)) for _ in range(3))
     target: Any = SimpleNamespace(head=Linear(torch.randn(9, 4)))
     monkeypatch.setattr(linear_choice, "linears_of", lambda node: [*layers, target.head])
-    choice = measure(SimpleNamespace(target=target), 4, [2])  # type: ignore[arg-type]
-    assert choice == LinearChoice(2, target="x @ weight.T", draft="weight @ x.T", head="x @ weight.T")
-    assert timed == [(3, (4,)), (3, (1, 4)), (1, (4,))]
+    models: Any = SimpleNamespace(target=target)
+    assert measure(models, 4, [2, 1]) == LinearChoice(1, target="x @ weight.T", draft="weight @ x.T", head="packed")
+    assert [row for row in timed if row[2] == 2 and row[0] == 3] == [
+        *((3, name, 2, (4,)) for name in FORMS),
+        (3, "x @ weight.T", 2, (4,)),
+    ]
 
 
-def test_a_real_measurement_ends(keeps_threads: None) -> None:
-    timed = linear_choice.timer([linear_map(torch.randn(64, 32))], (1, 4))
-    assert all(timed(form, 1) > 0 for form in FORMS.values())
+def test_a_real_measurement_ends_and_nothing_is_timed_twice(
+    monkeypatch: pytest.MonkeyPatch, keeps_threads: None
+) -> None:
+    rounds: list[int] = []
+    best = linear_choice._best
+    monkeypatch.setattr(
+        linear_choice, "_best", lambda formed, inputs: (rounds.append(len(inputs)), best(formed, inputs))[1]
+    )
+    timed = linear_choice.timer([linear_map(torch.randn(64, 32))])
+    for _ in range(2):
+        assert all(timed(form, 1, (1, 4)) > 0 for form in FORMS.values())
+    assert len(rounds) == 3 * len(FORMS)
 
 
 class Widths(list[int]):
