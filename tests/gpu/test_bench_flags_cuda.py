@@ -53,6 +53,7 @@ def captured(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatc
     return drawn
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of parts of torch that inductor imports
 @pytest.mark.parametrize("work", SAMPLING_WORK, ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("synthetic", [False, True], ids=["real", "synthetic"])
