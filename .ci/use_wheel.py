@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("overlap_spec", "overlap_spec_kernels")
-TEST_GROUP = ("accelerate", "openai", "pytest", "transformers")  # with them come others that nobody has declared
+TEST_GROUP = ("accelerate", "openai", "pytest", "transformers")  # they bring packages that are not declared
 COMMAND = str(Path(sysconfig.get_path("scripts"), "overlap-spec"))
 LIMIT_S = 180.0  # for each command; a slow machine that is also busy starts an engine in 40 s
 END_S = 40.0  # open requests have 30 s
@@ -46,7 +46,7 @@ def check(holds: object, what: str) -> None:
 
 
 def environment_is_clean() -> str:
-    """The packages come from this environment, and nothing of the test group is there."""
+    """The packages come from this environment, which holds no package of the test group."""
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         check(spec is not None and spec.origin, f"{name} is not installed")

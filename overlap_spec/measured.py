@@ -1,6 +1,6 @@
 """What was measured on this machine, kept for the next start. Not here: measuring.
 
-What is measured while somebody else has the cores serves this start and is not kept.
+A figure that was measured while other processes used the cores serves this start and is not kept.
 
 A small file in the cache directory for each thing measured, named after all that it depends on: the processor, how many
 cores this process may use, torch's version, and what the caller adds. A file that cannot be read, or says something
@@ -43,7 +43,7 @@ def once(
 
 
 def seconds_of_others() -> float:
-    """What others have computed so far on the cores of this process, its children apart; 0 where nobody can say."""
+    """Seconds that other processes, children of this one apart, have used its cores so far; 0 if that is unknown."""
     own = sum(os.times()[:4])
     try:
         lines = [line.split() for line in PROCESSOR_TIMES.read_text().splitlines() if line.startswith("cpu")]

@@ -19,7 +19,7 @@ from typing import Any
 from overlap_spec.bench.workload import GREEDY, Sampling
 
 TIMEOUT_S = 1200
-SETTLE_S = 10.0  # for the last step, whose tokens nobody wants any more
+SETTLE_S = 10.0  # for the last step to settle, after the answers are complete
 POLL_S = 0.005
 NUM_RUNS = 2
 NUM_SAMPLED_RUNS = 1

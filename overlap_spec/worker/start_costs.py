@@ -50,6 +50,6 @@ def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> Star
     on_cpu, scheduler = settings.model.device == "cpu", settings.scheduler
     sized = on_cpu and scheduler.chunk_tokens is None
     chunk = measure_chunk(executor, geometry) if sized else ChunkSize(geometry.max_chunk, 0)
-    ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # then nobody asks for the costs
+    ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # then the costs are not used
     steps = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
     return StartCosts(chunk, steps, ceiling_of(torch.device(settings.model.device), geometry.dtype))

@@ -1,6 +1,6 @@
 """What the package imports is what pyproject.toml declares, and each of those has a tested version.
 
-An environment for tests cannot show this: its other packages bring along what nobody has declared.
+An environment for tests cannot show this: its other packages bring packages along that are not declared.
 """
 
 import ast

@@ -221,7 +221,7 @@ def test_threads_of_children_wait_passively_and_only_the_worker_has_many(monkeyp
     assert child_environment(settings, "worker").items() >= {"PATH": os.environ["PATH"]}.items()
 
 
-def test_the_worker_spins_as_long_as_was_chosen_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_spins_as_long_as_was_chosen_and_no_other_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
     without_threads_of_the_user(monkeypatch)
     settings = msgspec.structs.replace(resolved(), spin_count=3000)
     assert child_environment(settings, "worker")["GOMP_SPINCOUNT"] == "3000"

@@ -1,4 +1,4 @@
-"""A start is fast: nobody imports what nobody needs, and the first word comes before anything that takes time."""
+"""A start is fast: a process imports only what it needs, and says what it does before anything that takes time."""
 
 import subprocess
 import sys

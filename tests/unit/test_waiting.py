@@ -15,9 +15,9 @@ LIBRARY = Path("libgomp.so.1")
 
 
 @pytest.fixture(autouse=True)
-def nobody_has_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_user_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as if nobody else were here
+    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as on a quiet machine
     for name in USERS:
         monkeypatch.delenv(name, raising=False)
 
@@ -32,11 +32,11 @@ def test_the_shortest_spin_that_covers_the_pauses(covered: int) -> None:
     assert shortest_of(wakes_cost(400, covered)) == covered
 
 
-def test_where_waking_costs_little_nobody_spins() -> None:
+def test_where_waking_costs_little_no_thread_spins() -> None:
     assert shortest_of(wakes_cost(2.5, 100_000)) == 0
 
 
-def test_where_spinning_costs_more_nobody_spins() -> None:
+def test_where_spinning_costs_more_no_thread_spins() -> None:
     assert shortest_of(lambda spin: [10.0 + spin] * 3) == 0
 
 

@@ -98,7 +98,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_threads: None) 
         return LinearChoice(1, *["packed"] * 3)
 
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as if nobody else were here
+    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as on a quiet machine
     monkeypatch.setattr(linear_choice, "measure", measured)
     monkeypatch.setattr(linear_choice, "replace", lambda models, **parts: parts)
     return widths

@@ -39,7 +39,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, what, lambda *_: (done.append(what), result)[1])
 
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as if nobody else were here
+    monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as on a quiet machine
     measuring("measure_chunk", ChunkSize(48, 7))
     measuring("measure_steps", STEPS)
     measuring("ceiling_of", Ceiling(3.0, 4.0))
@@ -100,7 +100,7 @@ def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> Non
     assert measured == ["measure_steps", "ceiling_of"]
 
 
-def test_step_costs_that_nobody_asks_for_are_not_measured(measured: list[str]) -> None:
+def test_step_costs_that_are_not_needed_are_not_measured(measured: list[str]) -> None:
     kept = replace(settings(), scheduler=replace(settings().scheduler, keeps_width=True))
     assert start_costs(kept, EXECUTOR, GEOMETRY).steps == StepCosts()
     assert measured == ["measure_chunk", "ceiling_of"]
