@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("--prompts", metavar="NAME", help="chat20 (default), copy20, peer64, random or a file")
     parser.add_argument("--num-tokens", type=int, default=256, metavar="N", help="tokens per answer at most")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency and methods runs")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency, methods and step runs")
     parser.add_argument("--batch-sizes", metavar="N,N,..", help="of throughput and methods runs")
     parser.add_argument("--with-plain", action="store_true", help="measure the engine without speculation too")
     parser.add_argument("--with-depth1", action="store_true", help="measure one step in flight too (throughput)")
@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_step_arguments(arguments)
     check_methods_arguments(arguments)
     _check_runs(arguments)
+    if arguments.temperature and arguments.what in ("throughput", "scheduler"):
+        raise UsageError("--temperature goes with latency, methods and step; throughput takes --with-sampled")
     if arguments.what == "scheduler":
         run_facts = describe_run("cpu", 1)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]

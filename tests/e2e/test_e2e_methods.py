@@ -86,6 +86,7 @@ def test_what_did_not_run_says_why(ran: tuple[dict[str, Any], str, int]) -> None
         (("methods", "--only", "EAGLE3", "--token-map", "x"), "--token-map: no row that is measured uses one"),
         (("methods", "--runs", "0"), "--runs: must be at least 1"),
         (("step", "--runs", "2"), "--runs goes with latency and methods only"),
+        (("throughput", "--temperature", "1"), "--temperature goes with latency, methods and step"),
         (("step", "--with-sampled"), "--with-sampled does not go with step"),
         (("methods", "--methods", "nowhere.json"), "--methods: nowhere.json is no table"),
         (("latency", "--draft", "EAGLE=x"), "--draft goes with methods only"),

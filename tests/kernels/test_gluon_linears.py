@@ -86,7 +86,7 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def assert_last(gpu: Hopper, name: str, told: dict[str, Any]) -> None:
-    """The kernel that was launched last, and some of what it was told."""
+    """Check the kernel of the last launch and some of its constants."""
     launch = gpu.launches[-1]
     assert launch.kernel == (TILED if name in TILES else STREAMED)
     assert {key: launch.constants[key] for key in told} == told
