@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from _tests_path import ROOT
-from answer_reader import AnswerReader
 from bf16_criterion import judge
-from solo import Solo
+from support.answer_reader import AnswerReader
+from support.solo import Solo
 from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report

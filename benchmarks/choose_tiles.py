@@ -2,7 +2,7 @@
 
     python benchmarks/choose_tiles.py --output benchmarks/results/choosing/tiles_h200.json
 
-What `tiles_for` (kernels/overlap_spec_kernels/_warpgroup_linear.py) chooses, it chooses by this table. Every way is a
+What `tiles_for` (kernels/overlap_spec_kernels/linear/warpgroup_linear.py) chooses, it chooses by this table. Every way is a
 chain of launches in one CUDA graph over weights that the L2 cache cannot hold. Needs a Hopper GPU.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from overlap_spec_kernels import Norm, Normed
-from overlap_spec_kernels._warpgroup_linear import Tiles
-from overlap_spec_kernels.fused_linear import _Addition, _call, fused_linear_reference, linear_add_reference
+from overlap_spec_kernels.linear.fused_linear import _Addition, _call, fused_linear_reference, linear_add_reference
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles
 from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report

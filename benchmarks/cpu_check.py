@@ -21,9 +21,9 @@ from overlap_spec.bench.runs import WARM_UP_CHAT, best_of
 from overlap_spec.bench.workload import read_prompts
 from overlap_spec.client import AnyPrompt
 from overlap_spec.config import EngineConfig, own_environment
+from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.messages import SamplingParams
-from overlap_spec.resolve import without_speculation
 
 MUST = {"plain": 1.2, "engine": 1.8}  # times transformers
 FACTS = ("processor", "threads", "linears", "chunk_tokens", "start_up")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from overlap_spec.bench.report import describe_run, write_report
-from overlap_spec.models.layers import Linear, linear_map
+from overlap_spec.models.layers.linear import Linear, linear_map
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 LAYERS, REPEATS = 30, 6

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from _tests_path import ROOT
-from solo import Solo
+from support.solo import Solo
 from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report

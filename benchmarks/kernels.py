@@ -7,8 +7,8 @@ import argparse
 import sys
 
 import torch
-from overlap_spec_kernels._step_cases import NUM_ROWS
-from overlap_spec_kernels.benchmark import run
+from kernel_cases.benchmark import run
+from kernel_cases.step_cases import NUM_ROWS
 
 from overlap_spec.bench.report import describe_run, write_report
 

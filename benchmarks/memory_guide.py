@@ -18,18 +18,18 @@ from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import MIB, EngineConfig, Machine, Settings
+from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
-from overlap_spec.models import eagle3_loader, llama_loader
-from overlap_spec.models.checkpoint import Shape
-from overlap_spec.models.dummy import spread_target_ids
-from overlap_spec.models.eagle3_config import Eagle3Config
+from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loader import read_target_config
-from overlap_spec.resolve import resolve
+from overlap_spec.models.loading import eagle3_loader, llama_loader
+from overlap_spec.models.loading.checkpoint import Shape
+from overlap_spec.models.loading.dummy import spread_target_ids
+from overlap_spec.models.loading.loader import read_target_config
 from overlap_spec.spec.methods import ChainDraft, TreeDraft, method_named
-from overlap_spec.spec.tree import Branching
-from overlap_spec.worker.geometry import LoadedModels, demand_of, torch_dtype
-from overlap_spec.worker.savings import Demand, savings
+from overlap_spec.spec.proposers.tree import Branching
+from overlap_spec.worker.sizing.geometry import LoadedModels, demand_of, torch_dtype
+from overlap_spec.worker.sizing.savings import Demand, savings
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Path("benchmarks/shapes")

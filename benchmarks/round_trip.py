@@ -23,10 +23,10 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.actor import SETTINGS_FILE, ActorContext
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings, encode_settings
-from overlap_spec.machine import inspect
+from overlap_spec.config.resolve import SPIN_CORES, SPIN_S, resolve
+from overlap_spec.ipc.step_link import Patience
 from overlap_spec.messages import (
     Admit,
     EngineLimits,
@@ -40,9 +40,9 @@ from overlap_spec.messages import (
     ToWorker,
     WorkerReady,
 )
-from overlap_spec.resolve import SPIN_CORES, SPIN_S, resolve
-from overlap_spec.run_directory import RunDirectory
-from overlap_spec.step_link import Patience
+from overlap_spec.runtime.actor import SETTINGS_FILE, ActorContext
+from overlap_spec.runtime.machine import inspect
+from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.worker.loop import Worker
 
 WARM_STEPS, PROMPT_TOKENS = 50, 16
@@ -84,7 +84,7 @@ class FakeExecutor:
 
 
 async def main(context: ActorContext) -> None:
-    """The worker process (`overlap_spec.actor` calls it)."""
+    """The worker process (`overlap_spec.runtime.actor` calls it)."""
     run_dir = context.endpoints.run_dir
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     slots = context.settings.scheduler.max_running_requests
@@ -130,11 +130,11 @@ def measure(batch: int, depth: int, step_us: int, steps: int, spin: bool) -> dic
     directory.write_private(CASE, json.dumps({"step_us": step_us}).encode())
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    roles = {"scheduler": "overlap_spec.scheduler.actor", "worker": Path(__file__).stem}
+    roles = {"scheduler": "overlap_spec.scheduler.scheduler_actor", "worker": Path(__file__).stem}
     context = ActorContext("tokenizer", settings, directory.endpoints)
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "overlap_spec.actor", role, module, str(directory.path), str(os.getpid())],
+            [sys.executable, "-m", "overlap_spec.runtime.actor", role, module, str(directory.path), str(os.getpid())],
             env=environment,
         )
         for role, module in roles.items()

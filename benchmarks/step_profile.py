@@ -32,12 +32,12 @@ from torch.profiler import ProfilerActivity, profile
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.config import EngineConfig, Machine, child_environment
+from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
-from overlap_spec.resolve import resolve, without_speculation
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.warmup import capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, warm_up
 
 ROWS = Path(__file__).parent.parent / "tests/data/greedy64.json"
 PAGES_PER_SLOT, STEPS, PROFILED = 40, 50, 20

@@ -10,7 +10,7 @@ import torch
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.spec.methods import Method, NoDraft
-from overlap_spec.spec.plain import NoProposer
+from overlap_spec.spec.proposers.none import NoProposer
 from overlap_spec.spec.types import Guesses
 
 

@@ -13,18 +13,18 @@ from typing import Self, TypeVar
 
 from msgspec.structs import replace
 
-from overlap_spec.actor import ROLES
 from overlap_spec.client import AnyPrompt, Client
-from overlap_spec.client_calls import Delta
+from overlap_spec.client.calls import Delta
 from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, EngineConfig, Settings, says_how_to_wait
-from overlap_spec.config_fields import check_config
+from overlap_spec.config.fields import check_config
+from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import SamplingParams
-from overlap_spec.resolve import resolve
-from overlap_spec.run_directory import RunDirectory
-from overlap_spec.supervisor import Facts, Progress, Supervisor
-from overlap_spec.threads import in_daemon_thread
-from overlap_spec.tracing import CLIENT, recorder
+from overlap_spec.runtime.actor import ROLES
+from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.supervisor import Facts, Progress, Supervisor
+from overlap_spec.runtime.threads import in_daemon_thread
+from overlap_spec.runtime.tracing import CLIENT, recorder
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # after the lines above
-from summaries import FileResults, describe, update
-from tiny_tokenizer import write_tokenizer
+from support.summaries import FileResults, describe, update
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model

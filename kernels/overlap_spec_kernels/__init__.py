@@ -4,36 +4,36 @@ Not here: models, page allocation, anything of `overlap_spec`. An op validates i
 CUDA tensors and its twin (`op_reference`) everywhere else, so a machine without Triton serves on a CPU.
 """
 
-from overlap_spec_kernels.add_children import Candidates, add_children
-from overlap_spec_kernels.add_rms_norm import add_rms_norm
-from overlap_spec_kernels.decode_attention import MAX_WIDTH, DecodeScratch, decode_attention
-from overlap_spec_kernels.draft_input import draft_input
-from overlap_spec_kernels.expand_tree import expand_tree
-from overlap_spec_kernels.fused_linear import fused_linear, linear_add, linear_logits
-from overlap_spec_kernels.gather_tree import gather_tree
-from overlap_spec_kernels.gather_window import gather_window
-from overlap_spec_kernels.judge_chain import judge_chain
-from overlap_spec_kernels.judge_tree import judge_tree
-from overlap_spec_kernels.linear_argmax import linear_argmax
-from overlap_spec_kernels.move_cache_rows import move_cache_rows
-from overlap_spec_kernels.ngram_absorb import ngram_absorb
-from overlap_spec_kernels.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
-from overlap_spec_kernels.ngram_match import ngram_match
-from overlap_spec_kernels.ngram_merge import ngram_merge
-from overlap_spec_kernels.ngram_outlook import ngram_outlook
-from overlap_spec_kernels.ngram_store import ngram_store
-from overlap_spec_kernels.norm_heads import norm_heads
-from overlap_spec_kernels.normed import Norm, Normed, normalised
-from overlap_spec_kernels.paged_attention import paged_attention
-from overlap_spec_kernels.place_guesses import place_guesses
-from overlap_spec_kernels.place_tree import place_tree
-from overlap_spec_kernels.rms_norm import rms_norm
-from overlap_spec_kernels.rope_kv_write import rope_kv_write
-from overlap_spec_kernels.select_rows import select_rows
-from overlap_spec_kernels.select_tree import select_tree
-from overlap_spec_kernels.silu_mul import silu_mul
-from overlap_spec_kernels.top_tokens import top_tokens
-from overlap_spec_kernels.tree_attention import MAX_TREE_ROWS, tree_attention
+from overlap_spec_kernels.attention.decode_attention import MAX_WIDTH, DecodeScratch, decode_attention
+from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
+from overlap_spec_kernels.attention.paged_attention import paged_attention
+from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
+from overlap_spec_kernels.attention.tree_attention import MAX_TREE_ROWS, tree_attention
+from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear.linear_argmax import linear_argmax
+from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
+from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
+from overlap_spec_kernels.ngram.ngram_lookahead import ngram_outlook
+from overlap_spec_kernels.ngram.ngram_match import ngram_match
+from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
+from overlap_spec_kernels.ngram.ngram_store import ngram_store
+from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
+from overlap_spec_kernels.norm.draft_input import draft_input
+from overlap_spec_kernels.norm.norm_heads import norm_heads
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
+from overlap_spec_kernels.norm.rms_norm import rms_norm
+from overlap_spec_kernels.norm.select_rows import select_rows
+from overlap_spec_kernels.norm.silu_mul import silu_mul
+from overlap_spec_kernels.tree.add_children import Candidates, add_children
+from overlap_spec_kernels.tree.expand_tree import expand_tree
+from overlap_spec_kernels.tree.select_tree import select_tree
+from overlap_spec_kernels.tree.top_tokens import top_tokens
+from overlap_spec_kernels.window.gather_tree import gather_tree
+from overlap_spec_kernels.window.gather_window import gather_window
+from overlap_spec_kernels.window.judge_chain import judge_chain
+from overlap_spec_kernels.window.judge_tree import judge_tree
+from overlap_spec_kernels.window.place_guesses import place_guesses
+from overlap_spec_kernels.window.place_tree import place_tree
 
 __all__ = [
     "MAX_TREE_ROWS",

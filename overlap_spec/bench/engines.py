@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from overlap_spec.bench.report import describe_run
 from overlap_spec.config import EngineConfig, synthetic_acceptance
+from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
-from overlap_spec.resolve import without_speculation
 from overlap_spec.server.app import create_app
-from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.serve import HttpServer
 from overlap_spec.version import __version__
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import asdict, replace
 
-from overlap_spec import hub, machine
+from overlap_spec import hub
 from overlap_spec.config import PLAIN, EngineConfig, Settings
-from overlap_spec.config_fields import check_config, config_from
+from overlap_spec.config.fields import check_config, config_from
+from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import ConfigError, OverlapSpecError
-from overlap_spec.resolve import resolve, without_speculation
+from overlap_spec.runtime import machine
 
 SHIPPED = Path(__file__).parent.parent / "data" / "methods.json"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.bench.source import describe_source
-from overlap_spec.machine import processor_name
+from overlap_spec.runtime.machine import processor_name
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
 NOT_RECORDED = ("--output",)  # where a result goes: no part of what was measured

@@ -30,7 +30,7 @@ UNKNOWN = "unknown"
 MANIFEST = ".source.json"
 PACKAGES = ("overlap_spec", "kernels/overlap_spec_kernels")  # as git names them
 PARTS = (  # of the code, each hashed by itself
-    *(f"overlap_spec/{name}" for name in ("models", "scheduler", "server", "spec", "tokenizer", "worker")),
+    *(f"overlap_spec/{name}" for name in ("models", "sampling", "scheduler", "server", "spec", "tokenizer", "worker")),
     "kernels/overlap_spec_kernels",
 )
 COMMIT_DIGITS = 12

@@ -22,7 +22,7 @@ from overlap_spec.bench.workload import Workload, batch_prompts
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.messages import SamplingParams, Stats
-from overlap_spec.tracing import LAST_STEP_SPLIT, Record, read_records
+from overlap_spec.runtime.tracing import LAST_STEP_SPLIT, Record, read_records
 
 WARM_UP_TOKENS = 8
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.tracing import SCHEDULER, TOKENIZER, WORKER, Record
+from overlap_spec.runtime.tracing import SCHEDULER, TOKENIZER, WORKER, Record
 
 DECODE = "decode"  # `phase` of a device record
 LAUNCH, PLAN, SETTLE = "launch", "plan", "settle"

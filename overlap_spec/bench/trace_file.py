@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.tracing import TRACKS, Record
+from overlap_spec.runtime.tracing import TRACKS, Record
 
 PROCESS = 1
 Event = dict[str, Any]

@@ -15,7 +15,7 @@ from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import Workload
 from overlap_spec.cli.flags import engine_config, flag_name
 from overlap_spec.cli.parser import UsageError
-from overlap_spec.config_fields import config_fields
+from overlap_spec.config.fields import config_fields
 
 PROMPTS = "chat20,copy20"
 BATCH_SIZES = "1,8,32"

@@ -7,8 +7,8 @@ import argparse
 
 from overlap_spec.cli.refused_flags import add_refused_flags
 from overlap_spec.config import EngineConfig
-from overlap_spec.config_fields import ConfigField, config_fields, config_from
-from overlap_spec.config_speculation import SpeculationFlags
+from overlap_spec.config.fields import ConfigField, config_fields, config_from
+from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
 
 ALIASES = {

@@ -6,9 +6,9 @@ Not here: the app (`server/app.py`).
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.config.resolve import settled_flags
 from overlap_spec.engine import Engine
-from overlap_spec.resolve import settled_flags
-from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.problems import Problem
 from overlap_spec.version import __version__
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from overlap_spec.supervisor import Progress as Report
+from overlap_spec.runtime.supervisor import Progress as Report
 
 
 class ProgressBars:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from overlap_spec.config import DUMMY, AttentionSettings, Settings
-from overlap_spec.supervisor import Facts
+from overlap_spec.runtime.supervisor import Facts
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 PLAIN_WIDTH = 120  # columns where stdout is no terminal

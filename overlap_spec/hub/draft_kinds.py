@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.config import DRAFT_KINDS, DUMMY
-from overlap_spec.draft_kind import Shapes, can_only_draft, draft_kind
+from overlap_spec.config.draft_kind import Shapes, can_only_draft, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.weight_files import open_safetensors, shapes_in, weight_files
+from overlap_spec.hub.weight_files import open_safetensors, shapes_in, weight_files
 
 
 def refuse_head(directory: Path, config: Mapping[str, Any], load_format: str) -> None:

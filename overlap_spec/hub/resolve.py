@@ -8,9 +8,9 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.draft_kinds import refuse_head
 from overlap_spec.hub.gguf_config import read_gguf_config
+from overlap_spec.hub.json_file import read_json
 from overlap_spec.hub.progress import Progress, ignore_progress
 from overlap_spec.hub.snapshots import fetch_config, fetch_file, fetch_repository, fetch_tokenizer, looks_like_hub_id
-from overlap_spec.json_file import read_json
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.json_file import read_json
+from overlap_spec.hub.json_file import read_json
 
 FIELD = "speculative_draft_model_path"
 

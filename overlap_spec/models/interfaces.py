@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
-from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers import Linear
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)

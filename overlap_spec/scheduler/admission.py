@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from overlap_spec.messages import Admit
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prefix_cache import TOKEN_BYTES
+from overlap_spec.scheduler.queues import Roster
 from overlap_spec.scheduler.requests import Request
-from overlap_spec.scheduler.roster import Roster
 
 INITIAL_RATIO = 0.7
 MIN_RATIO = 0.14 * INITIAL_RATIO

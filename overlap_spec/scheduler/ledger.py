@@ -13,10 +13,10 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
 from overlap_spec.metrics.roofline import step_floor
 from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.queues import Roster
 from overlap_spec.scheduler.requests import Request, Step
-from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width import WidthPolicy
+from overlap_spec.scheduler.width.policy import WidthPolicy
 
 
 class Ledger:

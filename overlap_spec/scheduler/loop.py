@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -25,22 +26,21 @@ from overlap_spec.messages import (
     ToWorker,
     WorkerReady,
 )
-from overlap_spec.scheduler.acceptance import ChainAcceptance, ColumnAcceptance
+from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.scheduler.admission import Admission, why_refused
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.memory import KvMemory
 from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.planner import Planner
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+from overlap_spec.scheduler.queues import Roster
+from overlap_spec.scheduler.request_pages import KvMemory
 from overlap_spec.scheduler.requests import Request, Step
-from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters, Reporter
-from overlap_spec.scheduler.width import FixedWidth, MeasuredWidth, WidthPolicy
-from overlap_spec.scheduler.width_outlook import MatchedWidth, OutlookWidth
-from overlap_spec.scheduler.width_rules import RuledWidth
-from overlap_spec.tracing import NO_TRACE, Recorder
-from overlap_spec.transport import Inbox, Outlet
+from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance
+from overlap_spec.scheduler.width.lookahead import MatchedWidth, OutlookWidth
+from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
+from overlap_spec.scheduler.width.rules import RuledWidth
 
 
 @dataclass(frozen=True)

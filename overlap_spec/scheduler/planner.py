@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.scheduler.admission import Admission
 from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.queues import Roster
 from overlap_spec.scheduler.requests import Request, Step
-from overlap_spec.scheduler.roster import Roster
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width import WidthPolicy
+from overlap_spec.scheduler.width.policy import WidthPolicy
 
 
 class Planner:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from overlap_spec.messages import Stats, StepResult
 from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.queues import Roster
 from overlap_spec.scheduler.requests import Request
-from overlap_spec.scheduler.roster import Roster
 
 REPORT_S = 1.0
 LOG_S = 5.0  # between log lines while there is work

@@ -7,9 +7,9 @@ from starlette.routing import Route
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.completions import Completions
+from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
 from overlap_spec.server.facts import Facts
 from overlap_spec.server.gate import Gate
-from overlap_spec.server.interfaces import EngineClient, EngineHealth, ServerInfo
 from overlap_spec.server.native import Generate
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS

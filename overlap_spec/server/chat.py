@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.messages import SamplingParams, Usage
-from overlap_spec.server.interfaces import DeltaLike, ServerInfo
+from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_replies import DeltaChoice, MessageChoice, Reply, ReplyHead, Text, wire_usage
 from overlap_spec.server.openai_requests import ChatRequest, read_openai, sampling_of
 from overlap_spec.server.problems import Problem

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.server.interfaces import DeltaLike, ServerInfo
+from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_of
 from overlap_spec.server.prompts import read_prompts

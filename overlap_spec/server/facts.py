@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from overlap_spec.messages import Stats
 from overlap_spec.server.bodies import Json
-from overlap_spec.server.interfaces import EngineClient, ServerInfo
+from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 

@@ -5,7 +5,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overlap_spec.server.interfaces import EngineHealth
+from overlap_spec.server.engine_client import EngineHealth
 from overlap_spec.server.problems import Problem
 
 OPEN = "/health"  # says by itself whether the engine is well, and needs no key

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
-from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed

@@ -7,7 +7,7 @@ import msgspec
 
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.server.bodies import Json
-from overlap_spec.server.interfaces import ServerInfo
+from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.problems import CONTEXT_WORDS, Problem
 
 MAX_PROMPTS = 2048  # in one HTTP request; the engine has no room for more

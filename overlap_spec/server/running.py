@@ -16,7 +16,7 @@ import msgspec
 from overlap_spec.errors import RequestAborted, RequestError
 from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Usage
 from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.server.interfaces import DeltaLike, EngineClient
+from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from overlap_spec.server.bodies import Json, convert, read_json
+from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.facts import as_json
-from overlap_spec.server.interfaces import EngineClient, ServerInfo
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import check_batch, check_ids, need_tokenizer, read_chat, read_text

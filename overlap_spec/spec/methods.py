@@ -15,22 +15,22 @@ from torch import Tensor
 
 from overlap_spec.config import SpecSettings, is_own_method
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.drafts.language_draft import LanguageDraftWeights, load_language_draft
+from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.language_draft import LanguageDraftWeights, load_language_draft
-from overlap_spec.models.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
-from overlap_spec.models.mtp_layers import MtpLayersWeights
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
 from overlap_spec.models.work import ForwardWork
-from overlap_spec.spec.autoregressive import AutoregressiveProposer, DeferredRows
-from overlap_spec.spec.coins import DraftProbs
 from overlap_spec.spec.interfaces import Proposer
-from overlap_spec.spec.multi_layer import MultiLayerProposer, RecentRows, rows_to_remember
-from overlap_spec.spec.ngram_draft import NgramDraft
-from overlap_spec.spec.plain import NoProposer
-from overlap_spec.spec.standalone import RecentTokens, RereadingProposer, StandaloneProposer
-from overlap_spec.spec.tree import Branching, Drafter, TreeProposer
+from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, DeferredRows
+from overlap_spec.spec.proposers.multi_layer import MultiLayerProposer, RecentRows, rows_to_remember
+from overlap_spec.spec.proposers.ngram_draft import NgramDraft
+from overlap_spec.spec.proposers.none import NoProposer
+from overlap_spec.spec.proposers.standalone import RecentTokens, RereadingProposer, StandaloneProposer
+from overlap_spec.spec.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.spec.types import TreeShape
+from overlap_spec.spec.verifiers.rejection import DraftProbs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Self
 import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from overlap_spec.client_link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
+from overlap_spec.client.link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.tokenizer.client_router import SEND_QUEUE, ClientRouter

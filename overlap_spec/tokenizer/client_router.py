@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from overlap_spec.client_link import LINGER_MS, Arrival, Duplex, Gone, Malformed
+from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ToClient, ToTokenizerFromClient
 

@@ -3,11 +3,11 @@
 import asyncio
 from typing import Any, assert_never
 
-from overlap_spec.client_link import unpack_ids
+from overlap_spec.client.link import unpack_ids
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from overlap_spec.tokenizer.admission import check_ids
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.request_checks import check_ids
 
 LONG = 2_000  # characters or ids: about a millisecond of work
 

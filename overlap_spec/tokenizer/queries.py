@@ -3,7 +3,8 @@
 from collections import deque
 from typing import assert_never
 
-from overlap_spec.client_link import ClientLink, pack_ids
+from overlap_spec.client.link import ClientLink, pack_ids
+from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import (
     Detokenize,
     Detokenized,
@@ -18,9 +19,8 @@ from overlap_spec.messages import (
     Tokenized,
     ToScheduler,
 )
-from overlap_spec.tokenizer.admission import Admission
 from overlap_spec.tokenizer.prompts import PromptReader
-from overlap_spec.transport import Outlet
+from overlap_spec.tokenizer.request_checks import Admission
 
 Query = Tokenize | Detokenize | Flush | GetStats
 

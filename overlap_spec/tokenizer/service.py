@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from overlap_spec.client_link import Arrival, ClientLink, Gone, Malformed, pack_ids
+from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
 from overlap_spec.errors import RequestError
+from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -43,13 +44,12 @@ from overlap_spec.messages import (
     ToTokenizer,
     Usage,
 )
-from overlap_spec.tokenizer.admission import Admission, Refusal
+from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.requests import OpenRequest, OpenRequests
-from overlap_spec.tracing import NO_TRACE, Recorder
-from overlap_spec.transport import Inbox, Outlet
+from overlap_spec.tokenizer.request_checks import Admission, Refusal
 
 log = logging.getLogger(__name__)
 

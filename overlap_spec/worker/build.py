@@ -8,23 +8,23 @@ from torch import Tensor
 from overlap_spec import hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.attention_choice import AttentionChoice
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.loader import load_target
-from overlap_spec.models.sources import open_directory
-from overlap_spec.spec.coins import CoinVerifier, DraftProbs, Rejection, Thresholds
-from overlap_spec.spec.compiled import compiled_draw
+from overlap_spec.models.layers.attention_choice import AttentionChoice
+from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.spec.interfaces import SpecMethod, Tree, Verifier
 from overlap_spec.spec.methods import EngineShape, method_of
-from overlap_spec.spec.sampler import Draw, draw_columns
-from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
-from overlap_spec.spec.tree_coins import TreeCoinVerifier
-from overlap_spec.spec.verifier import ChainVerifier, GreedyVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier, GreedyVerifier
+from overlap_spec.spec.verifiers.rejection import CoinVerifier, DraftProbs, Rejection, Thresholds
+from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.spec.verifiers.tree_thresholds import TreeCoinVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
-from overlap_spec.worker.linear_choice import choose_linears, use_threads
+from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
+from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 

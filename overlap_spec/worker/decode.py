@@ -16,7 +16,7 @@ from overlap_spec.models.interfaces import TargetModel
 from overlap_spec.spec.interfaces import Foreseer, SpecMethod
 from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.handle import OUTLOOK_SHIFT
-from overlap_spec.worker.parts import NO_PARTS, Parts
+from overlap_spec.worker.profile_marks import NO_PARTS, Parts
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.windows import ChainWindows, TreeWindows, Verified, Windows
 

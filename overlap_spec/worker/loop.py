@@ -9,12 +9,12 @@ import time
 from collections import deque
 from typing import Protocol, assert_never
 
+from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
-from overlap_spec.step_link import Patience
-from overlap_spec.transport import Outlet
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.handle import StepHandle
-from overlap_spec.worker.trace import NO_TRACER, StepTracer
+from overlap_spec.worker.step_trace import NO_TRACER, StepTracer
 
 GLANCE_S = 0.0002  # between looks at steps in flight, where polling is not allowed
 

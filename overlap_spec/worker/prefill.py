@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
+from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
 from overlap_spec.spec.rows import chunk_rows
-from overlap_spec.spec.sampler import draw_after
 from overlap_spec.spec.types import SamplingWork, SlotBatch
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.slots import SlotRows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
-from overlap_spec.worker.graphs import no_garbage_collection
+from overlap_spec.worker.decode_graphs import no_garbage_collection
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from eagle3_reference import ReferenceHead, Step, generate
+from support.reference.eagle3 import ReferenceHead, Step, generate
 
 NUM_TOKENS, NUM_PROMPTS, END_OF_TURN = 64, 20, 2
 

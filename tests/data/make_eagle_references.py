@@ -17,7 +17,7 @@ from make_eagle3_references import NUM_PROMPTS, NUM_TOKENS, to_end_of_turn
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from eagle_reference import ReferenceHead, generate
+from support.reference.eagle import ReferenceHead, generate
 
 
 def main(gguf: str, head_dir: str, token_map: str, output: str) -> None:

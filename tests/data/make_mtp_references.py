@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from make_eagle3_references import NUM_PROMPTS, NUM_TOKENS, to_end_of_turn
-from mtp_reference import ReferenceMtp, generate
+from support.reference.mtp import ReferenceMtp, generate
 
 
 def main(gguf: str, mtp_dir: str, output: str) -> None:

@@ -15,7 +15,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from make_eagle3_references import NUM_PROMPTS, NUM_TOKENS, to_end_of_turn
-from standalone_reference import generate
+from support.reference.standalone import generate
 
 
 def main(gguf: str, draft_dir: str, output: str) -> None:

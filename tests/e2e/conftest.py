@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import Service
-from tiny_models import tiny_eagle3, tiny_target, write_checkpoint
-from tiny_tokenizer import write_tokenizer
+from support.command_line import Service
+from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import Engine, EngineConfig
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import run_command
-from tiny_models import tiny_eagle3, tiny_target
+from support.command_line import run_command
+from support.tiny.models import tiny_eagle3, tiny_target
 
 
 @pytest.fixture(scope="module")

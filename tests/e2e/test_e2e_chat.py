@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND, COMMAND_S, environment, run_command
+from support.command_line import COMMAND, COMMAND_S, environment, run_command
 
 STARTING = ("loading weights", "warming up")  # what stderr says before anything else
 FIGURES = re.compile(r"^\d+ tokens, [\d.]+ tok/s, accept length \d\.\d\d, first token \d+\.\d\d s", re.MULTILINE)

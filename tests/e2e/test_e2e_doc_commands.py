@@ -13,21 +13,21 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from command_line import Service
-from tiny_eagle import tiny_eagle
-from tiny_models import VOCAB, tiny_eagle3, tiny_target, write_checkpoint
-from tiny_mtp import with_mtp
-from tiny_standalone import tiny_language_draft
-from tiny_tokenizer import write_tokenizer
+from support.command_line import Service
+from support.tiny.eagle import tiny_eagle
+from support.tiny.models import VOCAB, tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.mtp import with_mtp
+from support.tiny.standalone import tiny_language_draft
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import cli, hub
 from overlap_spec.cli.flags import engine_config
 from overlap_spec.config import EngineConfig, Machine, Settings
+from overlap_spec.config.resolve import resolve
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
-from overlap_spec.resolve import resolve
 from overlap_spec.worker.build import build
-from overlap_spec.worker.warmup import warm_up
+from overlap_spec.worker.sizing.warmup import warm_up
 
 GPU = Machine(num_cores=16, has_cuda=True)
 FAMILIES = {"llama": {}, "qwen": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}}

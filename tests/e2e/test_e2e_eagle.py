@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_eagle import tiny_eagle
-from tiny_models import VOCAB, tiny_target, write_checkpoint
+from support.tiny.eagle import tiny_eagle
+from support.tiny.models import VOCAB, tiny_target, write_checkpoint
 
 from overlap_spec import Engine, SamplingParams
 from overlap_spec.errors import ActorDied

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from command_line import cpu_ticks, is_running
+from support.command_line import cpu_ticks, is_running
 
 from overlap_spec import Client, Engine, EngineConfig, SamplingParams
 from overlap_spec.errors import ActorDied, ConfigError, Overloaded, RequestError

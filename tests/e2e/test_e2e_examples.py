@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command_line import COMMAND_S, Service, environment
+from support.command_line import COMMAND_S, Service, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = 80

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from command_line import Service, wait_until_gone
+from support.command_line import Service, wait_until_gone
 
 END_S = 2.0
 BODY = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, "ignore_eos": True, "temperature": 0}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run_command
+from support.command_line import run_command
 
 CHAIN = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
 TABLE = [

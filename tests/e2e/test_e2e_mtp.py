@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_target, write_checkpoint
-from tiny_mtp import in_deepseek_layout, tiny_mimo_v2, tiny_step, with_layers, with_mtp
-from tiny_tokenizer import write_tokenizer
+from support.tiny.models import tiny_target, write_checkpoint
+from support.tiny.mtp import in_deepseek_layout, tiny_mimo_v2, tiny_step, with_layers, with_mtp
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from command_line import Service, cpu_ticks, run_command
+from support.command_line import Service, cpu_ticks, run_command
 
 from overlap_spec import Client, SamplingParams
 from overlap_spec.messages import Stats

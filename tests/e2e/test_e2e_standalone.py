@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_target, write_checkpoint
-from tiny_standalone import tiny_language_draft
-from tiny_tokenizer import write_tokenizer
+from support.tiny.models import tiny_target, write_checkpoint
+from support.tiny.standalone import tiny_language_draft
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import Engine, SamplingParams
 from overlap_spec.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import run_command
+from support.command_line import run_command
 
 from overlap_spec.bench.source import describe_source
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from command_line import Service
+from support.command_line import Service
 from tokenizers import Tokenizer
 
 PAGE = 16  # tokens

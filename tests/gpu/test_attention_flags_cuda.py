@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-from plain_oracle import PlainOracle
-from ring import RingConfig, tiny_loaded
-from storm import random_requests, run_requests, run_storm
+from support.plain_oracle import PlainOracle
+from support.ring import RingConfig, tiny_loaded
+from support.storm import random_requests, run_requests, run_storm
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.tokenizer.codec import TextCodec
@@ -25,7 +25,9 @@ TORCH = AttentionSettings(target_torch=True, draft_torch=True)
 def no_kernels_of_attention() -> Iterator[None]:
     """Any op that would launch one fails the request."""
     refuse = AssertionError("an op of attention was called")
-    with mock.patch.multiple("overlap_spec.models.attention", **{op: mock.Mock(side_effect=refuse) for op in OPS}):
+    with mock.patch.multiple(
+        "overlap_spec.models.layers.attention", **{op: mock.Mock(side_effect=refuse) for op in OPS}
+    ):
         yield
 
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from given_scores import GivenScores, commit
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.given_logits import GivenScores, commit
 from torch import Tensor
 
-from overlap_spec.models.dummy import DummyWeights
-from overlap_spec.spec.compiled import compiled_draw
+from overlap_spec.models.loading.dummy import DummyWeights
+from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.sampler import Draw, draw_columns
-from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Sampling, SamplingWork, SlotBatch, Window
-from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
 
 VOCAB, BATCH, WIDTH = 1000, 4, 4
 

@@ -7,7 +7,9 @@ those to be written, hold NaN.
 
 import pytest
 import torch
-from attention_cases import (
+from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs, to_device
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, decode_attention_reference
+from support.attention_cases import (
     CLOSE,
     LLAMA,
     LONG,
@@ -20,9 +22,7 @@ from attention_cases import (
     other_widths,
     rare,
 )
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs, to_device
-from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from torch import Tensor
 
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from device_watch import (
+from support.device_watch import (
     compilations,
     device_allocations,
     pinned_allocations,
     sync_mode_warns,
     synchronization_is_an_error,
 )
-from solo import Solo, SoloAnswer, assert_answers_equal
+from support.solo import Solo, SoloAnswer, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams

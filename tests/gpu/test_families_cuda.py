@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from storm import run_storm
+from support.storm import run_storm
 
 from overlap_spec.tokenizer.codec import TextCodec
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
-from overlap_spec_kernels.fused_linear import fused_linear_reference
+from overlap_spec_kernels.linear.fused_linear import fused_linear_reference
 from torch import Tensor
 
 BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import CLOSE, LONG, LONG_LENGTHS, SMOL, Case, every_group, name, rare
-from device_watch import sync_mode_warns, synchronization_is_an_error
+from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs, to_device
 from overlap_spec_kernels import add_rms_norm, paged_attention, rms_norm, rope_kv_write, silu_mul
-from overlap_spec_kernels._inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs, to_device
-from overlap_spec_kernels.paged_attention import _paged_attention_triton
+from overlap_spec_kernels.attention.paged_attention import _paged_attention_triton
+from support.attention_cases import CLOSE, LONG, LONG_LENGTHS, SMOL, Case, every_group, name, rare
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -5,12 +5,12 @@ As in tests/gpu/test_ring_cuda.py, nothing on the launch path may wait for the d
 
 import pytest
 import torch
-from device_watch import sync_mode_warns
-from plain_oracle import PlainOracle
-from ring import RingConfig, tiny_loaded
-from storm import Counting, run_requests, run_storm
+from support.device_watch import sync_mode_warns
+from support.plain_oracle import PlainOracle
+from support.ring import RingConfig, tiny_loaded
+from support.storm import Counting, run_requests, run_storm
+from support.tiny.methods import TINY_METHODS
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
-from tiny_methods import TINY_METHODS
 
 from overlap_spec.tokenizer.codec import TextCodec
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
 from overlap_spec_kernels import (
     allocate_log,
     ngram_absorb,
@@ -13,9 +11,11 @@ from overlap_spec_kernels import (
     ngram_store,
     with_slots,
 )
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.spec.ngram import NgramMemory, NgramProposer, NgramWindows
+from overlap_spec.spec.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.types import SAMPLING_WORK, Guesses, Sampling, SlotBatch, Verdict
 
 OPS = NgramOps(ngram_store, ngram_absorb, ngram_match, ngram_merge, ngram_outlook)

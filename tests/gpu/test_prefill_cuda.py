@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from prompt_plans import SAMPLINGS, run
-from ring import RingConfig, tiny_loaded
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.prompt_plans import SAMPLINGS, run
+from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import SamplingParams
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.warmup import capture_graphs, warm_up
+from overlap_spec.worker.sizing.warmup import capture_graphs, warm_up
 
 Make = Callable[[bool], Executor]
 

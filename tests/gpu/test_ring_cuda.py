@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
-from device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
-from near_oracle import NearOracle
-from plain_oracle import PlainOracle
-from ring import RingConfig, tiny_loaded
-from storm import Counting, Request, random_requests, run_requests, run_storm
+from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
+from support.near_oracle import NearOracle
+from support.plain_oracle import PlainOracle
+from support.ring import RingConfig, tiny_loaded
+from support.storm import Counting, Request, random_requests, run_requests, run_storm
 
 from overlap_spec.tokenizer.codec import TextCodec
 

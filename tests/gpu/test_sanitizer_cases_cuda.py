@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.inputs import HeadShape, attention_inputs, decode_inputs, rope_inputs, to_device, tree_inputs
 from overlap_spec_kernels import (
     Candidates,
     DecodeScratch,
@@ -41,10 +42,9 @@ from overlap_spec_kernels import (
     top_tokens,
     tree_attention,
 )
-from overlap_spec_kernels._inputs import HeadShape, attention_inputs, decode_inputs, rope_inputs, to_device, tree_inputs
-from step_inputs import draws, slot_state, step_slots
+from support.step_inputs import draws, slot_state, step_slots
+from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
 from torch import Tensor
-from tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 HEADS = HeadShape(6, 2, 96)

@@ -5,14 +5,14 @@ Pages before the first row's window hold NaN, as those of other requests would h
 
 import pytest
 import torch
-from attention_cases import CLOSE, LLAMA, SMOL
-from device_watch import sync_mode_warns, synchronization_is_an_error
+from kernel_cases.inputs import DecodeInputs, HeadShape, attention_inputs, decode_inputs, to_device
 from overlap_spec_kernels import norm_heads, paged_attention
-from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, attention_inputs, decode_inputs, to_device
-from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention
-from overlap_spec_kernels.norm_heads import norm_heads_reference
-from overlap_spec_kernels.paged_attention import paged_attention_reference
-from overlap_spec_kernels.rope_kv_write import rope_kv_write_reference
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
+from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
+from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
+from overlap_spec_kernels.norm.norm_heads import norm_heads_reference
+from support.attention_cases import CLOSE, LLAMA, SMOL
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from overlap_spec_kernels._inputs import to_device
-from overlap_spec_kernels.draft_input import draft_input
-from overlap_spec_kernels.gather_window import gather_window
-from overlap_spec_kernels.judge_chain import judge_chain
-from overlap_spec_kernels.place_guesses import place_guesses
-from overlap_spec_kernels.rms_norm import rms_norm
-from overlap_spec_kernels.select_rows import select_rows
-from step_inputs import (
+from kernel_cases.inputs import to_device
+from overlap_spec_kernels.norm.draft_input import draft_input
+from overlap_spec_kernels.norm.rms_norm import rms_norm
+from overlap_spec_kernels.norm.select_rows import select_rows
+from overlap_spec_kernels.window.gather_window import gather_window
+from overlap_spec_kernels.window.judge_chain import judge_chain
+from overlap_spec_kernels.window.place_guesses import place_guesses
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.step_inputs import (
     DRAWS,
     PAGE_SIZES,
     SHAPES,

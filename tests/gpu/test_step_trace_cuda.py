@@ -11,7 +11,7 @@ from overlap_spec.bench.step import TracedRun, traced_run
 from overlap_spec.bench.step_summary import device_steps
 from overlap_spec.bench.workload import Workload
 from overlap_spec.config import EngineConfig
-from overlap_spec.tracing import GPU, SCHEDULER, WORKER, Record
+from overlap_spec.runtime.tracing import GPU, SCHEDULER, WORKER, Record
 
 CLOCK_S = 50e-6  # by which the two clocks may differ
 CHAIN = {

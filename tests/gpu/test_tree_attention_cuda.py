@@ -6,12 +6,12 @@ prefix, and that of an empty one nothing.
 
 import pytest
 import torch
-from attention_cases import BFLOAT, CLOSE, FLOAT, GROUPS, HALF, LLAMA, LONG, LONG_LENGTHS, SMOL, Case, name
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from overlap_spec_kernels._inputs import HeadShape, TreeInputs, to_device, tree_inputs
-from overlap_spec_kernels._tree_attention_gluon import tiles_for
-from overlap_spec_kernels.decode_attention import DecodeScratch
-from overlap_spec_kernels.tree_attention import tree_attention, tree_attention_reference
+from kernel_cases.inputs import HeadShape, TreeInputs, to_device, tree_inputs
+from overlap_spec_kernels.attention._tree_attention_gluon import tiles_for
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.tree_attention import tree_attention, tree_attention_reference
+from support.attention_cases import BFLOAT, CLOSE, FLOAT, GROUPS, HALF, LLAMA, LONG, LONG_LENGTHS, SMOL, Case, name
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from torch import Tensor
 
 PREFIXES = [300, 0, 15, 1, 17, 16, 700]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_watch import sync_mode_warns, synchronization_is_an_error
+from kernel_cases.inputs import to_device
 from overlap_spec_kernels import (
     Candidates,
     add_children,
@@ -16,10 +16,9 @@ from overlap_spec_kernels import (
     select_tree,
     top_tokens,
 )
-from overlap_spec_kernels._inputs import to_device
-from step_inputs import PAGE_SIZES, covered_pages
-from torch import Tensor
-from tree_inputs import (
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.step_inputs import PAGE_SIZES, covered_pages
+from support.tree_inputs import (
     DRAWS,
     SHAPES,
     VOCABULARY,
@@ -34,6 +33,7 @@ from tree_inputs import (
     tied_logits,
     tree_state,
 )
+from torch import Tensor
 
 PAGE_SIZE = 16
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", [*SHAPES, (200, 32, 32, 6)])

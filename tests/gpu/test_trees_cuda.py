@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
-from plain_oracle import PlainOracle
-from ring import RingConfig, tiny_loaded
-from solo import Solo, assert_answers_equal
-from storm import Counting, run_requests, run_storm
+from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
+from support.plain_oracle import PlainOracle
+from support.ring import RingConfig, tiny_loaded
+from support.solo import Solo, assert_answers_equal
+from support.storm import Counting, run_requests, run_storm
 from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of, set_up, tokens_of
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult
-from overlap_spec.scheduler.acceptance import columns_of
+from overlap_spec.scheduler.width.acceptance import columns_of
 from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, NUM_REQUESTS, MOST_TOGETHER = 15, 150, 8

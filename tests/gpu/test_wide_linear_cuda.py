@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from overlap_spec_kernels import _wide_linear as wide
 from overlap_spec_kernels import fused_linear, linear_argmax, silu_mul
-from overlap_spec_kernels._cuda import runs_hopper
-from overlap_spec_kernels._streamed_linear import Call
+from overlap_spec_kernels.linear import wide_linear as wide
+from overlap_spec_kernels.linear.streamed_linear import Call
+from overlap_spec_kernels.nvrtc import runs_hopper
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_watch import sync_mode_warns, synchronization_is_an_error
-from solo import Solo, assert_answers_equal
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.solo import Solo, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
-from overlap_spec.worker.geometry import MAX_DEFERRED
-from overlap_spec.worker.warmup import _step_seconds, measure_steps
+from overlap_spec.worker.sizing.geometry import MAX_DEFERRED
+from overlap_spec.worker.sizing.warmup import _step_seconds, measure_steps
 
 ROWS = json.loads((Path(__file__).parent.parent / "data" / "greedy64.json").read_text())["rows"]
 NUM_TOKENS = 64

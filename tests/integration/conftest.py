@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from merged_mimo import merge
+from support.merged_mimo import merge
 
 from overlap_spec.config import ModelFiles
 

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ring import RingConfig, tiny_loaded
-from tiny_methods import MULTI_LAYER
+from support.ring import RingConfig, tiny_loaded
+from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.spec.autoregressive import AutoregressiveProposer
 from overlap_spec.spec.interfaces import Proposer
-from overlap_spec.spec.multi_layer import MultiLayerProposer
-from overlap_spec.spec.standalone import StandaloneProposer
+from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer
+from overlap_spec.spec.proposers.multi_layer import MultiLayerProposer
+from overlap_spec.spec.proposers.standalone import StandaloneProposer
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.geometry import MAX_DEFERRED, Geometry
+from overlap_spec.worker.sizing.geometry import MAX_DEFERRED, Geometry
 
 NUM_STEPS = 3
 CONFIG = RingConfig(num_steps=NUM_STEPS, page_size=4, num_pages=120, num_slots=2, widths_seed=0)

@@ -1,4 +1,4 @@
-"""MTP layers found in their target's checkpoint: guesses and runs are those of tests/mtp_reference.py, step by step.
+"""MTP layers found in their target's checkpoint: guesses and runs are those of tests/support/reference/mtp.py, step by step.
 
 On a tiny random checkpoint in float64, with transformers' Qwen2 as the loop's target; and in float32 on the default
 target with a layer trained for it (`--heads DIR` with `mtp/`), where what the loop did is committed
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_reference import DeepSeek, Mimo, ReferenceMtp, generate
-from solo import assert_equal_up_to_near_ties
+from support.reference.mtp import DeepSeek, Mimo, ReferenceMtp, generate
+from support.solo import assert_equal_up_to_near_ties
+from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
+from support.tiny.mtp import in_deepseek_layout, with_mtp
 from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
-from tiny_models import TinyCheckpoint, tiny_target, write_checkpoint
-from tiny_mtp import in_deepseek_layout, with_mtp
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm

@@ -1,4 +1,4 @@
-"""MTP layers, one for each guess: guesses and runs are those of tests/mtp_layers_reference.py, step by step.
+"""MTP layers, one for each guess: guesses and runs are those of tests/support/reference/mtp_layers.py, step by step.
 
 On tiny random checkpoints in float64, with transformers' Llama and Qwen2 as the loop's targets.
 """
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from mtp_layers_reference import Layers, MimoV2, ReferenceLayers, StepChain, generate
-from solo import Solo
+from support.reference.mtp_layers import Layers, MimoV2, ReferenceLayers, StepChain, generate
+from support.solo import Solo
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
+from support.tiny.mtp import tiny_mimo_v2, tiny_step, with_layers
 from test_mtp_checkpoint import norm_in_own_dtype
 from test_smollm2 import chain_of, check_chain
-from tiny_families import TINY_FAMILIES
-from tiny_models import TinyCheckpoint, tiny_target, write_checkpoint
-from tiny_mtp import tiny_mimo_v2, tiny_step, with_layers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm

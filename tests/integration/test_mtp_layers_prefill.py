@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 import torch
+from support.tiny.methods import MULTI_LAYER
 from test_deferred_draft import CONFIG, PAGES_PER_SLOT, Bench
-from tiny_methods import MULTI_LAYER
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from ring import Answer, Ring, RingConfig, running, tiny_loaded
+from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 
 from overlap_spec.messages import SamplingParams, StepResult
 from overlap_spec.tokenizer.codec import TextCodec

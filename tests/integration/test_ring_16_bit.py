@@ -4,9 +4,9 @@ import random
 
 import torch
 from msgspec.structs import replace
-from near_oracle import NearOracle
-from ring import Answer, RingConfig, tiny_loaded
-from storm import random_requests, run_requests
+from support.near_oracle import NearOracle
+from support.ring import Answer, RingConfig, tiny_loaded
+from support.storm import random_requests, run_requests
 
 from overlap_spec.messages import Finish, FinishKind, SamplingParams, Usage
 from overlap_spec.tokenizer.codec import TextCodec

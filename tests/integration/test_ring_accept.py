@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from joint_distribution import joint, p_value
-from ring import Answer, RingConfig, running, tiny_loaded
-from sampling_oracle import Filters, filtered
+from support.joint_distribution import joint, p_value
+from support.ring import Answer, RingConfig, running, tiny_loaded
+from support.sampling_oracle import Filters, filtered
 from torch import Tensor
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.spec.coins import Rejection
+from overlap_spec.spec.verifiers.rejection import Rejection
 from overlap_spec.tokenizer.codec import TextCodec
 
 CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)

@@ -4,9 +4,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from ring import RingConfig, running, tiny_loaded
-from storm import run_storm
-from tiny_methods import TINY_METHODS
+from support.ring import RingConfig, running, tiny_loaded
+from support.storm import run_storm
+from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AcceptSettings, AttentionSettings
 from overlap_spec.messages import SamplingParams

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from joint_distribution import PAGE_SIZE, joint, p_value
-from ring import Ring, RingConfig, running, tiny_loaded
-from sampling_oracle import softmax
+from support.joint_distribution import PAGE_SIZE, joint, p_value
+from support.ring import Ring, RingConfig, running, tiny_loaded
+from support.sampling_oracle import softmax
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.spec.coins import CoinVerifier, Rejection, Thresholds
-from overlap_spec.spec.tree_coins import TreeCoinVerifier
+from overlap_spec.spec.verifiers.rejection import CoinVerifier, Rejection, Thresholds
+from overlap_spec.spec.verifiers.tree_thresholds import TreeCoinVerifier
 from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.worker.geometry import LoadedModels
+from overlap_spec.worker.sizing.geometry import LoadedModels
 
 VOCAB, LENGTH = 6, 3
 PROMPT = [1, 3]

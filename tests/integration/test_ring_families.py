@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from ring import RingConfig, running, tiny_loaded
-from storm import run_storm
-from tiny_families import TINY_FAMILIES
-from tiny_models import tiny_target
+from support.ring import RingConfig, running, tiny_loaded
+from support.storm import run_storm
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from overlap_spec.messages import SamplingParams

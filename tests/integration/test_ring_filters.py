@@ -1,16 +1,16 @@
 """Every pair of filters, and all three, through the whole ring: plain decoding, chains and trees.
 
-What each token must be is worked out in plain Python from one row of logits (tests/sampling_oracle.py, by way of
-tests/plain_oracle.py); the ring's answers must be those tokens, however they were guessed.
+What each token must be is worked out in plain Python from one row of logits (tests/support/sampling_oracle.py, by way of
+tests/support/plain_oracle.py); the ring's answers must be those tokens, however they were guessed.
 """
 
 import asyncio
 from collections.abc import Iterator
 
 import pytest
-from plain_oracle import PlainOracle
-from ring import Answer, RingConfig, running, tiny_loaded
-from sampling_oracle import Filters, subsets
+from support.plain_oracle import PlainOracle
+from support.ring import Answer, RingConfig, running, tiny_loaded
+from support.sampling_oracle import Filters, subsets
 
 from overlap_spec.messages import SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec

@@ -1,8 +1,8 @@
 """The storm for every other drafting method: a shorter one each, with all that must happen in it."""
 
 import pytest
-from storm import run_storm
-from tiny_methods import TINY_METHODS
+from support.storm import run_storm
+from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.tokenizer.codec import TextCodec
 

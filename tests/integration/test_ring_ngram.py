@@ -1,4 +1,4 @@
-"""N-grams in a whole ring: as many steps as tests/ngram_reference.py takes, and a log that is flushed with the cache.
+"""N-grams in a whole ring: as many steps as tests/support/reference/ngram.py takes, and a log that is flushed with the cache.
 
 Not here: storms (`test_ring_methods.py`), guesses one by one (tests/unit/spec/test_spec_ngram.py).
 """
@@ -9,12 +9,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from ngram_reference import Limits, runs
-from ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
+from support.reference.ngram import Limits, runs
+from support.ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
 
 from overlap_spec.messages import Flush, FlushCache, SamplingParams, StepCosts
-from overlap_spec.scheduler.width_outlook import OutlookWidth
-from overlap_spec.spec.ngram import NgramProposer
+from overlap_spec.scheduler.width.lookahead import OutlookWidth
+from overlap_spec.spec.proposers.ngram import NgramProposer
 from overlap_spec.tokenizer.codec import TextCodec
 
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0, seed=0, ignore_eos=True)

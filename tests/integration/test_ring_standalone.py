@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from ring import Answer, RingConfig, running, tiny_loaded
+from support.ring import Answer, RingConfig, running, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams

@@ -1,11 +1,11 @@
-"""The storm on a CPU, in float64 without exception (`tests/storm.py` says what a schedule holds)."""
+"""The storm on a CPU, in float64 without exception (`tests/support/storm.py` says what a schedule holds)."""
 
 import random
 
 import pytest
-from plain_oracle import PlainOracle
-from ring import RingConfig, tiny_loaded
-from storm import Counting, random_requests, run_requests, run_storm
+from support.plain_oracle import PlainOracle
+from support.ring import RingConfig, tiny_loaded
+from support.storm import Counting, random_requests, run_requests, run_storm
 
 from overlap_spec.tokenizer.codec import TextCodec
 

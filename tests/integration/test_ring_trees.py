@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from storm import run_storm
+from support.storm import run_storm
 
 from overlap_spec.messages import StepCosts
 from overlap_spec.tokenizer.codec import TextCodec

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from ring import CLIENT, PATIENCE_S, Answer, Ring, RingConfig, running, tiny_loaded
-from tiny_tokenizer import write_tokenizer
+from support.ring import CLIENT, PATIENCE_S, Answer, Ring, RingConfig, running, tiny_loaded
+from support.tiny.tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 
 from overlap_spec.messages import ChatPrompt, Generate, SamplingParams, TextPrompt

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from solo import Solo, assert_equal_up_to_near_ties
+from support.solo import Solo, assert_equal_up_to_near_ties
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams

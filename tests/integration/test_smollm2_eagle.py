@@ -1,4 +1,4 @@
-"""EAGLE on real weights in float32: guesses and runs are those of tests/eagle_reference.py, step by step.
+"""EAGLE on real weights in float32: guesses and runs are those of tests/support/reference/eagle.py, step by step.
 
 What that loop did is committed (tests/data/eagle_chains.json). Needs `--heads DIR` with `eagle2/` and
 `token_map_16384.pt`, except where the engine only judges the loop's guesses. The default run takes 4 prompts x 32
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_steps import judged_runs, mean_length
-from solo import Solo, assert_equal_up_to_near_ties
+from support.judged_steps import judged_runs, mean_length
+from support.solo import Solo, assert_equal_up_to_near_ties
 from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
 
 from overlap_spec.config import ModelFiles

@@ -1,4 +1,4 @@
-"""N-grams on real weights in float32: guesses are tests/ngram_reference.py's, and more stand than in prompt lookup.
+"""N-grams on real weights in float32: guesses are tests/support/reference/ngram.py's, and more stand than in prompt lookup.
 
 The prompts are those that copy (`overlap_spec/data/prompts/copy20.json`). The default run takes 2 of them x 32 tokens;
 `-m full` takes all 20, and lets transformers answer them by prompt lookup.
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ngram_reference import Limits, guess, runs
-from solo import Solo, SoloAnswer
+from support.reference.ngram import Limits, guess, runs
+from support.solo import Solo, SoloAnswer
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import ChatPrompt, SamplingParams

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from solo import Solo, assert_equal_up_to_near_ties
+from support.solo import Solo, assert_equal_up_to_near_ties
 from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
 
 from overlap_spec.config import ModelFiles

@@ -1,4 +1,4 @@
-"""Trees on real weights in float32: trees and runs are those of tests/reference_trees.py, step by step.
+"""Trees on real weights in float32: trees and runs are those of tests/support/reference/trees.py, step by step.
 
 What that loop did is committed (tests/data/trees.json). The head that ships needs nothing; the others `--heads DIR`.
 The default run takes 3 prompts x 24 tokens; `-m full` takes all 20 x 64.
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from judged_steps import judged_runs, mean_length
-from reference_trees import path_of
-from solo import Solo, SoloAnswer, assert_equal_up_to_near_ties
+from support.judged_steps import judged_runs, mean_length
+from support.reference.trees import path_of
+from support.solo import Solo, SoloAnswer, assert_equal_up_to_near_ties
 from test_smollm2 import ALL_TOKENS, DATA, greedy
 
 from overlap_spec.config import ModelFiles

@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ring import RingConfig, tiny_loaded
-from tiny_eagle import load_tiny_eagle, tiny_eagle
-from tiny_methods import TINY_METHODS
-from tiny_models import tiny_target
+from support.ring import RingConfig, tiny_loaded
+from support.tiny.eagle import load_tiny_eagle, tiny_eagle
+from support.tiny.methods import TINY_METHODS
+from support.tiny.models import tiny_target
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.spec.methods import ChainDraft, SmallModelDraft, TreeDraft
-from overlap_spec.spec.standalone import StandaloneProposer
-from overlap_spec.spec.tree import Branching, TreeProposer
+from overlap_spec.spec.proposers.standalone import StandaloneProposer
+from overlap_spec.spec.proposers.tree import Branching, TreeProposer
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.geometry import LoadedModels
+from overlap_spec.worker.sizing.geometry import LoadedModels
 
 NUM_STEPS, PAGE_SIZE, PAGES_PER_SLOT = 3, 4, 30
 CONFIG = RingConfig(

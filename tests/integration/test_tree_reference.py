@@ -1,4 +1,4 @@
-"""Drafted trees and accepted paths are those of the loop in tests/reference_trees.py, step by step.
+"""Drafted trees and accepted paths are those of the loop in tests/support/reference/trees.py, step by step.
 
 On tiny random checkpoints in float64, read from directories as flags name them, with transformers' Llama as target.
 """
@@ -7,20 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import eagle3_reference
-import eagle_reference
 import pytest
 import torch
-from mtp_reference import Mimo, ReferenceMtp
-from reference_loop import CachedModel
-from reference_trees import Drafter, HeadDrafter, ModelDrafter, Shape, TreeStep, generate_trees, path_of
-from solo import Solo
+from support.reference import eagle as eagle_reference
+from support.reference import eagle3 as eagle3_reference
+from support.reference.loop import CachedModel
+from support.reference.mtp import Mimo, ReferenceMtp
+from support.reference.trees import Drafter, HeadDrafter, ModelDrafter, Shape, TreeStep, generate_trees, path_of
+from support.solo import Solo
+from support.tiny.eagle import tiny_eagle
+from support.tiny.models import TinyCheckpoint, tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.mtp import tiny_mtp
+from support.tiny.standalone import tiny_language_draft
 from test_mtp_checkpoint import norm_in_own_dtype
 from test_smollm2 import greedy
-from tiny_eagle import tiny_eagle
-from tiny_models import TinyCheckpoint, tiny_eagle3, tiny_target, write_checkpoint
-from tiny_mtp import tiny_mtp
-from tiny_standalone import tiny_language_draft
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from gluon_interpreter.launch import Hopper
+    from support.gluon_interpreter.launch import Hopper
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +20,6 @@ def _seeded() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """A Hopper GPU of 4 multiprocessors, whose Gluon kernels run on the CPU."""
     pytest.importorskip("triton", reason="Gluon is part of Triton, whose wheels are for Linux: pip install triton")
-    from gluon_interpreter.launch import hopper_gpu
+    from support.gluon_interpreter.launch import hopper_gpu
 
     return hopper_gpu(monkeypatch, num_multiprocessors=4)

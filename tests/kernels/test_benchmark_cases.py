@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from overlap_spec_kernels._cases import Shape, assert_alike
-from overlap_spec_kernels._inputs import HeadShape
-from overlap_spec_kernels._step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
-from overlap_spec_kernels._tree_cases import tree_cases, tree_slot_cases
+from kernel_cases.inputs import HeadShape
+from kernel_cases.shapes import Shape, assert_alike
+from kernel_cases.step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
+from kernel_cases.tree_cases import tree_cases, tree_slot_cases
 
 TINY = Shape(hidden=32, intermediate=48, heads=HeadShape(4, 2, 16), vocabulary=64, draft_vocabulary=24)
 PLACE = Place("cpu", rotated_bytes=10_000)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs
-from overlap_spec_kernels.decode_attention import DecodeScratch, decode_attention
+from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from torch import Tensor
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}

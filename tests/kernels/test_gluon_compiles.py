@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels import _decode_attention_gluon, _streamed_linear, _tree_attention_gluon, _warpgroup_linear
-from overlap_spec_kernels._launch import TritonKernel
+from overlap_spec_kernels.attention import _decode_attention_gluon, _tree_attention_gluon
+from overlap_spec_kernels.launch import TritonKernel
+from overlap_spec_kernels.linear import streamed_linear as _streamed_linear
+from overlap_spec_kernels.linear import warpgroup_linear as _warpgroup_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import torch
-from attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
+from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs
 from overlap_spec_kernels import decode_attention as op
-from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs
-from overlap_spec_kernels._launch import ceil_div
-from overlap_spec_kernels.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.launch import ceil_div
+from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
 
 if TYPE_CHECKING:
-    from gluon_interpreter.launch import Hopper
+    from support.gluon_interpreter.launch import Hopper
 
 # A block is of 64 or 128 keys, which a warp takes by 16 or 32; a split is of at least 128.
 LENGTHS = [300, 0, 15, 1, 17, 16, 63, 64, 65, 127, 128, 129]
@@ -95,7 +95,7 @@ def test_the_triton_kernel_takes_the_rest(
     gpu: Hopper, monkeypatch: pytest.MonkeyPatch, heads: HeadShape, width: int, dtype: torch.dtype, window: int | None
 ) -> None:
     """A window, float32, a rare head dimension, or more than 16 rows and heads of a KV head."""
-    module = importlib.import_module("overlap_spec_kernels.decode_attention")
+    module = importlib.import_module("overlap_spec_kernels.attention.decode_attention")
     monkeypatch.setattr(module, "decode_attention_kernel", Elsewhere())
     *tensors, scale = decode_inputs(heads, width, [20], 16, dtype)
     with pytest.raises(LookupError, match="Triton"):

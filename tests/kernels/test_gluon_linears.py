@@ -24,7 +24,7 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gluon_interpreter.launch import Hopper
+    from support.gluon_interpreter.launch import Hopper
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
 CLOSE = {BFLOAT: {"rtol": 2**-6, "atol": 2**-6}, HALF: {"rtol": 2**-9, "atol": 2**-9}}

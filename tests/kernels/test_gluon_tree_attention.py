@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import torch
-from attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, name
+from kernel_cases.inputs import HeadShape, TreeInputs, tree_inputs
 from overlap_spec_kernels import tree_attention as op
-from overlap_spec_kernels._inputs import HeadShape, TreeInputs, tree_inputs
-from overlap_spec_kernels.decode_attention import DecodeScratch
-from overlap_spec_kernels.tree_attention import tree_attention_reference
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
+from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, name
 
 if TYPE_CHECKING:
-    from gluon_interpreter.launch import Hopper
+    from support.gluon_interpreter.launch import Hopper
 
 PREFIXES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 333]  # around blocks of 32 and 64 keys
 
@@ -87,7 +87,7 @@ def test_the_triton_kernel_takes_the_rest(
     gpu: Hopper, monkeypatch: pytest.MonkeyPatch, case: Case, num_extra: int, num_programs: int, window: int | None
 ) -> None:
     """A window, few programs, more extra keys than a word has bits, float32, rare head dimensions and page sizes."""
-    module = importlib.import_module("overlap_spec_kernels.tree_attention")
+    module = importlib.import_module("overlap_spec_kernels.attention.tree_attention")
     monkeypatch.setattr(module, "tree_attention_kernel", Elsewhere())
     inputs = tree_inputs(case.heads, case.width, num_extra, [20], case.page_size, case.dtype)
     with pytest.raises(LookupError, match="Triton"):

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
+from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs
 from overlap_spec_kernels import add_rms_norm, norm_heads, paged_attention, rms_norm, rope_kv_write, silu_mul
-from overlap_spec_kernels._inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs
 from torch import Tensor
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import triton
-from ngram_inputs import LIMITS
-from overlap_spec_kernels._launch import TritonKernel
-from overlap_spec_kernels.ngram_log import HASH_STEP, PAGE
-from overlap_spec_kernels.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
+from overlap_spec_kernels.launch import TritonKernel
+from overlap_spec_kernels.ngram.ngram_log import HASH_STEP, PAGE
+from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
+from support.ngram_inputs import LIMITS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from overlap_spec_kernels.draft_input import draft_input
-from overlap_spec_kernels.gather_window import gather_window
-from overlap_spec_kernels.judge_chain import judge_chain
-from overlap_spec_kernels.place_guesses import place_guesses
-from overlap_spec_kernels.rms_norm import rms_norm
-from overlap_spec_kernels.select_rows import select_rows
-from step_inputs import DRAWS, SHAPES, VOCABULARY, draws, slot_state, step_slots
+from overlap_spec_kernels.norm.draft_input import draft_input
+from overlap_spec_kernels.norm.rms_norm import rms_norm
+from overlap_spec_kernels.norm.select_rows import select_rows
+from overlap_spec_kernels.window.gather_window import gather_window
+from overlap_spec_kernels.window.judge_chain import judge_chain
+from overlap_spec_kernels.window.place_guesses import place_guesses
+from support.step_inputs import DRAWS, SHAPES, VOCABULARY, draws, slot_state, step_slots
 
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 

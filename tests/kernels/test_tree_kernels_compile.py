@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels._launch import TritonKernel
+from overlap_spec_kernels.launch import TritonKernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

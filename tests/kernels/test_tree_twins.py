@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_cases.inputs import HeadShape, TreeInputs, tree_inputs
 from overlap_spec_kernels import (
     add_children,
     expand_tree,
@@ -13,9 +14,7 @@ from overlap_spec_kernels import (
     top_tokens,
     tree_attention,
 )
-from overlap_spec_kernels._inputs import HeadShape, TreeInputs, tree_inputs
-from torch import Tensor
-from tree_inputs import (
+from support.tree_inputs import (
     DRAWS,
     SHAPES,
     VOCABULARY,
@@ -29,6 +28,7 @@ from tree_inputs import (
     tied_logits,
     tree_state,
 )
+from torch import Tensor
 
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", SHAPES)
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from overlap_spec_kernels import _cuda
-from overlap_spec_kernels import _wide_linear as wide
+from overlap_spec_kernels import nvrtc as _cuda
+from overlap_spec_kernels.linear import wide_linear as wide
 from torch import Tensor
 
 COMPILER = (

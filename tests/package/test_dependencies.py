@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pinned_versions import CUDA, TESTED, pins_of
+from support.pinned_versions import CUDA, TESTED, pins_of
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("overlap_spec", "kernels/overlap_spec_kernels")

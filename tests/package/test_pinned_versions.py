@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pinned_versions import CUDA, ROOT, TESTED, pins_of
+from support.pinned_versions import CUDA, ROOT, TESTED, pins_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 TESTS_ON_ANY_CPU = "full_tests_cpu.json"

@@ -11,7 +11,7 @@ from overlap_spec.bench.tables import MARKED, fill
 from overlap_spec.cli import COMMANDS
 from overlap_spec.cli.flags import flag_name
 from overlap_spec.cli.parser import Parser
-from overlap_spec.config_fields import config_fields
+from overlap_spec.config.fields import config_fields
 
 ROOT = Path(__file__).parent.parent.parent
 READMES = (ROOT / "README.md", ROOT / "kernels/overlap_spec_kernels/README.md")

@@ -19,9 +19,9 @@ def modules_after(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "unneeded"),
     [
-        ("overlap_spec.worker.actor", ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy")),
-        ("overlap_spec.tokenizer.actor", SLOW),
-        ("overlap_spec.scheduler.actor", SLOW),
+        ("overlap_spec.worker.worker_actor", ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy")),
+        ("overlap_spec.tokenizer.tokenizer_actor", SLOW),
+        ("overlap_spec.scheduler.scheduler_actor", SLOW),
         ("overlap_spec.cli.chat", (*SLOW, "overlap_spec.engine")),
         ("overlap_spec.engine", SLOW),
     ],

@@ -5,8 +5,12 @@ The interpreter runs programs one after another: who arrives last is the last sp
 
 import pytest
 import torch
-from overlap_spec_kernels._inputs import DecodeInputs, HeadShape, decode_inputs
-from overlap_spec_kernels.decode_attention import DecodeScratch, _decode_attention_triton, decode_attention_reference
+from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs
+from overlap_spec_kernels.attention.decode_attention import (
+    DecodeScratch,
+    _decode_attention_triton,
+    decode_attention_reference,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]

@@ -5,7 +5,7 @@ The other kernels are written in Gluon, which Triton's interpreter cannot run: t
 
 import pytest
 import torch
-from overlap_spec_kernels.fused_linear import (
+from overlap_spec_kernels.linear.fused_linear import (
     _Addition,
     _call,
     _run_whole_rows,
@@ -13,8 +13,8 @@ from overlap_spec_kernels.fused_linear import (
     fused_linear_reference,
     linear_add_reference,
 )
-from overlap_spec_kernels.linear_argmax import _best_kernel
-from overlap_spec_kernels.normed import Norm, Normed
+from overlap_spec_kernels.linear.linear_argmax import _best_kernel
+from overlap_spec_kernels.norm.normed import Norm, Normed
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 

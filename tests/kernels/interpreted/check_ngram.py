@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ngram_inputs import CASES, NgramOps
-from overlap_spec_kernels._ngram_merge_kernel import merge_on_device
-from overlap_spec_kernels.ngram_absorb import _ngram_absorb_triton, ngram_absorb_reference
-from overlap_spec_kernels.ngram_match import _ngram_match_triton, ngram_match_reference
-from overlap_spec_kernels.ngram_merge import ngram_merge_reference
-from overlap_spec_kernels.ngram_outlook import _ngram_outlook_triton, ngram_outlook_reference
-from overlap_spec_kernels.ngram_store import _ngram_store_triton, ngram_store_reference
+from overlap_spec_kernels.ngram._ngram_merge_kernel import merge_on_device
+from overlap_spec_kernels.ngram.ngram_absorb import _ngram_absorb_triton, ngram_absorb_reference
+from overlap_spec_kernels.ngram.ngram_lookahead import _ngram_outlook_triton, ngram_outlook_reference
+from overlap_spec_kernels.ngram.ngram_match import _ngram_match_triton, ngram_match_reference
+from overlap_spec_kernels.ngram.ngram_merge import ngram_merge_reference
+from overlap_spec_kernels.ngram.ngram_store import _ngram_store_triton, ngram_store_reference
+from support.ngram_inputs import CASES, NgramOps
 
 TWINS = NgramOps(
     ngram_store_reference, ngram_absorb_reference, ngram_match_reference, ngram_merge_reference, ngram_outlook_reference

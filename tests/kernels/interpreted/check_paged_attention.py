@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from overlap_spec_kernels._inputs import HeadShape, attention_inputs
-from overlap_spec_kernels.paged_attention import _paged_attention_triton, paged_attention_reference
+from kernel_cases.inputs import HeadShape, attention_inputs
+from overlap_spec_kernels.attention.paged_attention import _paged_attention_triton, paged_attention_reference
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 DECODE = [[(0, 1)], [(70, 3), (0, 3), (15, 3)]]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from overlap_spec_kernels._inputs import HeadShape, rope_inputs
-from overlap_spec_kernels.add_rms_norm import _add_rms_norm_triton, add_rms_norm_reference
-from overlap_spec_kernels.norm_heads import _norm_heads_triton, norm_heads_reference
-from overlap_spec_kernels.rms_norm import _rms_norm_triton, rms_norm_reference
-from overlap_spec_kernels.rope_kv_write import _rope_kv_write_triton, rope_kv_write_reference
-from overlap_spec_kernels.silu_mul import _silu_mul_triton, silu_mul_reference
+from kernel_cases.inputs import HeadShape, rope_inputs
+from overlap_spec_kernels.attention.rope_kv_write import _rope_kv_write_triton, rope_kv_write_reference
+from overlap_spec_kernels.norm.add_rms_norm import _add_rms_norm_triton, add_rms_norm_reference
+from overlap_spec_kernels.norm.norm_heads import _norm_heads_triton, norm_heads_reference
+from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton, rms_norm_reference
+from overlap_spec_kernels.norm.silu_mul import _silu_mul_triton, silu_mul_reference
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 ROWS = [1, 3, 7, 65]

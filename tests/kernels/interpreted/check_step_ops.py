@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from overlap_spec_kernels.draft_input import _draft_input_triton, draft_input_reference
-from overlap_spec_kernels.gather_window import _gather_window_triton, gather_window_reference
-from overlap_spec_kernels.judge_chain import _judge_chain_triton, judge_chain_reference
-from overlap_spec_kernels.place_guesses import _place_guesses_triton, place_guesses_reference
-from overlap_spec_kernels.rms_norm import _rms_norm_triton
-from overlap_spec_kernels.select_rows import _select_rows_triton, select_rows_reference
-from step_inputs import (
+from overlap_spec_kernels.norm.draft_input import _draft_input_triton, draft_input_reference
+from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton
+from overlap_spec_kernels.norm.select_rows import _select_rows_triton, select_rows_reference
+from overlap_spec_kernels.window.gather_window import _gather_window_triton, gather_window_reference
+from overlap_spec_kernels.window.judge_chain import _judge_chain_triton, judge_chain_reference
+from overlap_spec_kernels.window.place_guesses import _place_guesses_triton, place_guesses_reference
+from support.step_inputs import (
     DRAWS,
     PAGE_SIZES,
     SHAPES,

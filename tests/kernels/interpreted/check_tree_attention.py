@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from overlap_spec_kernels._inputs import HeadShape, TreeInputs, tree_inputs
-from overlap_spec_kernels.decode_attention import DecodeScratch
-from overlap_spec_kernels.tree_attention import _tree_attention_triton, tree_attention_reference
+from kernel_cases.inputs import HeadShape, TreeInputs, tree_inputs
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.tree_attention import _tree_attention_triton, tree_attention_reference
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]

@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from overlap_spec_kernels._top_tokens_wide import wide_top_tokens
-from overlap_spec_kernels.add_children import Candidates, _add_children_triton, add_children_reference
-from overlap_spec_kernels.expand_tree import _expand_tree_triton, expand_tree_reference
-from overlap_spec_kernels.gather_tree import _gather_tree_triton, gather_tree_reference
-from overlap_spec_kernels.judge_tree import _judge_tree_triton, judge_tree_reference
-from overlap_spec_kernels.move_cache_rows import _move_cache_rows_triton, move_cache_rows_reference
-from overlap_spec_kernels.place_tree import _place_tree_triton, place_tree_reference
-from overlap_spec_kernels.select_tree import _select_tree_triton, select_tree_reference
-from overlap_spec_kernels.top_tokens import _top_tokens_triton, top_tokens_reference
-from step_inputs import covered_pages
-from tree_inputs import (
+from overlap_spec_kernels.attention.move_cache_rows import _move_cache_rows_triton, move_cache_rows_reference
+from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
+from overlap_spec_kernels.tree.add_children import Candidates, _add_children_triton, add_children_reference
+from overlap_spec_kernels.tree.expand_tree import _expand_tree_triton, expand_tree_reference
+from overlap_spec_kernels.tree.select_tree import _select_tree_triton, select_tree_reference
+from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_reference
+from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
+from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
+from overlap_spec_kernels.window.place_tree import _place_tree_triton, place_tree_reference
+from support.step_inputs import covered_pages
+from support.tree_inputs import (
     DRAWS,
     SHAPES,
     VOCABULARY,

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from scripted_generate import Answer, Call, ScriptedClient, ScriptedClock, scripted
+from support.scripted_generate import Answer, Call, ScriptedClient, ScriptedClock, scripted
 
 from overlap_spec.bench import latency
 from overlap_spec.bench.latency import measure_latency

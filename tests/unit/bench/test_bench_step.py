@@ -9,7 +9,7 @@ import pytest
 from overlap_spec.bench.step_summary import queued_ahead, summarise
 from overlap_spec.bench.step_timeline import WIDTH, decode_steps, timeline
 from overlap_spec.bench.trace_file import events, write_trace
-from overlap_spec.tracing import CLIENT, GPU, SCHEDULER, TOKENIZER, WORKER, Record
+from overlap_spec.runtime.tracing import CLIENT, GPU, SCHEDULER, TOKENIZER, WORKER, Record
 
 MS = 1e-3
 PERIOD, VERIFY, DRAFT = 1.0 * MS, 0.7 * MS, 0.2 * MS

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from paged_rows import Paged
-from tiny_families import TINY_FAMILIES
-from tiny_models import CPU, VOCAB, load_tiny_target, tiny_target
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target
 from torch import Tensor
 
-from overlap_spec.models.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 
 F64 = torch.float64
 
@@ -43,7 +43,7 @@ def test_torch_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("an op was called")
 
     for op in ("decode_attention", "paged_attention", "rope_kv_write", "tree_attention"):
-        monkeypatch.setattr(f"overlap_spec.models.attention.{op}", refuse)
+        monkeypatch.setattr(f"overlap_spec.models.layers.attention.{op}", refuse)
     hidden(AttentionChoice(torch_only=True))
     with pytest.raises(AssertionError, match="an op was called"):
         hidden(DEFAULT_ATTENTION)

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rows import Paged
-from tiny_families import TINY_FAMILIES
-from tiny_models import tiny_eagle3, tiny_target, write_checkpoint
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_draft, resolve_model
-from overlap_spec.models.dummy import DummyWeights, spread_target_ids
-from overlap_spec.models.eagle3 import Eagle3Weights
-from overlap_spec.models.eagle3_config import Eagle3Config
+from overlap_spec.models.drafts.eagle3 import Eagle3Weights
+from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.llama import LlamaWeights, count_bytes
-from overlap_spec.models.loader import load_eagle3, load_target, read_target_config
-from overlap_spec.models.sources import open_directory
+from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
+from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
+from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.targets.llama import LlamaWeights, count_bytes
 
 CPU = torch.device("cpu")
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"

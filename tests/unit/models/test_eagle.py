@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_rows import Paged
+from support.paged_rows import Paged
+from support.tiny.eagle import load_tiny_eagle, tiny_eagle
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_eagle3, tiny_target, write_checkpoint
 from test_eagle3 import attention, mlp, norm, run
-from tiny_eagle import load_tiny_eagle, tiny_eagle
-from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_eagle3, tiny_target, write_checkpoint
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.eagle import EagleWeights
+from overlap_spec.models.drafts.eagle import EagleWeights
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.llama import count_bytes
-from overlap_spec.models.loader import load_eagle
+from overlap_spec.models.loading.loader import load_eagle
+from overlap_spec.models.targets.llama import count_bytes
 
 F64 = torch.float64
 TARGET = tiny_target(1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rows import Paged
-from tiny_models import (
+from support.paged_rows import Paged
+from support.tiny.models import (
     CPU,
     TinyCheckpoint,
     load_tiny_draft,
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedDraft, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.loader import load_eagle3
+from overlap_spec.models.loading.loader import load_eagle3
 
 F64 = torch.float64
 TARGET = tiny_target(1)

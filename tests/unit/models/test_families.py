@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rows import Paged
-from tiny_families import TINY_FAMILIES
-from tiny_models import CPU, load_tiny_target, tiny_config, tiny_target
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.families import FAMILIES, AttentionBias, family_of
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.llama_config import LlamaConfig
+from overlap_spec.models.targets.families import FAMILIES, AttentionBias, family_of
+from overlap_spec.models.targets.llama_config import LlamaConfig
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from paged_rows import Paged
-from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
+from support.paged_rows import Paged
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig, ModelFiles, cache_directory
@@ -17,8 +17,8 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.hub.smollm2 import ALIAS, MEMBER
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.llama import LlamaWeights
-from overlap_spec.models.loader import load_target
+from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.targets.llama import LlamaWeights
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 Q4 = gguf.GGMLQuantizationType.Q4_1

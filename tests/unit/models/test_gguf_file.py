@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
-from overlap_spec.models.gguf_file import read_tensors
+from overlap_spec.models.loading.gguf_file import read_tensors
 
 KIND = gguf.GGMLQuantizationType
 KINDS = (KIND.F32, KIND.F16, KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)

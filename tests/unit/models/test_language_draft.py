@@ -4,14 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_families import TINY_FAMILIES
-from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_config, tiny_eagle3, tiny_target, write_checkpoint
-from tiny_standalone import load_tiny_language_draft, tiny_language_draft
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import (
+    CPU,
+    TinyCheckpoint,
+    load_tiny_target,
+    tiny_config,
+    tiny_eagle3,
+    tiny_target,
+    write_checkpoint,
+)
+from support.tiny.standalone import load_tiny_language_draft, tiny_language_draft
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.drafts.language_draft import LanguageDraft, LanguageDraftWeights, load_language_draft
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.language_draft import LanguageDraft, LanguageDraftWeights, load_language_draft
 
 CHECKPOINT = tiny_target(6)
 TARGET = load_tiny_target(CHECKPOINT)

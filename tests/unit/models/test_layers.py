@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from overlap_spec.models.layers import Linear, PackedLinear, linear_map
-from overlap_spec.models.llama import count_bytes
+from overlap_spec.models.layers.linear import Linear, PackedLinear, linear_map
+from overlap_spec.models.targets.llama import count_bytes
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 33])

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from overlap_spec.models.layers import Linear, PackedLinear, linear_map
-from overlap_spec.models.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
+from overlap_spec.models.layers.linear import Linear, PackedLinear, linear_map
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
 
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 

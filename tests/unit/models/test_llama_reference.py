@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from paged_rows import Paged
-from tiny_families import TINY_FAMILIES
-from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.llama import LlamaTarget
+from overlap_spec.models.targets.llama import LlamaTarget
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import (
+from support.tiny.models import (
     CPU,
     TinyCheckpoint,
     load_tiny_target,
@@ -23,7 +23,7 @@ from torch import Tensor
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loader import load_eagle3, load_target, read_target_config
+from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
 
 F64 = torch.float64
 

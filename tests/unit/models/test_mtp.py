@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from mtp_reference import DeepSeek, Mimo, ReferenceMtp
-from paged_rows import Paged
-from tiny_models import CPU, TinyCheckpoint, load_tiny_target, tiny_eagle3, tiny_target, write_checkpoint
-from tiny_mtp import in_deepseek_layout, load_tiny_mtp, tiny_mtp, with_mtp
+from support.paged_rows import Paged
+from support.reference.mtp import DeepSeek, Mimo, ReferenceMtp
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.mtp import in_deepseek_layout, load_tiny_mtp, tiny_mtp, with_mtp
 from torch import Tensor
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.loader import load_eagle, load_mtp, load_mtp_layers, load_target
-from overlap_spec.models.mtp import MtpHead, MtpWeights
+from overlap_spec.models.loading.loader import load_eagle, load_mtp, load_mtp_layers, load_target
 
 F64 = torch.float64
 TARGET = tiny_target(1)

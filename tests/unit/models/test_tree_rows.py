@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_rows import Paged
-from tiny_families import TINY_FAMILIES
-from tiny_models import CPU, load_tiny_target, tiny_target
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, load_tiny_target, tiny_target
 from torch import Tensor
 
-from overlap_spec.models.attention_choice import AttentionChoice
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TreeKeys
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention_choice import AttentionChoice
 
 F64 = torch.float64
 PARENTS = [0, 0, 0, 1, 1, 3, 5, 2, 6, 8, 9]

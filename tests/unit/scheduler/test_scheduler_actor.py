@@ -4,9 +4,11 @@ import asyncio
 import random
 
 import msgspec
-from fake_device import FakeDevice, make_admit, make_ready
+from support.fake_device import FakeDevice, make_admit, make_ready
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
+from overlap_spec.config.resolve import resolve
+from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -18,10 +20,8 @@ from overlap_spec.messages import (
     ToTokenizer,
     ToWorker,
 )
-from overlap_spec.resolve import resolve
-from overlap_spec.scheduler.actor import main
-from overlap_spec.tracing import NO_TRACE
-from overlap_spec.transport import MemoryLink
+from overlap_spec.runtime.tracing import NO_TRACE
+from overlap_spec.scheduler.scheduler_actor import main
 
 
 class MemoryContext:

@@ -1,7 +1,7 @@
 """The new-token ratio, and who is preempted for whom."""
 
 import pytest
-from fake_device import Bench, make_admit, make_ready
+from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.scheduler.admission import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio
 

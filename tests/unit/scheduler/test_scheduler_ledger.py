@@ -1,7 +1,7 @@
 """Settling: where a run is cut, and what is counted."""
 
 import pytest
-from fake_device import Bench, make_admit, make_ready
+from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.messages import FinishKind, StepResult
 from overlap_spec.scheduler.ledger import _cut

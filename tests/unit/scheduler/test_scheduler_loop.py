@@ -4,10 +4,11 @@ import asyncio
 import random
 
 import pytest
-from fake_device import Bench, FakeDevice, make_admit, make_ready
+from support.fake_device import Bench, FakeDevice, make_admit, make_ready
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.errors import ConfigError
+from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -23,7 +24,6 @@ from overlap_spec.messages import (
     ToWorker,
 )
 from overlap_spec.scheduler.loop import Links, build_scheduler
-from overlap_spec.transport import MemoryLink
 
 PROMPT = list(range(1, 11))
 

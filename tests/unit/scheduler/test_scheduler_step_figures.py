@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from fake_device import Bench, make_admit, make_ready
+from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.messages import ForwardShape, Phase, Roofline
 

@@ -4,8 +4,8 @@ import random
 from collections import Counter
 
 import pytest
-from fake_device import VOCAB, Bench, expected_stream, make_admit, make_ready
 from msgspec.structs import replace
+from support.fake_device import VOCAB, Bench, expected_stream, make_admit, make_ready
 
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Phase, StepCosts
 from overlap_spec.scheduler import admission

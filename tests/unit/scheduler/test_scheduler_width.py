@@ -4,12 +4,19 @@ import logging
 import random
 
 import pytest
-from fake_device import Bench, expected_stream, make_admit, make_ready
-from played_engine import Chain, Engine
+from support.fake_device import Bench, expected_stream, make_admit, make_ready
+from support.played_engine import Chain, Engine
 
 from overlap_spec.messages import Phase, StepCosts, StepResult
-from overlap_spec.scheduler.acceptance import MEMORY, ChainAcceptance
-from overlap_spec.scheduler.width import LOG_S, PROBE_BUDGET, SETTLING_STEPS, CostTable, FixedWidth, MeasuredWidth
+from overlap_spec.scheduler.width.acceptance import MEMORY, ChainAcceptance
+from overlap_spec.scheduler.width.policy import (
+    LOG_S,
+    PROBE_BUDGET,
+    SETTLING_STEPS,
+    CostTable,
+    FixedWidth,
+    MeasuredWidth,
+)
 
 FREE = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0)))
 DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))  # relative to a step of width 1

@@ -3,12 +3,12 @@
 import random
 
 import pytest
-from fake_device import Bench, make_admit, make_ready
-from played_engine import Engine, Tree
+from support.fake_device import Bench, make_admit, make_ready
+from support.played_engine import Engine, Tree
 
 from overlap_spec.messages import Phase, StepCosts, StepResult
-from overlap_spec.scheduler.acceptance import ChainAcceptance, ColumnAcceptance
-from overlap_spec.scheduler.width import PROBE_BUDGET, MeasuredWidth
+from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance
+from overlap_spec.scheduler.width.policy import PROBE_BUDGET, MeasuredWidth
 
 WIDTHS = (1, 2, 4, 8)
 DEAR = StepCosts((1, 64), WIDTHS, ((1.0, 1.2, 1.4, 1.6), (1.0, 1.2, 1.4, 1.6)))

@@ -4,7 +4,7 @@ import pytest
 
 from overlap_spec.config import WidthRule
 from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.width_rules import RuledSteps, RuledWidth
+from overlap_spec.scheduler.width.rules import RuledSteps, RuledWidth
 
 
 def rule(candidates: tuple[int, ...], initial: int, **fields) -> WidthRule:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_engine_client import INFO, MAX_LEN, FakeClient, ask
+from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask
 
 from overlap_spec.errors import RequestError
 from overlap_spec.server.running import renamed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 import pytest
-from fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
+from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
 
 from overlap_spec.messages import Stats
 from overlap_spec.server import probes

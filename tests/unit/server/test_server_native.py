@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import httpx
-from fake_engine_client import INFO, FakeClient, ask, events_of, healthy
+from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.messages import SamplingParams, TokenPrompt
 from overlap_spec.server.app import create_app

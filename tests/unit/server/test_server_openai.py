@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine_client import INFO, FakeClient, ask, events_of, healthy
+from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.messages import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
 from overlap_spec.server.app import create_app

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine_client import INFO, FakeClient, healthy
+from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.server.app import create_app
 from overlap_spec.server.serve import HttpServer

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from given_scores import GivenScores
-from overlap_spec_kernels.judge_chain import judge_chain
-from sampling_oracle import Filters, filtered, softmax, strictest
+from overlap_spec_kernels.window.judge_chain import judge_chain
+from support.given_logits import GivenScores
+from support.sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
-from overlap_spec.spec import coins
-from overlap_spec.spec.coins import CoinVerifier, DraftProbs, Rejection, Thresholds
+from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.sampler import draw_after
 from overlap_spec.spec.types import Drawn, Sampling, SamplingWork, SlotBatch, Window
-from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.spec.verifiers import rejection as coins
+from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.rejection import CoinVerifier, DraftProbs, Rejection, Thresholds
 
 VOCAB, LENGTH, WIDTH = 4, 3, 3
 TOKENS = torch.arange(VOCAB)

@@ -1,9 +1,9 @@
 """Verification that takes the argmax whatever the temperature."""
 
 import torch
-from given_scores import GivenScores, window_of
+from support.given_logits import GivenScores, window_of
 
-from overlap_spec.spec.verifier import ChainVerifier, GreedyVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier, GreedyVerifier
 
 
 def test_hot_requests_are_judged_as_if_they_were_greedy(make_batch) -> None:

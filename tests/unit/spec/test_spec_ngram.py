@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from ngram_reference import Limits, accepted, guess
 from overlap_spec_kernels import allocate_log, with_slots
-from overlap_spec_kernels.ngram_log import PAGE
-from tiny_tokenizer import write_tokenizer
+from overlap_spec_kernels.ngram.ngram_log import PAGE
+from support.reference.ngram import Limits, accepted, guess
+from support.tiny.tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
-from overlap_spec.spec.ngram_corpus import read_corpus
+from overlap_spec.spec.proposers.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
+from overlap_spec.spec.proposers.ngram_corpus import read_corpus
 from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SlotBatch, Verdict
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 3, 60, 16

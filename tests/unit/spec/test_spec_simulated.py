@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from given_scores import GivenScores, commit, window_of
-from overlap_spec_kernels.judge_chain import JudgedChain
+from overlap_spec_kernels.window.judge_chain import JudgedChain
+from support.given_logits import GivenScores, commit, window_of
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
+from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Scores
-from overlap_spec.resolve import resolve
-from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
-from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
 
 CPU = torch.device("cpu")
 DRAWN = 77

@@ -1,12 +1,12 @@
 """Match verification on windows that can be checked by eye: one peaked logit per row."""
 
 import torch
-from given_scores import GivenScores, commit, window_of
-from overlap_spec_kernels.judge_chain import JudgedChain
+from overlap_spec_kernels.window.judge_chain import JudgedChain
+from support.given_logits import GivenScores, commit, window_of
 from torch import Tensor
 
 from overlap_spec.spec.types import Drawn, Window
-from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier
 
 
 def match_chain(window: Tensor, drawn: Tensor) -> JudgedChain:

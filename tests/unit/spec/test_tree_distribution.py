@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from given_scores import GivenScores
 from overlap_spec_kernels import judge_tree, select_tree
+from support.given_logits import GivenScores
 from test_spec_distribution import (
     CHUNK,
     DRAFT_IDS,
@@ -27,12 +27,12 @@ from test_spec_distribution import (
 )
 from torch import Tensor
 
-from overlap_spec.spec.coins import Thresholds
 from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.tree_coins import TreeCoinVerifier
-from overlap_spec.spec.tree_scores import top_children
+from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifier import ChainVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.rejection import Thresholds
+from overlap_spec.spec.verifiers.tree_thresholds import TreeCoinVerifier
 
 LEVELS, TOPK, WIDTH = 2, 2, 6
 CANDIDATE_PARENTS = torch.tensor([-1, -1, 0, 0, 1, 1])

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from given_scores import GivenScores
 from overlap_spec_kernels import select_tree
+from support.given_logits import GivenScores
 
-from overlap_spec.spec.sampler import draw_after
-from overlap_spec.spec.tree_scores import top_children
+from overlap_spec.sampling.sampler import draw_after
+from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SAMPLING_WORK, SlotBatch
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from given_scores import GivenScores
 from overlap_spec_kernels import judge_tree
-from overlap_spec_kernels.judge_tree import JudgedTree
+from overlap_spec_kernels.window.judge_tree import JudgedTree
+from support.given_logits import GivenScores
 from test_spec_simulated import CPU, DRAWN, ConstantVerifier
 
-from overlap_spec.spec.simulated import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.spec.types import SlotBatch, Window
+from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
 
 PARENTS = torch.tensor([0, 0, 0, 1, 2, 3, 5])
 TOKENS = torch.tensor([9, 1, 2, 3, 4, 5, 6])

@@ -4,7 +4,7 @@ import pytest
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, SamplingParams
-from overlap_spec.tokenizer.admission import Admission, Refusal
+from overlap_spec.tokenizer.request_checks import Admission, Refusal
 
 LIMITS = EngineLimits(max_len=100, max_total_tokens=80, max_running_requests=4, vocab_size=50)
 ROOMY = EngineLimits(max_len=100, max_total_tokens=1000, max_running_requests=4, vocab_size=50)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tokenizers import SMOLLM2, smollm2
+from support.small_tokenizers import SMOLLM2, smollm2
 
 from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
@@ -184,7 +184,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_truncation_and_padding_of_somebodys_training_are_dropped(tmp_path: Path) -> None:
-    from small_tokenizers import byte_fallback_tokenizer
+    from support.small_tokenizers import byte_fallback_tokenizer
 
     tokenizer = byte_fallback_tokenizer()
     tokenizer.enable_truncation(4)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from overlap_spec.client_link import ClientDealer, Gone, Malformed
+from overlap_spec.client.link import ClientDealer, Gone, Malformed
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import Detokenized, GetStats, Ping, Pong, Stats, StatsReply

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from small_tokenizers import EOS, SMOLLM2, byte_fallback_tokenizer, smollm2
+from support.small_tokenizers import EOS, SMOLLM2, byte_fallback_tokenizer, smollm2
 from tokenizers import Tokenizer
 
 from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer

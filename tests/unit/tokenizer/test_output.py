@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from small_tokenizers import EOS, smollm2
+from support.small_tokenizers import EOS, smollm2
 
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
 from overlap_spec.tokenizer.output import Output, Piece

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
-from small_tokenizers import EOS, SMOLLM2
+from support.small_tokenizers import EOS, SMOLLM2
 
-from overlap_spec.actor import SETTINGS_FILE
 from overlap_spec.client import Client
 from overlap_spec.config import (
     CacheSettings,
@@ -27,6 +26,7 @@ from overlap_spec.config import (
     SpecSettings,
     encode_settings,
 )
+from overlap_spec.ipc.transport import Endpoints, Inbox, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFailed,
     ActorReady,
@@ -42,7 +42,7 @@ from overlap_spec.messages import (
     ToSupervisor,
     Usage,
 )
-from overlap_spec.transport import Endpoints, Inbox, ZmqInbox, ZmqOutlet
+from overlap_spec.runtime.actor import SETTINGS_FILE
 
 M = TypeVar("M")
 PATIENCE_S = 20.0
@@ -77,8 +77,16 @@ class Process:
         self.scheduler: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
         self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("tokenizer"))
         (directory / SETTINGS_FILE).write_bytes(encode_settings(settings))
-        module = "overlap_spec.tokenizer.actor"
-        command = [sys.executable, "-m", "overlap_spec.actor", "tokenizer", module, str(directory), str(os.getpid())]
+        module = "overlap_spec.tokenizer.tokenizer_actor"
+        command = [
+            sys.executable,
+            "-m",
+            "overlap_spec.runtime.actor",
+            "tokenizer",
+            module,
+            str(directory),
+            str(os.getpid()),
+        ]
         self.process = subprocess.Popen(command)
 
     async def exit_status(self) -> int:

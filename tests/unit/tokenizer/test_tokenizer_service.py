@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from small_tokenizers import EOS, smollm2
-from tokenizer_harness import LIMITS, Harness, serving
+from support.small_tokenizers import EOS, smollm2
+from support.tokenizer_harness import LIMITS, Harness, serving
 
-from overlap_spec.client_link import Malformed, pack_ids, unpack_ids
+from overlap_spec.client.link import Malformed, pack_ids, unpack_ids
 from overlap_spec.messages import (
     AbortReason,
     Cancel,

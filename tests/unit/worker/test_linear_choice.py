@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_spec import measured as measured_module
-from overlap_spec.models.layers import Linear, linear_map
-from overlap_spec.models.linear_forms import FORMS, Form
-from overlap_spec.worker import linear_choice
-from overlap_spec.worker.linear_choice import LinearChoice, fastest, fewest_threads, measure, thread_counts
+from overlap_spec.models.layers.linear import Linear, linear_map
+from overlap_spec.models.layers.linear_forms import FORMS, Form
+from overlap_spec.runtime import measured as measured_module
+from overlap_spec.worker.sizing import linear_choice
+from overlap_spec.worker.sizing.linear_choice import LinearChoice, fastest, fewest_threads, measure, thread_counts
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from prompt_plans import SAMPLINGS, fresh, pack, run
-from ring import RingConfig, tiny_loaded
-from tiny_methods import MULTI_LAYER
+from support.prompt_plans import SAMPLINGS, fresh, pack, run
+from support.ring import RingConfig, tiny_loaded
+from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import SamplingParams, SlotWork
 from overlap_spec.worker.build import build_executor

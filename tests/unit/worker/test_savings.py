@@ -6,15 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from ring import tiny_loaded
-from tiny_models import tiny_config
+from support.ring import tiny_loaded
+from support.tiny.models import tiny_config
 
 from overlap_spec.config import AttentionSettings, EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
-from overlap_spec.resolve import resolve
-from overlap_spec.worker import memory
-from overlap_spec.worker.geometry import demand_of, memory_facts, settle_geometry
-from overlap_spec.worker.savings import Demand, savings
+from overlap_spec.worker.sizing import memory_budget as memory
+from overlap_spec.worker.sizing.geometry import demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.sizing.savings import Demand, savings
 
 MIB = 1 << 20
 DEMAND = Demand(

@@ -7,15 +7,15 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from overlap_spec import measured as measured_module
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.ceilings import Ceiling
-from overlap_spec.resolve import resolve
-from overlap_spec.worker import start_costs as module
-from overlap_spec.worker.geometry import Geometry
-from overlap_spec.worker.start_costs import start_costs
-from overlap_spec.worker.warmup import ChunkSize
+from overlap_spec.runtime import measured as measured_module
+from overlap_spec.worker.sizing import start_costs as module
+from overlap_spec.worker.sizing.geometry import Geometry
+from overlap_spec.worker.sizing.start_costs import start_costs
+from overlap_spec.worker.sizing.warmup import ChunkSize
 
 FILES = ModelFiles(
     weights="/nowhere",

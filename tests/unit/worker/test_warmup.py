@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from overlap_spec.messages import StepPlan
-from overlap_spec.worker import warmup
-from overlap_spec.worker.geometry import Geometry
-from overlap_spec.worker.warmup import SMALL_STEP, _run_uncaptured, measure_steps
+from overlap_spec.worker.sizing import warmup
+from overlap_spec.worker.sizing.geometry import Geometry
+from overlap_spec.worker.sizing.warmup import SMALL_STEP, _run_uncaptured, measure_steps
 
 
 class Recorder:

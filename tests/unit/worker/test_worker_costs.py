@@ -1,11 +1,11 @@
 """What a forward reads and computes, counted by hand from a tiny checkpoint."""
 
 import torch
-from tiny_models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+from support.tiny.models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
 
 from overlap_spec.spec.methods import ChainDraft, NoDraft, method_named
-from overlap_spec.worker.costs import measure_ceiling, roofline
-from overlap_spec.worker.geometry import LoadedModels
+from overlap_spec.worker.sizing.costs import measure_ceiling, roofline
+from overlap_spec.worker.sizing.geometry import LoadedModels
 
 HIDDEN, INNER, DIM, HEADS, KV_HEADS, VOCAB = 32, 64, 16, 4, 2, 131
 LAYER = HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * INNER

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from overlap_spec.ipc.step_link import Patience
 from overlap_spec.messages import Phase, Shutdown, SlotWork, StepPlan, StepResult
-from overlap_spec.step_link import Patience
 from overlap_spec.worker.loop import GLANCE_S, Worker
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
-from overlap_spec.tracing import WORKER, Record, Trace, read_records
-from overlap_spec.worker import trace
+from overlap_spec.runtime.tracing import WORKER, Record, Trace, read_records
+from overlap_spec.worker import step_trace as trace
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.parts import NO_PARTS, TimedParts
-from overlap_spec.worker.trace import DeviceClock, DeviceTracer
+from overlap_spec.worker.profile_marks import NO_PARTS, TimedParts
+from overlap_spec.worker.step_trace import DeviceClock, DeviceTracer
 
 DRIFT = 1.0001
 

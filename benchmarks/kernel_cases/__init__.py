@@ -1,0 +1,1 @@
+"""Shapes and inputs that kernels are measured with."""

@@ -1,0 +1,98 @@
+"""The move of the KV that survives a tree's verdict to where a chain would have put it, for all layers in one launch.
+
+Not here: which rows survive (`judge_tree`), and who owns the pages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_MAX_ROWS = 64  # of a request: a program holds them all
+_BLOCK = 4096  # numbers of K, and of V, that a program moves
+
+
+def move_cache_rows(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy cache row source[b, i] to target[b, i] in K and V of every layer, in place, as if all were read first.
+
+    Sources and targets of one request may overlap; no row may be a target of two moves with different sources, or a
+    target of one request and a source of another. Where source equals target nothing is read or written.
+    Shapes: k, v [L, num_pages, page_size, nkv, d], source, target [B, D] i64 (cache row = page * page_size + offset).
+    Raises: ValueError naming the argument. Sync: never.
+    """
+    require(k.dim() == 5 and k.is_contiguous(), "k", "[L, num_pages, page_size, nkv, d], contiguous")
+    require(v.shape == k.shape and v.is_contiguous() and v.dtype == k.dtype, "v", "shape and dtype of k, contiguous")
+    require(source.dim() == 2 and source.dtype == torch.int64 and source.is_contiguous(), "source", "[B, D] int64")
+    require(target.shape == source.shape and target.is_contiguous(), "target", "[B, D] as source")
+    require(target.dtype == torch.int64, "target", "int64")
+    require(target.shape[1] <= _MAX_ROWS, "target", "at most 64 rows of a request")
+    run = _move_cache_rows_triton if runs_triton(k) else move_cache_rows_reference
+    run(k, v, source, target)
+
+
+def move_cache_rows_reference(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:
+    for cache in (k, v):
+        rows = cache.flatten(1, 2)
+        rows[:, target.flatten()] = rows[:, source.flatten()]
+
+
+def _move_cache_rows_triton(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:
+    (num_layers, num_pages, page_size, num_kv_heads, head_dim), (num_requests, num_moved) = k.shape, source.shape
+    row_size, block_d = num_kv_heads * head_dim, next_power_of_2(num_moved)
+    block_c = min(next_power_of_2(row_size), _BLOCK // block_d)
+    _move_cache_rows_kernel[(num_requests, ceil_div(row_size, block_c), num_layers)](
+        k,
+        v,
+        source,
+        target,
+        num_pages * page_size,
+        num_moved,
+        ROW_SIZE=row_size,
+        BLOCK_D=block_d,
+        BLOCK_C=block_c,
+        num_warps=4,
+        **dependent_launch(k.device, num_requests),
+    )
+
+
+@TritonKernel
+def _move_cache_rows_kernel(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    source_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    num_rows: int,
+    num_moved: int,
+    ROW_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (request, part of a row, layer). num_rows: cache rows of a layer.
+
+    It reads all rows of its part before it writes one: the barrier keeps a warp from writing what another still reads.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
+    move = tl.arange(0, BLOCK_D)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    source = tl.load(source_ptr + request * num_moved + move, mask=move < num_moved, other=0)
+    target = tl.load(target_ptr + request * num_moved + move, mask=move < num_moved, other=0)
+    mask = (source != target)[:, None] & (column < ROW_SIZE)[None, :]
+    read = ((layer * num_rows + source) * ROW_SIZE)[:, None] + column[None, :]
+    written = ((layer * num_rows + target) * ROW_SIZE)[:, None] + column[None, :]
+    k = tl.load(k_ptr + read, mask=mask)
+    v = tl.load(v_ptr + read, mask=mask)
+    tl.debug_barrier()
+    tl.store(k_ptr + written, k, mask=mask)
+    tl.store(v_ptr + written, v, mask=mask)

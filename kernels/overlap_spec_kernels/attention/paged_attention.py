@@ -1,0 +1,360 @@
+"""Causal attention of new rows to their own request's K and V, read through a page table.
+
+Not here: the write of K and V (`rope_kv_write`), and windows of few rows on a GPU (`decode_attention`). Requests may
+have any number of rows each: this serves prefill, and steps with uneven or many rows. A program takes a tile of rows of
+one request with all query heads that share a KV head, so K and V are read once for them:
+
+    tile, 2 rows of a GQA group of 3        keys 0 .. p of the request
+      m = 0 1 2 | 3 4 5   (row, head)       |- split 0 -|- split 1 -|- split 2 -|
+                                             partial     partial     partial     -> combined per row and head
+
+The launch grid comes from shapes alone (rows, heads, the capacity of a page table); the keys of a request are
+divided among its splits on the device, by its length, so nothing waits for the device and a graph can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_MIN_DOT = 16  # the smallest side of a tensor-core product
+_BLOCK_BYTES = 16384  # of K, and of V, in one block: two stages of both fit in the shared memory of any recent GPU
+_PROGRAMS_PER_SM = 2  # what the split count aims at, so that enough loads are in flight
+_MAX_SPLITS = 64
+_FEW_SPLITS = 8  # combining few splits is a kernel of its own; more than two would be compiled too late for somebody
+_LOG2_E = 1.4426950408889634
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    positions: Tensor,
+    max_rows: int,
+    scale: float,
+    uniform: bool,
+    window: int | None = None,
+) -> Tensor:
+    """Let the row at position p attend to keys 0..p of its request: softmax(q K^T * scale) V.
+
+    With a window, to the last so many of them: max(0, p - window + 1)..p (Beltagy et al. 2020, arXiv:2004.05150).
+    Keys before the first row's window are not read.
+
+    Rows row_starts[b]..row_starts[b + 1] - 1 belong to request b, at ascending positions. No request has more than
+    max_rows rows; uniform: each has exactly max_rows. Entries of the page table beyond a request's last position
+    are never followed. Scores, softmax and sums are float32 (float64 for float64).
+    Shapes: q [T, nq, d], caches [num_pages, page_size, nkv, d], page_table [B, P] i32, row_starts [B + 1] i32,
+    positions [T] i64 -> [T, nq, d]. Raises: ValueError naming the argument. Sync: never on CUDA.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    require(q.stride(2) == 1, "q", "a contiguous last dimension")
+    require(k_cache.dim() == 4 and k_cache.is_contiguous(), "k_cache", "[num_pages, page_size, nkv, d], contiguous")
+    require(k_cache.shape[3] == head_dim and k_cache.dtype == q.dtype, "k_cache", "the head dimension and dtype of q")
+    require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
+    require(v_cache.dtype == q.dtype, "v_cache", "the dtype of q")
+    require(num_heads % k_cache.shape[2] == 0, "q", "a multiple of the cache's heads")
+    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
+    require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
+    num_requests = page_table.shape[0]
+    require(row_starts.shape == (num_requests + 1,) and row_starts.dtype == torch.int32, "row_starts", "[B + 1] int32")
+    require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
+    require(max_rows >= 1, "max_rows", "at least 1")
+    require(not uniform or num_rows == num_requests * max_rows, "max_rows", "T / B where uniform")
+    require(window is None or window >= 1, "window", "at least 1")
+    if runs_triton(q):
+        return _paged_attention_triton(
+            q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window
+        )
+    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window)
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attend request by request. Sync: reads row_starts, positions and page_table on the host."""
+    starts = row_starts.tolist()
+    outputs = []
+    for request, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if begin == end:
+            continue
+        rows = positions[begin:end]
+        first_key, num_keys = 0 if window is None else max(int(rows[0]) - window + 1, 0), int(rows[-1]) + 1
+        first_page, offset = divmod(first_key, k_cache.shape[1])
+        pages = page_table[request, first_page : ceil_div(num_keys, k_cache.shape[1])]
+        k, v = _read_pages((k_cache, v_cache), pages, offset, offset + num_keys - first_key)
+        outputs.append(_attend(q[begin:end], k, v, rows - first_key, scale, window))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
+
+
+def _read_pages(caches: tuple[Tensor, Tensor], pages: Tensor, begin: int, end: int) -> list[Tensor]:
+    """Rows begin..end - 1 of those pages, without a copy where they are consecutive."""
+    first, count, page_size = int(pages[0]), pages.shape[0], caches[0].shape[1]
+    if torch.equal(pages, torch.arange(first, first + count, dtype=pages.dtype, device=pages.device)):
+        start = first * page_size
+        return [cache.view(-1, *cache.shape[2:])[start + begin : start + end] for cache in caches]
+    return [cache.index_select(0, pages).view(-1, *cache.shape[2:])[begin:end] for cache in caches]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
+    """Dense causal attention of one request; positions count from the first key.
+
+    Shapes: q [n, nq, d], k, v [keys, nkv, d], positions [n] -> [n, nq, d].
+    """
+    visible = None  # a single row sees every key that was read
+    if q.shape[0] > 1:
+        key = torch.arange(k.shape[0], device=k.device)
+        visible = key <= positions[:, None]
+        visible = visible if window is None else visible & (key > positions[:, None] - window)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))  # [1, heads, rows, d]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+class _Tiling(NamedTuple):
+    """How the rows, heads and keys of a request are cut into programs. From shapes alone."""
+
+    rows: int  # of a tile
+    block_m: int  # rows times query heads of a KV head, padded
+    block_n: int  # keys read at once
+    block_d: int
+    num_tiles: int
+    num_splits: int
+
+
+def _tiling(
+    q: Tensor, k_cache: Tensor, page_table: Tensor, max_rows: int, num_splits: int | None, window: int | None
+) -> _Tiling:
+    """Fill tiles with heads first, then rows; then split the keys until the programs fill the GPU."""
+    num_kv_heads = k_cache.shape[2]
+    group = q.shape[1] // num_kv_heads
+    largest_m = 32 if q.dtype == torch.float32 else 64
+    block_m = max(min(next_power_of_2(max_rows * group), largest_m), next_power_of_2(group), _MIN_DOT)
+    block_d = max(next_power_of_2(q.shape[2]), _MIN_DOT)
+    block_n = min(max(_BLOCK_BYTES // (block_d * q.element_size()), _MIN_DOT), 128)
+    rows = block_m // group
+    num_tiles = ceil_div(max_rows, rows)
+    if num_splits is None:
+        num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        num_programs = num_tiles * num_kv_heads * page_table.shape[0]
+        capacity = page_table.shape[1] * k_cache.shape[1]
+        capacity = capacity if window is None else min(capacity, window + rows)
+        num_splits = min(ceil_div(_PROGRAMS_PER_SM * num_sms, num_programs), ceil_div(capacity, block_n), _MAX_SPLITS)
+    return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits)
+
+
+def _paged_attention_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    positions: Tensor,
+    max_rows: int,
+    scale: float,
+    num_splits: int | None = None,
+    window: int | None = None,
+) -> Tensor:
+    (num_rows, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
+    tiling = _tiling(q, k_cache, page_table, max_rows, num_splits, window)
+    split = tiling.num_splits > 1
+    out = stats = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if split:
+        out = out.new_empty((num_rows, num_heads, tiling.num_splits, head_dim), dtype=torch.float32)
+        stats = out.new_empty((num_rows, num_heads, tiling.num_splits, 2))
+    _paged_attention_kernel[(tiling.num_tiles, num_kv_heads * tiling.num_splits, page_table.shape[0])](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_starts,
+        positions,
+        out,
+        stats,
+        scale * _LOG2_E,
+        *q.stride()[:2],
+        page_table.stride(0),
+        tiling.num_splits,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=k_cache.shape[1],
+        TILE_ROWS=tiling.rows,
+        SPLIT=split,
+        WINDOW=window or 0,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_D=tiling.block_d,
+        num_stages=2,
+    )
+    return _combine(out, stats, q.dtype) if split else out
+
+
+def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reduce the splits of each row and head. Shapes: [T, nq, splits, d], [T, nq, splits, 2] -> [T, nq, d]."""
+    num_rows, num_heads, num_splits, head_dim = partial.shape
+    out = partial.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
+    block_s, block_d = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS, next_power_of_2(head_dim)
+    _combine_kernel[(num_rows, num_heads)](
+        partial, stats, out, num_splits, HEAD_DIM=head_dim, BLOCK_S=block_s, BLOCK_D=block_d
+    )
+    return out
+
+
+@TritonKernel
+def _paged_attention_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    row_starts_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    scale_log2: float,
+    q_row_stride: int,
+    q_head_stride: int,
+    table_stride: int,
+    num_splits: int,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Program (tile, KV head and split, request); m of a block is (row, head). SPLIT writes undivided sums, stats.
+
+    WINDOW is 0 for rows that see all keys up to their own.
+    """
+    kv_head = tl.program_id(1) // num_splits
+    split = tl.program_id(1) % num_splits
+    request = tl.program_id(2).to(tl.int64)
+    first_row = tl.load(row_starts_ptr + request) + tl.program_id(0) * TILE_ROWS
+    end_row = tl.minimum(tl.load(row_starts_ptr + request + 1), first_row + TILE_ROWS)
+    if first_row < end_row:
+        m = tl.arange(0, BLOCK_M)
+        row = (first_row + m // GROUP).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        live = row < end_row
+        column = tl.arange(0, BLOCK_D)
+        mask = live[:, None] & (column < HEAD_DIM)[None, :]
+        q_head_ptr = q_ptr + row * q_row_stride + head * q_head_stride
+        q = tl.load(q_head_ptr[:, None] + column[None, :], mask=mask, other=0.0)
+        position = tl.load(positions_ptr + row, mask=live, other=-1)
+        # This split's share of the keys that any row sees, in whole blocks; the last ones may have none.
+        num_keys = tl.load(positions_ptr + end_row - 1).to(tl.int32) + 1
+        lowest_key = 0
+        if WINDOW:
+            lowest_key = tl.maximum(tl.load(positions_ptr + first_row).to(tl.int32) - (WINDOW - 1), 0)
+        share = tl.cdiv(tl.cdiv(num_keys - lowest_key, num_splits), BLOCK_N) * BLOCK_N
+        first_key = lowest_key + split * share
+        end_key = tl.minimum(num_keys, first_key + share)
+        acc, highest, denominator = _attend_to_keys(
+            q, position, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
+            page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
+            NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D
+        )  # fmt: skip
+        out_row = row * (NUM_KV_HEADS * GROUP) + head
+        if SPLIT:
+            out_row = out_row * num_splits + split
+            tl.store(stats_ptr + out_row * 2, highest, mask=live)
+            tl.store(stats_ptr + out_row * 2 + 1, denominator, mask=live)
+            mask = mask & (first_key < end_key)
+        else:
+            acc = acc / tl.where(live, denominator, 1.0)[:, None]
+        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+
+
+@TritonKernel
+def _attend_to_keys(
+    q: tl.tensor,
+    position: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_row_ptr: tl.tensor,
+    first_key: tl.tensor,
+    end_key: tl.tensor,
+    scale_log2: float,
+    CACHE_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """An online softmax over keys first_key..end_key - 1. Returns (sum of p V, highest score, sum of p).
+
+    The lowest score is finite, so that a row whose keys so far are all masked subtracts it without a NaN.
+    """
+    column = tl.arange(0, BLOCK_D)
+    inside = column < HEAD_DIM
+    highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    denominator = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(first_key, end_key, BLOCK_N):
+        key = block + tl.arange(0, BLOCK_N)
+        valid = key < end_key
+        page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
+        k_mask = inside[:, None] & valid[None, :]
+        k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=k_mask, other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        p = tl.exp2(scores - new_highest[:, None])
+        rescale = tl.exp2(highest - new_highest)
+        denominator = denominator * rescale + tl.sum(p, axis=1)
+        v_mask = valid[:, None] & inside[None, :]
+        v = tl.load(v_ptr + offset[:, None] + column[None, :], mask=v_mask, other=0.0)
+        acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        highest = new_highest
+    return acc, highest, denominator
+
+
+@TritonKernel
+def _combine_kernel(
+    partial_ptr: tl.tensor,
+    stats_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_splits: int,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program per row and head: weigh the splits' sums. A split without keys has denominator 0 and wrote no sum."""
+    out_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    split = tl.arange(0, BLOCK_S)
+    column = tl.arange(0, BLOCK_D)
+    inside = column < HEAD_DIM
+    partial_row = out_row * num_splits + split
+    highest = tl.load(stats_ptr + partial_row * 2, mask=split < num_splits, other=-1.0e30)
+    denominator = tl.load(stats_ptr + partial_row * 2 + 1, mask=split < num_splits, other=0.0)
+    weight = tl.exp2(highest - tl.max(highest, axis=0))
+    mask = (denominator > 0.0)[:, None] & inside[None, :]
+    partial = tl.load(partial_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
+    out = tl.sum(partial * weight[:, None], axis=0) / tl.sum(denominator * weight, axis=0)
+    tl.store(out_ptr + out_row * HEAD_DIM + column, out, mask=inside)

@@ -1,0 +1,171 @@
+"""Rotary position embedding of q and k, and the write of k and v into the paged cache, in one pass.
+
+Not here: reading the cache (`paged_attention`), the table of angles (models make it). The halves of a head are
+rotated against each other (Llama, GPT-NeoX), as one would write for each head x of a row at position p:
+
+    (x1, x2) -> (x1 * cos[p] - x2 * sin[p],  x2 * cos[p] + x1 * sin[p])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_HEADS_PER_PROGRAM = 8
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    cache_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """Rotate q and k, write k and v into their cache rows, return the rotated q.
+
+    q, k and v may be views of one fused projection. Cache row = page * page_size + offset.
+    Shapes: q [T, nq, d], k, v [T, nkv, d], cos_sin [P, d] (cos, then sin; float32 or float64), positions and
+    cache_rows [T] i64, caches [num_pages, page_size, nkv, d] -> [T, nq, d].
+    Raises: ValueError naming the argument. Sync: never.
+    """
+    num_rows, _, head_dim = q.shape
+    require(head_dim % 2 == 0 and q.stride(2) == 1, "q", "[T, nq, d], d even, with a contiguous last dimension")
+    kv_shape = (num_rows, k_cache.shape[2], head_dim)
+    require(k.shape == kv_shape and k.stride(2) == 1, "k", "[T, nkv, d] with a contiguous last dimension")
+    require(v.shape == kv_shape and v.stride(2) == 1, "v", "[T, nkv, d] with a contiguous last dimension")
+    require(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim and cos_sin.is_contiguous(), "cos_sin", "[P, d]")
+    require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
+    require(cache_rows.shape == (num_rows,) and cache_rows.dtype == torch.int64, "cache_rows", "[T] int64")
+    require(k_cache.shape[3] == head_dim and k_cache.is_contiguous(), "k_cache", "[num_pages, page_size, nkv, d]")
+    require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
+    if runs_triton(q):
+        return _rope_kv_write_triton(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache)
+    return rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache)
+
+
+def rope_kv_write_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    cache_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    half = q.shape[2] // 2
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
+    heads = torch.cat((q, k), dim=1)  # one rotation for both
+    first, second = heads.split(half, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, cache_rows, rotated[:, q.shape[1] :])
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, cache_rows, v)
+    return rotated[:, : q.shape[1]]
+
+
+def _rope_kv_write_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    cache_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    (num_rows, num_q_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    out = torch.empty((num_rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    q_groups = ceil_div(num_q_heads, _HEADS_PER_PROGRAM)
+    kv_groups = ceil_div(num_kv_heads, _HEADS_PER_PROGRAM)
+    _rope_kv_write_kernel[(num_rows, q_groups + kv_groups)](
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        cache_rows,
+        out,
+        k_cache,
+        v_cache,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        num_q_heads,
+        num_kv_heads,
+        q_groups,
+        HALF=head_dim // 2,
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        num_warps=4,
+        **dependent_launch(q.device, num_rows),
+    )
+    return out
+
+
+@TritonKernel
+def _rope_kv_write_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    cache_rows_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    q_row_stride: int,
+    q_head_stride: int,
+    k_row_stride: int,
+    k_head_stride: int,
+    v_row_stride: int,
+    v_head_stride: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    q_groups: int,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row and group of heads: q's groups first, then those of k and v.
+
+    What does not depend on the position is asked for before it is there.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position, cache_row = tl.load(positions_ptr + row), tl.load(cache_rows_ptr + row)
+    is_q = group < q_groups
+    head = tl.where(is_q, group, group - q_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    inside = (head < tl.where(is_q, num_q_heads, num_kv_heads)) & (column < HALF)
+    if is_q:
+        source = q_ptr + row * q_row_stride + head * q_head_stride + column
+    else:
+        source = k_ptr + row * k_row_stride + head * k_head_stride + column
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    copied = inside & (group >= q_groups)
+    v_source = v_ptr + row * v_row_stride + head * v_head_stride + column
+    v_first, v_second = tl.load(v_source, mask=copied), tl.load(v_source + HALF, mask=copied)
+    angle_ptr = cos_sin_ptr + position * (2 * HALF) + column
+    cos = tl.load(angle_ptr, mask=column < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle_ptr + HALF, mask=column < HALF, other=0.0).to(tl.float32)
+    cache_offset = (cache_row * num_kv_heads + head) * (2 * HALF) + column
+    tl.store(v_cache_ptr + cache_offset, v_first, mask=copied)
+    tl.store(v_cache_ptr + cache_offset + HALF, v_second, mask=copied)
+    target = out_ptr + (row * num_q_heads + head) * (2 * HALF) + column if is_q else k_cache_ptr + cache_offset
+    tl.store(target, first * cos - second * sin, mask=inside)
+    tl.store(target + HALF, second * cos + first * sin, mask=inside)

@@ -1,0 +1,92 @@
+"""The column of the largest logit, without writing logits. Not here: drawing by temperature, which needs them all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require
+from overlap_spec_kernels.linear.fused_linear import cut_for, linear_logits_reference, require_map
+from overlap_spec_kernels.linear.streamed_linear import Call, Stream
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles
+from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
+from overlap_spec_kernels.norm.normed import Normed, rows_of
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def linear_argmax(x: Tensor | Normed, weight: Tensor, ids: Tensor | None = None) -> Tensor:
+    """`(x @ weight.T).argmax(1)` of the normalised rows, the first of equal logits; looked up in `ids` if given.
+
+    Logits are float32, or as wide as x. Shapes: x [T, H], weight [V, H], ids [V] i64 -> [T] i64.
+    Raises: ValueError naming the argument. Sync: never.
+    """
+    rows = rows_of(x)
+    require_map(rows, weight)
+    require(ids is None or (ids.shape == weight.shape[:1] and ids.dtype == torch.int64), "ids", "[V] int64")
+    cut = cut_for(rows, weight, gated=False) or wide_for(rows, weight, gated=False)
+    return _best_of_programs(rows, weight, ids, cut) if cut else linear_argmax_reference(x, weight, ids)
+
+
+def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | None) -> Tensor:
+    columns = linear_logits_reference(x, weight).argmax(-1)
+    return columns if ids is None else ids[columns]
+
+
+def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Stream | Tiles | Wide) -> Tensor:
+    """A norm's scale is positive: it changes no row's order, and is left out."""
+    programs, num_rows = cut.num_programs(weight, False), rows.shape[0]
+    best = _empty_best(programs, num_rows, rows.device, by_row=isinstance(cut, Wide))
+    best_at = torch.empty_like(best, dtype=torch.int32)
+    cut.run(Call(rows, weight, None, 0.0, False, best=best, best_at=best_at), programs)
+    out = rows.new_empty((num_rows,), dtype=torch.int64)
+    _best_kernel[(num_rows,)](
+        best,
+        best_at,
+        out if ids is None else ids,
+        out,
+        programs,
+        *best.stride(),
+        MAPPED=ids is not None,
+        BLOCK=next_power_of_2(programs),
+        num_warps=4,
+        **dependent_launch(rows.device),
+    )
+    return out
+
+
+def _empty_best(programs: int, num_rows: int, device: torch.device, by_row: bool) -> Tensor:
+    """For what each program found of each row; many programs leave one row's together. Shapes: -> [programs, T] f32."""
+    if by_row:
+        return torch.empty((num_rows, programs), dtype=torch.float32, device=device).t()
+    return torch.empty((programs, num_rows), dtype=torch.float32, device=device)
+
+
+@TritonKernel
+def _best_kernel(
+    best_ptr: tl.tensor,
+    best_at_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_programs: int,
+    program_step: int,
+    row_step: int,
+    MAPPED: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    program = tl.arange(0, BLOCK)
+    place = program * program_step + tl.program_id(0) * row_step
+    best = tl.load(best_ptr + place, mask=program < num_programs, other=float("-inf"))
+    at = tl.load(best_at_ptr + place, mask=program < num_programs, other=2147483647)
+    column = tl.min(tl.where(best == tl.max(best, axis=0), at, 2147483647), axis=0).to(tl.int64)
+    if MAPPED:
+        column = tl.load(ids_ptr + column)
+    tl.store(out_ptr + tl.program_id(0), column)

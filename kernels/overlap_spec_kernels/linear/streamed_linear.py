@@ -1,0 +1,321 @@
+"""The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for 16-bit weights.
+
+Not here: the ops, and the kernel that goes first where rows are short (`fused_linear`).
+
+A program streams its rows of W through a ring in shared memory, together with the columns of x that meet them. The
+ring is filled before x is there: nothing writes W. Each warp multiplies its own part of K, so a product is short; W is
+the left operand, whose 16 rows are the smallest that a tensor core takes, and x's rows are padded to 8 only.
+
+    ring      [stage] | parts of K, rows of W, K / parts |   16 bytes a thread, swizzled
+    product   [parts, rows of W, rows of x] -> summed over parts when a row of W has passed
+
+It is written in Gluon because a Triton loop fills its ring after the wait (benchmarks/results/step-log.md, 3).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
+from overlap_spec_kernels.norm.normed import Norm
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import ampere
+    from triton.language.extra import cuda
+
+_MOST_ROWS = 64  # of x: beyond, a BLAS does as well
+_MOST_LARGE = 16  # the same for a large weight
+_BLOCK_ROWS = 32  # of x in a program, at most
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGE = 8 << 20  # bytes of a weight that takes longer to read than a kernel to launch
+
+
+class Stream(NamedTuple):
+    """How a map is cut up. From shapes alone."""
+
+    block_n: int  # rows of W at a time (twice as many if gated)
+    block_k: int
+    warps_k: int
+    warps_n: int
+    stages: int
+    late: bool = False  # the next kernel begins when the last weights have been asked for, else at once
+    per_sm: int = 16  # programs at most, which then take turns with the blocks of W
+
+    def num_programs(self, weight: Tensor, gated: bool) -> int:
+        """One per block of rows of W, or fewer."""
+        blocks = ceil_div(num_columns(weight, gated), self.block_n)
+        return min(blocks, self.per_sm * num_multiprocessors(weight.device))
+
+    def run(self, call: Call, programs: int) -> None:
+        """Launch. Sync: never."""
+        num_rows = call.x.shape[0]
+        rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
+        num_warps = self.warps_k * self.warps_n
+        _streamed_linear_kernel[(programs, ceil_div(num_rows, rows))](
+            *call.tensors(),
+            call.given(call.best),
+            call.given(call.best_at),
+            *call.sizes(),
+            SIZE_K=call.weight.shape[1],
+            SCALED=call.squares is not None,
+            GATED=call.gated,
+            ADD=call.residual is not None,
+            ARGMAX=call.best is not None,
+            ROWS=rows,
+            BLOCK_N=self.block_n,
+            BLOCK_K=self.block_k,
+            WARPS_K=self.warps_k,
+            WARPS_N=self.warps_n,
+            STAGES=self.stages,
+            LATE=self.late,
+            BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
+            num_warps=num_warps,
+            **dependent_launch(call.x.device),
+        )
+
+
+class Call(NamedTuple):
+    """One call's arguments and results. None where a call has no such thing; kernels then get x, and do not look."""
+
+    x: Tensor  # [T, I]
+    weight: Tensor  # [O, I]
+    squares: Tensor | None  # [parts, T] f32: x is to be scaled
+    eps: float
+    gated: bool
+    out: Tensor | None = None  # [T, O], any float type
+    residual: Tensor | None = None  # [T, O]
+    norm: Norm | None = None  # of the sum with the residual
+    weighted: Tensor | None = None  # [T, O]
+    sums: Tensor | None = None  # [ceil(O / block_n), T] f32
+    best: Tensor | None = None  # [programs, T] f32: a program's largest result, instead of all
+    best_at: Tensor | None = None  # [programs, T] i32
+
+    @property
+    def num_squares(self) -> int:
+        """Parts of each row whose sums of squares make the scale."""
+        return 0 if self.squares is None else self.squares.shape[0]
+
+    def given(self, tensor: Tensor | None) -> Tensor:
+        """What a kernel gets for it."""
+        return self.x if tensor is None else tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What both kernels of maps begin with: x, W, squares, residual, norm, out, weighted, sums."""
+        norm = None if self.norm is None else self.norm.weight
+        optional = (self.squares, self.residual, norm, self.out, self.weighted, self.sums)
+        return (self.x, self.weight, *(self.given(tensor) for tensor in optional))
+
+    def sizes(self) -> tuple[float, ...]:
+        """What follows in both: row strides of x and residual, columns of the result, rows, `num_squares`, eps."""
+        residual_stride = 0 if self.residual is None else self.residual.stride(0)
+        columns = num_columns(self.weight, self.gated)
+        return self.x.stride(0), residual_stride, columns, self.x.shape[0], self.num_squares, self.eps
+
+
+def num_columns(weight: Tensor, gated: bool) -> int:
+    """Of a map's result."""
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
+    """None where this kernel does not apply.
+
+    A kernel that starts early must not find room beside some programs of the one before and none beside others: it
+    would crowd a few multiprocessors. So a large weight takes a program per multiprocessor, whose ring leaves no room
+    for another; kernels of small ones begin late instead (`benchmarks/results/step-log.md`).
+    """
+    size_n, size_k = weight.shape
+    if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not runs_gluon(x.device):
+        return None
+    if size_k % 64 or x.stride(0) % 8:
+        return None
+    if weight.nbytes < _LARGE:
+        if size_k % 256 == 0:
+            return Stream(16, 256, 4, 1, 6, late=True)
+        return Stream(16, 64, 2, 1, 10, late=True) if x.shape[0] <= 16 else Stream(32, 64, 1, 2, 8, late=True)
+    if size_k % 256:
+        return Stream(64, 64, 1, 4, 8, late=True, per_sm=1)
+    if x.shape[0] > _MOST_LARGE:
+        return None
+    return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
+
+
+@GluonKernel
+def _streamed_linear_kernel(
+    x_ptr: gl.tensor, weight_ptr: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
+    out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,
+    x_stride: int, residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
+    SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
+    PDL: gl.constexpr, LATE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
+) -> None:  # fmt: skip
+    """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
+    PART: gl.constexpr = BLOCK_K // WARPS_K
+    CHUNKS: gl.constexpr = SIZE_K // BLOCK_K
+    LANES: gl.constexpr = PART // 8
+    PHASES: gl.constexpr = 8 if LANES >= 8 else LANES
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
+    copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS_K, WARPS_N, 1], [2, 1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [2, 1, 0])
+    flat: gl.constexpr = gl.SliceLayout(0, mma)  # of a result [rows of W, rows of x]
+    dtype: gl.constexpr = weight_ptr.dtype.element_ty
+    if PDL and not LATE:
+        cuda.gdc_launch_dependents()
+    w_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS_K, BLOCK_N, PART], shared)
+    up_ring = w_ring
+    if GATED:
+        up_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS_K, BLOCK_N, PART], shared)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS_K, ROWS, PART], shared)
+    first, stride = gl.program_id(0), gl.num_programs(0)
+    num_steps = (gl.cdiv(size_n, BLOCK_N) - first + stride - 1) // stride * CHUNKS
+    for step in gl.static_range(STAGES - 1):
+        _ask_for_weights(w_ring, up_ring, weight_ptr, step, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
+    if PDL:
+        cuda.gdc_wait()
+    for step in gl.static_range(STAGES - 1):
+        _ask_for_rows(x_ring, x_ptr, step, num_steps, x_stride, num_rows, CHUNKS, copy)
+        ampere.async_copy.commit_group()
+    scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
+    if SCALED:
+        scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS_K * WARPS_N, flat)
+    acc = gl.zeros([WARPS_K, BLOCK_N, ROWS], gl.float32, mma)
+    up = acc
+    best = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, flat))
+    best_at = gl.zeros([ROWS], gl.int32, gl.SliceLayout(0, flat))
+    for i in range(0, num_steps):
+        ampere.async_copy.wait_group(STAGES - 2)
+        w = w_ring.index(i % STAGES).load(gl.DotOperandLayout(0, mma, 2))
+        x = x_ring.index(i % STAGES).permute([0, 2, 1]).load(gl.DotOperandLayout(1, mma, 2))
+        if GATED:
+            w_up = up_ring.index(i % STAGES).load(gl.DotOperandLayout(0, mma, 2))
+        # The stage that was read one step ago is filled for the step STAGES - 1 ahead.
+        ahead = i + STAGES - 1
+        _ask_for_weights(w_ring, up_ring, weight_ptr, ahead, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
+        _ask_for_rows(x_ring, x_ptr, ahead, num_steps, x_stride, num_rows, CHUNKS, copy)
+        ampere.async_copy.commit_group()
+        if PDL and LATE and ahead >= num_steps:  # nothing is left to ask for: the next kernel may
+            cuda.gdc_launch_dependents()
+        acc = ampere.mma_v2(w, x, acc)
+        if GATED:
+            up = ampere.mma_v2(w_up, x, up)
+        if i % CHUNKS == CHUNKS - 1:
+            block = first + i // CHUNKS * stride
+            y = gl.sum(acc, axis=0) * gl.expand_dims(scale, 0)
+            acc = gl.zeros([WARPS_K, BLOCK_N, ROWS], gl.float32, mma)
+            if GATED:
+                y = y / (1.0 + gl.exp(-y)) * (gl.sum(up, axis=0) * gl.expand_dims(scale, 0))
+                up = acc
+            if ARGMAX:
+                best, best_at = _better(y, best, best_at, block * BLOCK_N, size_n)
+            else:
+                _store(
+                    y, block, out_ptr, weighted_ptr, sums_ptr, residual_ptr, norm_ptr, residual_stride, size_n,
+                    num_rows, ADD
+                )  # fmt: skip
+    if ARGMAX:
+        m = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, flat))
+        gl.store(best_ptr + first * num_rows + m, best, mask=m < num_rows)
+        gl.store(best_at_ptr + first * num_rows + m, best_at, mask=m < num_rows)
+
+
+@GluonKernel
+def _ask_for_weights(
+    ring: gl.shared_memory_descriptor, up_ring: gl.shared_memory_descriptor, weight_ptr: gl.tensor, step: gl.tensor,
+    num_steps: gl.tensor, size_n: gl.tensor, SIZE_K: gl.constexpr, GATED: gl.constexpr, CHUNKS: gl.constexpr,
+    copy: gl.constexpr,
+) -> None:  # fmt: skip
+    """Begin to copy a step's chunk of W, and of its second half if gated; nothing after the last step."""
+    BLOCK_N: gl.constexpr = ring.shape[2]
+    n, k = _places(BLOCK_N, ring.shape[1], ring.shape[3], copy)
+    block = gl.program_id(0) + step // CHUNKS * gl.num_programs(0)
+    row = gl.minimum(block * BLOCK_N + n, size_n - 1).to(gl.int64)
+    chunk = weight_ptr + row * SIZE_K + (k + step % CHUNKS * (SIZE_K // CHUNKS))
+    wanted = n < gl.where(step < num_steps, BLOCK_N, 0)
+    stage = step % ring.shape[0]
+    ampere.async_copy.async_copy_global_to_shared(ring.index(stage), chunk, mask=wanted)
+    if GATED:
+        up_offset = size_n.to(gl.int64) * SIZE_K
+        ampere.async_copy.async_copy_global_to_shared(up_ring.index(stage), chunk + up_offset, mask=wanted)
+
+
+@GluonKernel
+def _ask_for_rows(
+    ring: gl.shared_memory_descriptor, x_ptr: gl.tensor, step: gl.tensor, num_steps: gl.tensor, x_stride: int,
+    num_rows: int, CHUNKS: gl.constexpr, copy: gl.constexpr,
+) -> None:  # fmt: skip
+    """Begin to copy a step's columns of x."""
+    m, k = _places(ring.shape[2], ring.shape[1], ring.shape[3], copy)
+    m += gl.program_id(1) * ring.shape[2]
+    chunk = x_ptr + m * x_stride + (k + step % CHUNKS * (ring.shape[1] * ring.shape[3]))
+    wanted = m < gl.where(step < num_steps, num_rows, 0)
+    ampere.async_copy.async_copy_global_to_shared(ring.index(step % ring.shape[0]), chunk, mask=wanted)
+
+
+@GluonKernel
+def _places(
+    NUM_ROWS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr, copy: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Rows and columns of a chunk [PARTS, rows, PART]. Shapes: [1, rows, 1], [PARTS, 1, PART]."""
+    row = gl.arange(0, NUM_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, copy)))
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, copy)))
+    inner = gl.arange(0, PART, gl.SliceLayout(0, gl.SliceLayout(1, copy)))
+    k = gl.expand_dims(gl.expand_dims(part, 1), 2) * PART + gl.expand_dims(gl.expand_dims(inner, 0), 1)
+    return gl.expand_dims(gl.expand_dims(row, 0), 2), k
+
+
+@GluonKernel
+def _scale_of_rows(
+    squares_ptr: gl.tensor, num_rows: int, num_squares: int, eps: float, SIZE_K: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_U: gl.constexpr, NUM_WARPS: gl.constexpr, flat: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """The scale of a norm, from the sums of squares of its parts. Shapes: -> [ROWS]."""
+    LANES: gl.constexpr = 32 if ROWS > 32 else ROWS
+    sums: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [NUM_WARPS, 1], [1, 0])
+    part = gl.expand_dims(gl.arange(0, BLOCK_U, gl.SliceLayout(1, sums)), 1)
+    m = gl.program_id(1) * ROWS + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, sums)), 0)
+    squares = gl.load(squares_ptr + part * num_rows + m, mask=(part < num_squares) & (m < num_rows), other=0.0)
+    return gl.rsqrt(gl.convert_layout(gl.sum(squares, axis=0), gl.SliceLayout(0, flat)) / SIZE_K + eps)
+
+
+@GluonKernel
+def _better(
+    y: gl.tensor, best: gl.tensor, best_at: gl.tensor, first: gl.tensor, size_n: gl.tensor
+) -> tuple[gl.tensor, gl.tensor]:
+    """The largest result so far and its row of W; of equal ones the first: blocks are met in ascending order."""
+    n = gl.expand_dims(first + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout)), 1)
+    y = gl.where(n < size_n, y, float("-inf"))
+    highest = gl.max(y, axis=0)
+    at = gl.min(gl.where(y == gl.expand_dims(highest, 0), n, size_n), axis=0)
+    return gl.maximum(highest, best), gl.where(highest > best, at, best_at)
+
+
+@GluonKernel
+def _store(
+    y: gl.tensor, block: gl.tensor, out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor,
+    residual_ptr: gl.tensor, norm_ptr: gl.tensor, residual_stride: int, size_n: gl.tensor, num_rows: int,
+    ADD: gl.constexpr,
+) -> None:  # fmt: skip
+    """Write a block of results; if they are added to a stream, what the norm after it needs besides."""
+    n_flat = block * y.shape[0] + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
+    m_flat = gl.program_id(1) * y.shape[1] + gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
+    n, m = gl.expand_dims(n_flat, 1), gl.expand_dims(m_flat, 0)
+    mask = (n < size_n) & (m < num_rows)
+    if ADD:
+        y += gl.load(residual_ptr + m * residual_stride + n, mask=mask, other=0.0).to(gl.float32)
+    rounded = y.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + m * size_n + n, rounded, mask=mask)
+    if ADD:
+        wide = gl.where(mask, rounded.to(gl.float32), 0.0)
+        norm = gl.load(norm_ptr + n_flat, mask=n_flat < size_n, other=0.0).to(gl.float32)
+        weighted = wide * gl.expand_dims(norm, 1)
+        gl.store(weighted_ptr + m * size_n + n, weighted.to(weighted_ptr.dtype.element_ty), mask=mask)
+        gl.store(sums_ptr + block * num_rows + m_flat, gl.sum(wide * wide, axis=0), mask=m_flat < num_rows)

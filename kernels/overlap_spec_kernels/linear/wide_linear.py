@@ -1,0 +1,151 @@
+"""The kernel of `fused_linear` if gated, and of `linear_argmax`, for large weights and many rows.
+
+Not here: the ops, and the product itself, which is CUDA C++ (cuda/wide_linear.cu): it is the choice of tiles, and the
+launch. A BLAS multiplies as fast, but what follows the product is then a kernel of its own, which reads again what the
+product wrote: gate and up, or all logits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import ceil_div
+from overlap_spec_kernels.linear.streamed_linear import Call, num_columns, num_multiprocessors
+from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
+
+SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
+_DEPTH = 64  # of K, a stage
+_ROWS = 128  # of x, a program
+_CLUSTER = 2  # programs that share a tile of W
+_THREADS = 3 * 128  # a warpgroup that copies, two that multiply
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGE = 8 << 20  # bytes of a weight
+_FULL = 0.95  # of the rows and columns that all programs multiply: a BLAS has other tiles for what is less
+
+
+class _Work(ctypes.Structure):
+    """`Work` of wide_linear.cu."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("best_at", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int),
+        ("size_n", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+        ("num_pairs", ctypes.c_int),
+        ("num_columns", ctypes.c_int),
+    )
+
+
+class Wide(NamedTuple):
+    """How a map is cut up. From shapes alone."""
+
+    block_n: int  # rows of W at a time (twice as many if gated)
+    stages: int
+
+    def num_programs(self, weight: Tensor, gated: bool) -> int:
+        """Tiles of W: so many programs have a part of each row."""
+        return ceil_div(num_columns(weight, gated), self.block_n)
+
+    def run(self, call: Call, programs: int) -> None:
+        """Launch. `call.out` if gated, else `call.best` and `call.best_at`, one row's together. Sync: never."""
+        x, weight = call.x, call.weight
+        out = call.out if call.gated else call.best
+        assert out is not None and call.squares is None
+        pairs = _num_pairs(x)
+        work = _Work(
+            out=out.data_ptr(),
+            best_at=None if call.best_at is None else call.best_at.data_ptr(),
+            num_rows=x.shape[0],
+            size_n=num_columns(weight, call.gated),
+            chunks=x.shape[1] // _DEPTH,
+            num_pairs=pairs,
+            num_columns=programs,
+        )
+        half = self._columns(call.gated) // _CLUSTER
+        maps = tensor_map(x, _ROWS, _DEPTH), tensor_map(weight, half, _DEPTH)
+        clusters = min(programs * pairs, _num_clusters(x.device))
+        self.kernel(x.dtype, x.device, call.gated).launch(clusters * _CLUSTER, (*maps, work))
+
+    def kernel(self, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
+        """Compiled once."""
+        return _kernel(self._columns(gated), self.stages, dtype, device, gated)
+
+    def _columns(self, gated: bool) -> int:
+        return self.block_n * 2 if gated else self.block_n
+
+
+GATED, ARGMAX = Wide(112, 4), Wide(224, 5)
+
+
+def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
+    """For gates, or for the largest of each row. None where a BLAS and what follows it are faster.
+
+    The kernel is compiled when it is first asked for, whatever the rows, so that no later step has to wait for it.
+    Measured on an H200: benchmarks/results/choosing/wide_h200.txt.
+    """
+    if x.dtype not in _DTYPES or weight.nbytes < _LARGE or not runs_hopper(x.device):
+        return None
+    if x.shape[1] % _DEPTH or num_columns(weight, gated) % 8:
+        return None
+    if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return None
+    wide = GATED if gated else ARGMAX
+    wide.kernel(x.dtype, x.device, gated)
+    return wide if _share_used(x, weight, gated, wide) >= _FULL else None
+
+
+def _share_used(x: Tensor, weight: Tensor, gated: bool, wide: Wide) -> float:
+    """Of what all clusters multiply while the last of them works, how much is asked for."""
+    pairs, clusters, programs = _num_pairs(x), _num_clusters(x.device), wide.num_programs(weight, gated)
+    rounds = ceil_div(programs * pairs, clusters)
+    rows = x.shape[0] / (_ROWS * _CLUSTER)
+    return rows * num_columns(weight, gated) / wide.block_n / (rounds * clusters)
+
+
+def _num_pairs(x: Tensor) -> int:
+    """Of tiles of x: a cluster has one."""
+    return ceil_div(x.shape[0], _ROWS * _CLUSTER)
+
+
+def _num_clusters(device: torch.device) -> int:
+    """That run at once."""
+    return num_multiprocessors(device) // _CLUSTER
+
+
+@functools.cache
+def _kernel(columns: int, stages: int, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
+    defines = f"COLUMNS={columns}", f"STAGES={stages}", "GATED" if gated else "ARGMAX"
+    code = compiled(SOURCE, defines, {"wgmma.h": wgmma_header(columns, dtype)})
+    ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
+    staged = _ROWS * (columns // 2 + 8) * dtype.itemsize if gated else 0
+    return CudaKernel(code, "wide_linear", _THREADS, ring + staged)
+
+
+def wgmma_header(columns: int, dtype: torch.dtype) -> str:
+    """What wide_linear.cu includes: its text depends on the width of a product and the type of x."""
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    sums = columns // 2
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
+    return f"""
+__device__ __forceinline__ void multiply(float (&sums)[{sums}], u64 x, u64 w, bool add) {{
+    asm volatile(
+        "{{ .reg .pred add; setp.ne.b32 add, %{sums + 2}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{registers}}}, "
+        "%{sums}, %{sums + 1}, add, 1, 1, 0, 0; }}"
+        : {operands} : "l"(x), "l"(w), "r"(static_cast<int>(add)));
+}}
+
+__device__ __forceinline__ u32 round2(float low, float high) {{
+    u32 both;
+    asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}}
+"""

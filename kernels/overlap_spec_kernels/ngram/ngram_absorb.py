@@ -1,0 +1,278 @@
+"""The entry of requests' new tokens into the log that all requests share (`ngram_log` says how it is laid out).
+
+Not here: the pool of tokens from which they are read, which `ngram_store` has written. An n-gram is entered one token
+late, when something follows it: so nobody finds the end of what was said, which continues nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, dependent_launch, require, runs_triton
+from overlap_spec_kernels.ngram.ngram_log import HASH_STEP, PAGE, NgramLimits, NgramLog, cache_rows, entry_of, next_hash
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def ngram_absorb(
+    log: NgramLog,
+    limits: NgramLimits,
+    pool: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    dummy: int,
+    most: int,
+) -> None:
+    """Enter the tokens at positions starts..ends of each slot, in place; of `dummy`, and where ends < starts, nothing.
+
+    What was before `starts` was entered by earlier calls; a start of 0 is a new request. `most` bounds how many tokens
+    of a slot are entered at once. A slot whose page was evicted meanwhile gets a new one.
+    Shapes: pool [R] i32, page_table [B, P] i32, slots, starts, ends [B] i64. No slot but `dummy` may occur twice.
+    Raises: ValueError naming the argument. Sync: never.
+    """
+    require(pool.dim() == 1 and pool.dtype == torch.int32 and pool.is_contiguous(), "pool", "[R] int32")
+    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    for name, value in {"slots": slots, "starts": starts, "ends": ends}.items():
+        require(value.shape == page_table.shape[:1] and value.is_contiguous(), name, "[B], contiguous")
+        require(value.dtype == torch.int64, name, "int64")
+    require(2 * limits.context <= PAGE, "limits", f"max_match + branch of at most {PAGE // 2}")
+    run = _ngram_absorb_triton if runs_triton(pool) else ngram_absorb_reference
+    run(log, limits, pool, page_table, page_size, slots, starts, ends, dummy, most)
+
+
+_BLOCK_B = 64
+
+
+class _Pages(NamedTuple):
+    """Which pages each row writes; a page here is a request's n-th. Shapes: [B] i64."""
+
+    first_new: Tensor  # pages before it are open
+    last: Tensor
+    base: Tensor  # number in the log of `first_new`
+    live_from: Tensor  # [1]: pages before it are evicted once all are opened
+    taken: Tensor  # [1]: pages that are opened
+
+
+def _pages(log: NgramLog, fresh: int, slots: Tensor, starts: Tensor, ends: Tensor, dummy: int) -> _Pages:
+    # A page that might be evicted by this very call does not count as open: a row opens at most two in a decode step.
+    is_open = (starts % fresh != 0) & (log.open_page[slots] >= log.opened + 2 * len(slots) - len(log.fill))
+    first_new = starts // fresh + is_open
+    last = torch.where((slots == dummy) | (ends < starts), -1, ends // fresh)
+    opened = (last + 1 - first_new).clamp(min=0)
+    taken = opened.sum(0, keepdim=True)
+    base = log.opened + opened.cumsum(0) - opened
+    return _Pages(first_new, last, base, log.opened + taken - len(log.fill), taken)
+
+
+def ngram_absorb_reference(
+    log: NgramLog,
+    limits: NgramLimits,
+    pool: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    dummy: int,
+    most: int,
+) -> None:
+    context, fresh = limits.context, PAGE - limits.context
+    pages = _pages(log, fresh, slots, starts, ends, dummy)
+    page = starts[:, None] // fresh + torch.arange(2 + most // fresh, device=pool.device)  # [B, N]
+    is_new = page >= pages.first_new[:, None]
+    number = torch.where(is_new, (pages.base - pages.first_new)[:, None] + page, log.open_page[slots][:, None])
+    alive = (page <= pages.last[:, None]) & (number >= pages.live_from)
+    offset = torch.arange(PAGE, device=pool.device)
+    position = page[:, :, None] * fresh + offset - context  # [B, N, PAGE]
+    start, end, begin = starts[:, None, None], ends[:, None, None], page[:, :, None] * fresh
+
+    def tokens_at(row: Tensor, position: Tensor) -> Tensor:
+        return torch.where(position >= 0, pool[cache_rows(page_table[row], position[:, None], page_size)[:, 0]], -1)
+
+    written = alive[:, :, None] & (position <= end) & (is_new[:, :, None] | (position >= start))
+    row, nth, column = written.nonzero(as_tuple=True)  # most often few
+    log.tokens[number[row, nth] % len(log.fill), column] = tokens_at(row, position[row, nth, column])
+    filled = torch.minimum(ends[:, None], page * fresh + fresh - 1) - page * fresh + context + 1
+    log.fill[(number % len(log.fill))[alive]] = filled[alive].int()
+    entered_from = torch.where(is_new[:, :, None], begin - limits.branch, start - 1)
+    row, nth, column = (alive[:, :, None] & (position >= 0) & (position < end) & (position >= entered_from)).nonzero(
+        as_tuple=True
+    )
+    last, place = position[row, nth, column], number[row, nth] * PAGE + column + 1
+    state = torch.zeros_like(place)
+    for back in range(limits.max_match):
+        state = next_hash(state, tokens_at(row, last - back).long())
+        if back + 1 in limits.sizes:
+            whole = (last >= back) & (column >= back)
+            log.places.scatter_reduce_(0, entry_of(state, log.places)[whole], place[whole], "amax")
+    opens = pages.last >= pages.first_new
+    newest = torch.where(opens, pages.base + pages.last - pages.first_new, log.open_page[slots])
+    log.open_page.index_copy_(0, slots, newest)
+    log.opened.add_(pages.taken)
+
+
+def _ngram_absorb_triton(
+    log: NgramLog,
+    limits: NgramLimits,
+    pool: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    dummy: int,
+    most: int,
+) -> None:
+    num_rows = len(slots)
+    taken, newest = torch.empty_like(log.opened), torch.empty_like(slots)
+    _ngram_absorb_kernel[(num_rows,)](
+        *log,
+        pool,
+        page_table,
+        slots,
+        starts,
+        ends,
+        taken,
+        newest,
+        num_rows,
+        page_table.stride(0),
+        len(log.fill),
+        len(log.places) - 1,
+        dummy,
+        PAGE_SIZE=page_size,
+        CONTEXT=limits.context,
+        BRANCH=limits.branch,
+        SIZES=sum(1 << size for size in limits.sizes),
+        MAX_MATCH=limits.max_match,
+        HASH_STEP=HASH_STEP,
+        PAGE=PAGE,
+        BLOCK_B=_BLOCK_B,
+        num_warps=4,
+        **dependent_launch(pool.device),
+    )
+    log.open_page.index_copy_(0, slots, newest)  # not by the kernel: every program looks at every row's open page
+    log.opened.add_(taken)
+
+
+@TritonKernel
+def _ngram_absorb_kernel(
+    tokens_ptr: tl.tensor,
+    fill_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    open_page_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    taken_ptr: tl.tensor,
+    newest_ptr: tl.tensor,
+    num_rows: int,
+    table_stride: int,
+    num_pages: int,
+    index_mask: int,
+    dummy: int,
+    PAGE_SIZE: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    BRANCH: tl.constexpr,
+    SIZES: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
+    HASH_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row, page after page; each finds out how many pages the rows before it open."""
+    row = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    FRESH: tl.constexpr = PAGE - CONTEXT
+    count = tl.load(count_ptr)
+    taken = tl.full([], 0, tl.int64)
+    before, first_new, last, open_page = taken, taken, taken, taken
+    for first_row in range(0, num_rows, BLOCK_B):  # of any number of rows, so that no number means a compilation
+        rows = first_row + tl.arange(0, BLOCK_B)
+        inside = rows < num_rows
+        slots = tl.load(slots_ptr + rows, mask=inside, other=dummy)
+        starts = tl.load(starts_ptr + rows, mask=inside, other=0)
+        ends = tl.load(ends_ptr + rows, mask=inside, other=-1)
+        open_pages = tl.load(open_page_ptr + slots, mask=inside, other=0)
+        is_open = (starts % FRESH != 0) & (open_pages >= count + 2 * num_rows - num_pages)
+        firsts_new = starts // FRESH + is_open.to(tl.int64)
+        lasts = tl.where((slots == dummy) | (ends < starts), -1, ends // FRESH)
+        opened = tl.maximum(lasts + 1 - firsts_new, 0)
+        taken += tl.sum(opened, axis=0)
+        before += tl.sum(tl.where(rows < row, opened, 0), axis=0)
+        own = rows == row
+        first_new += tl.sum(tl.where(own, firsts_new, 0), axis=0)
+        last += tl.sum(tl.where(own, lasts, 0), axis=0)
+        open_page += tl.sum(tl.where(own, open_pages, 0), axis=0)
+    live_from, base = count + taken - num_pages, count + before
+    start, end = tl.load(starts_ptr + row), tl.load(ends_ptr + row)
+    if row == 0:
+        tl.store(taken_ptr, taken)
+    pages_ptr = page_table_ptr + row.to(tl.int64) * table_stride
+    for page in range(start // FRESH, last + 1):
+        number = tl.where(page >= first_new, base + page - first_new, open_page)
+        if number >= live_from:
+            _absorb_page(
+                tokens_ptr, fill_ptr, index_ptr, pool_ptr, pages_ptr, num_pages, index_mask, page, number, start, end,
+                page >= first_new, PAGE_SIZE, CONTEXT, BRANCH, SIZES, MAX_MATCH, HASH_STEP, PAGE,
+            )  # fmt: skip
+    tl.store(newest_ptr + row, tl.where(last >= first_new, base + last - first_new, open_page))
+
+
+@TritonKernel
+def _absorb_page(
+    tokens_ptr: tl.tensor,
+    fill_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    num_pages: int,
+    index_mask: int,
+    page: tl.tensor,
+    number: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    is_new: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    CONTEXT: tl.constexpr,
+    BRANCH: tl.constexpr,
+    SIZES: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
+    HASH_STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> None:
+    """A request's n-th page, `page`, of tokens start..end; in the log it has a `number`."""
+    FRESH: tl.constexpr = PAGE - CONTEXT
+    offset = tl.arange(0, PAGE)
+    position = page * FRESH + offset - CONTEXT
+    known = (position >= 0) & (position <= end)
+    pool_page = tl.load(pages_ptr + position // PAGE_SIZE, mask=known, other=0).to(tl.int64)
+    token = tl.load(pool_ptr + pool_page * PAGE_SIZE + position % PAGE_SIZE, mask=known, other=-1)
+    written = (position <= end) & (is_new | (position >= start))
+    tl.store(tokens_ptr + (number % num_pages) * PAGE + offset, token, mask=written)
+    filled = tl.minimum(end, page * FRESH + FRESH - 1) - page * FRESH + CONTEXT + 1
+    tl.store(fill_ptr + number % num_pages, filled.to(tl.int32))
+    entered = (position < end) & (position >= tl.where(is_new, page * FRESH - BRANCH, start - 1))
+    state = tl.zeros([PAGE], tl.int64)
+    for back in tl.static_range(MAX_MATCH):
+        here = position - back
+        whole = entered & (here >= 0) & (offset >= back)
+        pool_page = tl.load(pages_ptr + here // PAGE_SIZE, mask=whole, other=0).to(tl.int64)
+        token = tl.load(pool_ptr + pool_page * PAGE_SIZE + here % PAGE_SIZE, mask=whole, other=0)
+        state = (state ^ (token.to(tl.int64) + 1)) * HASH_STEP
+        state = state ^ (state >> 29)
+        if (SIZES >> (back + 1)) & 1 != 0:
+            tl.atomic_max(index_ptr + ((state >> 17) & index_mask), number * PAGE + offset + 1, mask=whole)

@@ -1,0 +1,91 @@
+"""The write of a few tokens of each request beside their KV: into the pool of tokens that has a row for each cache row.
+
+Not here: prompts, whose cache rows the step knows already, and who reads the pool (`ngram_match`, `ngram_absorb`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.ngram.ngram_log import cache_rows
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def ngram_store(
+    pool: Tensor, page_table: Tensor, page_size: int, starts: Tensor, tokens: Tensor, counts: Tensor
+) -> None:
+    """Write the first `counts` tokens of each row at positions starts, starts + 1, .., in place.
+
+    Page 0 is nobody's, and may be written as well. Shapes: pool [R] i32, page_table [B, P] i32, starts, counts [B] i64,
+    tokens [B, n] i64. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(pool.dim() == 1 and pool.dtype == torch.int32 and pool.is_contiguous(), "pool", "[R] int32")
+    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require(tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.is_contiguous(), "tokens", "[B, n] int64")
+    for name, value in {"starts": starts, "counts": counts}.items():
+        require(value.shape == tokens.shape[:1] and value.is_contiguous(), name, "[B], contiguous")
+        require(value.dtype == torch.int64, name, "int64")
+    require(page_table.shape[0] == tokens.shape[0], "page_table", "[B, P]")
+    run = _ngram_store_triton if runs_triton(pool) else ngram_store_reference
+    run(pool, page_table, page_size, starts, tokens, counts)
+
+
+def ngram_store_reference(
+    pool: Tensor, page_table: Tensor, page_size: int, starts: Tensor, tokens: Tensor, counts: Tensor
+) -> None:
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    inside = columns < counts[:, None]
+    positions = torch.where(inside, starts[:, None] + columns, 0)
+    pool[cache_rows(page_table, positions, page_size).masked_fill(~inside, 0)] = tokens.int()
+
+
+def _ngram_store_triton(
+    pool: Tensor, page_table: Tensor, page_size: int, starts: Tensor, tokens: Tensor, counts: Tensor
+) -> None:
+    num_rows, most = tokens.shape
+    _ngram_store_kernel[(num_rows,)](
+        pool,
+        page_table,
+        starts,
+        tokens,
+        counts,
+        page_table.stride(0),
+        most,
+        PAGE_SIZE=page_size,
+        BLOCK=next_power_of_2(most),
+        num_warps=1,
+        **dependent_launch(pool.device),
+    )
+
+
+@TritonKernel
+def _ngram_store_kernel(
+    pool_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    table_stride: int,
+    most: int,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    inside = (column < most) & (column < tl.load(counts_ptr + row))
+    position = tl.load(starts_ptr + row) + column
+    page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    token = tl.load(tokens_ptr + row * most + column, mask=inside, other=0)
+    tl.store(pool_ptr + page * PAGE_SIZE + position % PAGE_SIZE, token.to(tl.int32), mask=inside)

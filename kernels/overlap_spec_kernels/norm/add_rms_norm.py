@@ -1,0 +1,86 @@
+"""Residual addition and RMSNorm in one pass. Not here: the norm alone (`rms_norm`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, lets_next_begin, next_power_of_2, require, runs_triton, warps_for
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add a layer's output to the residual stream and normalise the sum: (y, new_residual).
+
+    The sum is rounded to its dtype before it is normalised, so y is exactly `rms_norm(new_residual)`.
+    Shapes: x, residual [T, H], weight [H] -> [T, H], [T, H]. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
+    require(residual.shape == x.shape and residual.stride(1) == 1, "residual", "[T, H] as x, contiguous last dimension")
+    require(residual.dtype == x.dtype, "residual", "the dtype of x")
+    require(weight.shape == x.shape[1:] and weight.is_contiguous(), "weight", "[H], contiguous")
+    require(weight.dtype == x.dtype, "weight", "the dtype of x")
+    run = _add_rms_norm_triton if runs_triton(x) else add_rms_norm_reference
+    return run(x, residual, weight, eps)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    new_residual = x + residual
+    return F.rms_norm(new_residual, weight.shape, weight, eps), new_residual
+
+
+def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    num_rows, size = x.shape
+    y = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    new_residual = torch.empty_like(y)
+    block = next_power_of_2(size)
+    _add_rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        y,
+        new_residual,
+        x.stride(0),
+        residual.stride(0),
+        size,
+        eps,
+        NEXT_BEGINS=lets_next_begin(x.device),
+        BLOCK=block,
+        num_warps=warps_for(block),
+    )
+    return y, new_residual
+
+
+@TritonKernel
+def _add_rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    new_residual_ptr: tl.tensor,
+    x_stride: int,
+    residual_stride: int,
+    size: int,
+    eps: float,
+    NEXT_BEGINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row; the row is read once and stays in registers."""
+    if NEXT_BEGINS:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(new_residual_ptr + row * size + column, total, mask=inside)
+    total = total.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(total * total, axis=0) / size + eps)
+    tl.store(y_ptr + row * size + column, total * scale * weight, mask=inside)

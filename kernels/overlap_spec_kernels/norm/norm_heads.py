@@ -1,0 +1,103 @@
+"""RMSNorm of every query and key head of a fused projection, in place. Not here: rotation (`decode_attention`).
+
+A row of qkv is n query heads, nkv key heads and nkv value heads; the first two kinds have a weight each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    require,
+    runs_triton,
+)
+from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_HEADS_PER_PROGRAM = 4
+
+
+def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    """Scale each head of q and k to unit root mean square, then by its weight (Henry et al. 2020, arXiv:2010.04245).
+
+    Writes over qkv and returns it; v stays. Accumulates in float32 where qkv is 16-bit, in its own type otherwise.
+    Shapes: qkv [T, (n + 2 nkv) d], weights [d] -> qkv. Raises: ValueError naming the argument. Sync: never.
+    """
+    head_dim = query_weight.shape[0]
+    require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv", "[T, (n + 2 nkv) d], contiguous")
+    num_heads, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, head_dim)
+    require(rest == 0 and num_heads > 0, "qkv", "query heads beside 2 nkv heads of the weights' size")
+    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
+        require(weight.shape == (head_dim,) and weight.is_contiguous(), name, "[d], contiguous")
+        require(weight.dtype == qkv.dtype, name, "the dtype of qkv")
+    run = _norm_heads_triton if runs_triton(qkv) else norm_heads_reference
+    return run(qkv, query_weight, key_weight, num_kv_heads, eps)
+
+
+def norm_heads_reference(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_heads: int, eps: float
+) -> Tensor:
+    heads = qkv.view(qkv.shape[0], -1, query_weight.shape[0])
+    q, k, _ = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    q.copy_(rms_norm_reference(q, query_weight, eps))
+    k.copy_(rms_norm_reference(k, key_weight, eps))
+    return qkv
+
+
+def _norm_heads_triton(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
+    num_rows, head_dim = qkv.shape[0], query_weight.shape[0]
+    num_heads = qkv.shape[1] // head_dim - num_kv_heads  # those that are normalised
+    _norm_heads_kernel[(num_rows, ceil_div(num_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        query_weight,
+        key_weight,
+        qkv.shape[1],
+        num_heads - num_kv_heads,
+        num_heads,
+        eps,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        BLOCK=next_power_of_2(head_dim),
+        num_warps=_HEADS_PER_PROGRAM,
+        **dependent_launch(qkv.device, num_rows),
+    )
+    return qkv
+
+
+@TritonKernel
+def _norm_heads_kernel(
+    qkv_ptr: tl.tensor,
+    query_weight_ptr: tl.tensor,
+    key_weight_ptr: tl.tensor,
+    row_size: int,
+    num_query_heads: int,
+    num_heads: int,
+    eps: float,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row and group of heads: q's first, then k's."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    is_query, inside = head < num_query_heads, column < HEAD_DIM
+    query_weight = tl.load(query_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    key_weight = tl.load(key_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head_ptr = qkv_ptr + row * row_size + head * HEAD_DIM + column
+    mask = (head < num_heads) & inside
+    x = tl.load(head_ptr, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+    tl.store(head_ptr, x * scale[:, None] * tl.where(is_query, query_weight, key_weight), mask=mask)

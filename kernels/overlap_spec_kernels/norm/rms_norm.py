@@ -1,0 +1,70 @@
+"""RMSNorm over the last dimension. Not here: the residual addition (`add_rms_norm`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    dependent_launch,
+    next_power_of_2,
+    require,
+    runs_triton,
+    warps_for,
+)
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row to unit root mean square, then by `weight` (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    Accumulates in float32 where x is 16-bit, in x's own type otherwise.
+    Shapes: x [T, H], weight [H] -> [T, H]. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
+    require(weight.shape == x.shape[1:] and weight.is_contiguous(), "weight", "[H], contiguous")
+    require(weight.dtype == x.dtype, "weight", "the dtype of x")
+    return _rms_norm_triton(x, weight, eps) if runs_triton(x) else rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    num_rows, size = x.shape
+    y = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    block = next_power_of_2(size)
+    options = {"num_warps": warps_for(block), **dependent_launch(x.device, num_rows)}
+    _rms_norm_kernel[(num_rows,)](x, weight, y, x.stride(0), size, eps, BLOCK=block, **options)
+    return y
+
+
+@TritonKernel
+def _rms_norm_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    x_stride: int,
+    size: int,
+    eps: float,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row; the row is read once and stays in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
+    tl.store(y_ptr + row * size + column, x * scale * weight, mask=inside)

@@ -1,0 +1,56 @@
+"""The gate of a SwiGLU feed-forward layer. Not here: its projections, which are plain GEMMs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_MAX_BLOCK = 1024  # elements a program handles; small enough that few rows still fill a GPU
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202), gate in the first half of each row.
+
+    Shapes: [T, 2I] -> [T, I]. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(gate_up.dim() == 2 and gate_up.stride(1) == 1, "gate_up", "[T, 2I] with a contiguous last dimension")
+    require(gate_up.shape[1] % 2 == 0, "gate_up", "an even number of columns")
+    return _silu_mul_triton(gate_up) if runs_triton(gate_up) else silu_mul_reference(gate_up)
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _silu_mul_triton(gate_up: Tensor) -> Tensor:
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(next_power_of_2(size), _MAX_BLOCK)
+    _silu_mul_kernel[(num_rows, ceil_div(size, block))](gate_up, out, gate_up.stride(0), size, BLOCK=block)
+    return out
+
+
+@TritonKernel
+def _silu_mul_kernel(
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride: int,
+    size: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)

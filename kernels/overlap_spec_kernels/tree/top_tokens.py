@@ -1,0 +1,193 @@
+"""The k largest log-probabilities of each row of logits, without writing the others. Not here: the logits, sampling.
+
+Two launches: each part of a row finds its k largest logits and its sum of exponentials, then a program per row puts the
+parts together. A logit and its column are one 64-bit integer, which is larger if the logit is, or, of equal
+logits, if the column is lower: so a maximum settles ties, and the result does not depend on who computes it.
+float64, which drafts that are sampled give, has kernels of its own (`_top_tokens_wide`), also on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+MAX_TOP = 16
+_MAX_COLUMNS = 1 << 18
+_PART = 2048  # columns of a program
+_SMALL_PART = 512  # at least so many, also of short rows
+_GROUP = 8  # of a part's columns, of which the largest is looked at first
+
+
+class TopTokens(NamedTuple):
+    """Descending; of equal logits, the lower column first."""
+
+    log_probs: Tensor  # [R, k] f32 (f64 for f64)
+    columns: Tensor  # [R, k] i64
+
+
+def top_tokens(logits: Tensor, k: int) -> TopTokens:
+    """log_softmax of each row, and its k largest values with their columns.
+
+    Logits are numbers or -inf (not all of a row); sums are float32 (float64 for float64).
+    Shapes: logits [R, V] -> [R, k], [R, k]; 1 <= k <= 16, k <= V <= 2^18. Raises: ValueError naming the argument.
+    Sync: never.
+    """
+    require(logits.dim() == 2 and logits.is_floating_point(), "logits", "[R, V], floating point")
+    require(logits.stride(1) == 1 and logits.shape[1] <= _MAX_COLUMNS, "logits", "contiguous rows of at most 2^18")
+    require(1 <= k <= min(MAX_TOP, logits.shape[1]), "k", "1 to 16, and at most the columns of logits")
+    if logits.is_cuda and logits.dtype == torch.float64:
+        return TopTokens(*wide_top_tokens(logits, k, _PART))
+    return _top_tokens_triton(logits, k) if runs_triton(logits) else top_tokens_reference(logits, k)
+
+
+def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
+    """`topk` leaves open which of equal values it takes: those of the smallest one are chosen by hand."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    least = logits.topk(k).values[:, -1:]
+    larger, equal = logits > least, logits == least
+    chosen = larger | (equal & (equal.cumsum(1) <= k - larger.sum(1, keepdim=True)))
+    size = logits.shape[1]
+    from_last = torch.arange(size, 0, -1, device=logits.device)
+    columns = size - torch.where(chosen, from_last, 0).topk(k).values  # ascending
+    values, order = torch.sort(logits.gather(1, columns), dim=1, descending=True, stable=True)
+    return TopTokens(values - logits.logsumexp(1, keepdim=True), columns.gather(1, order))
+
+
+def _top_tokens_triton(logits: Tensor, k: int) -> TopTokens:
+    num_rows, size = logits.shape
+    part = min(max(next_power_of_2(size), _SMALL_PART), _PART)
+    num_parts = ceil_div(size, part)
+    keys = torch.empty((num_rows, num_parts * k), dtype=torch.int64, device=logits.device)
+    sums = torch.empty((num_rows, num_parts, 2), dtype=torch.float32, device=logits.device)
+    launch = dependent_launch(logits.device, num_rows)
+    _top_of_part_kernel[(num_rows, num_parts)](
+        logits,
+        keys,
+        sums,
+        logits.stride(0),
+        size,
+        K=k,
+        BLOCK_K=next_power_of_2(k),
+        GROUPS=part // _GROUP,
+        GROUP=_GROUP,
+        num_warps=1,
+        **launch,
+    )
+    out = TopTokens(sums.new_empty(num_rows, k), keys.new_empty(num_rows, k))
+    block = next_power_of_2(num_parts * k)
+    _top_of_row_kernel[(num_rows,)](
+        keys,
+        sums,
+        *out,
+        num_parts,
+        K=k,
+        BLOCK=block,
+        BLOCK_P=next_power_of_2(num_parts),
+        num_warps=1 if block <= 256 else 4,
+        **launch,
+    )
+    return out
+
+
+@TritonKernel
+def _top_of_part_kernel(
+    logits_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    row_stride: int,
+    size: int,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Program (row, part): the keys of its K largest logits, its largest logit and sum of exponentials below that.
+
+    A group is GROUP columns in a row. The K largest logits are in the K groups whose largest are the largest (of equal
+    ones, the first): any other logit has K better ones. So only those are compared one by one.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = row * tl.num_programs(1) + tl.program_id(1)
+    begin = tl.program_id(1) * (GROUPS * GROUP)
+    group, inner, rank = tl.arange(0, GROUPS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
+    column = begin + group[:, None] * GROUP + inner[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    logits_ptr += row * row_stride
+    logits = tl.load(logits_ptr + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    largest = tl.max(logits, axis=1)
+    highest = tl.maximum(tl.max(largest, axis=0), -3.0e38)  # a number, also where no logit is
+    tl.store(sums_ptr + part * 2, highest)
+    tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.sum(tl.exp(logits - highest), axis=1), axis=0))
+    value = _ordered_float(largest)
+    best_groups = tl.zeros([BLOCK_K], tl.int32)
+    for i in tl.static_range(K):
+        best = tl.max(value, axis=0)
+        at = tl.min(tl.where(value == best, group, 0x7FFFFFFF), axis=0)
+        best_groups = tl.where(rank == i, at, best_groups)
+        value = tl.where(group == at, -0x80000000, value)
+    chosen = (rank < K)[:, None]
+    column = begin + best_groups[:, None] * GROUP + inner[None, :]
+    logits = tl.load(logits_ptr + column, mask=chosen & (column < size), other=float("-inf")).to(tl.float32)
+    column = tl.reshape(tl.where(chosen, column, 0x7FFFFFFF), [BLOCK_K * GROUP])
+    value = _ordered_float(tl.reshape(logits, [BLOCK_K * GROUP]))
+    for i in tl.static_range(K):
+        best = tl.max(value, axis=0)
+        at = tl.min(tl.where(value == best, column, 0x7FFFFFFF), axis=0)
+        tl.store(keys_ptr + part * K + i, (best.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64))
+        value = tl.where(column == at, -0x80000000, value)
+
+
+@TritonKernel
+def _top_of_row_kernel(
+    keys_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    log_probs_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    num_parts: int,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    candidate, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sum_ptrs = sums_ptr + (row * num_parts + part) * 2
+    highest = tl.load(sum_ptrs, mask=part < num_parts, other=-3.0e38)
+    total = tl.load(sum_ptrs + 1, mask=part < num_parts, other=0.0)
+    num_keys = num_parts * K
+    key = tl.load(keys_ptr + row * num_keys + candidate, mask=candidate < num_keys, other=-0x8000000000000000)
+    top = tl.max(highest, axis=0)
+    log_total = top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
+    for i in range(K):
+        best = tl.max(key, axis=0)
+        logit = _ordered((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        tl.store(log_probs_ptr + row * K + i, logit - log_total)
+        tl.store(columns_ptr + row * K + i, 0x7FFFFFFF - (best & 0xFFFFFFFF))
+        key = tl.where(key == best, -0x8000000000000000, key)
+
+
+@TritonKernel
+def _ordered_float(x: tl.tensor) -> tl.tensor:
+    """Integers ordered as float32 are; -0 equals 0."""
+    return _ordered(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
+
+
+@TritonKernel
+def _ordered(bits: tl.tensor) -> tl.tensor:
+    """A float's bits as an integer that is ordered as the float is; and back, for it is its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

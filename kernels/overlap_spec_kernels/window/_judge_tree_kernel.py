@@ -1,0 +1,128 @@
+"""The Triton functions of `judge_tree`: one program per row of the batch. Not here: checks, the twin (`judge_tree`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from overlap_spec_kernels.launch import TritonKernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@TritonKernel
+def judge_tree_kernel(
+    drawn_ptr: tl.tensor,
+    window_tokens_ptr: tl.tensor,
+    parents_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    lengths_ptr: tl.tensor,
+    length_ptr: tl.tensor,
+    window_ptr: tl.tensor,
+    given_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    follow_ptr: tl.tensor,
+    path_ptr: tl.tensor,
+    accept_len_ptr: tl.tensor,
+    next_positions_ptr: tl.tensor,
+    published_ptr: tl.tensor,
+    window_stride: int,
+    window_columns: int,
+    width: int,
+    depth: int,
+    batch_stride: int,
+    dummy: int,
+    GIVEN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_W)
+    guessed = (column > 0) & (column < width)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slots_ptr + row)
+    length = tl.load(lengths_ptr + row)
+    drawn_ptr += row * width
+    window_tokens_ptr += row * width
+    parents_ptr += row * width
+    guess = tl.load(window_tokens_ptr + column, mask=guessed, other=-1)
+    parent = tl.load(parents_ptr + column, mask=guessed, other=-1)
+    deepest = tl.max(_depths(parents_ptr, tl.where(guess >= 0, column, 0), depth), axis=0)
+    step = tl.arange(0, BLOCK_D)
+    walked, node, path, committed = _walk(
+        guess, parent, column, step, drawn_ptr, window_tokens_ptr, given_ptr + row, depth, GIVEN, BLOCK_W
+    )
+    inside = step < depth
+    drawn = tl.load(drawn_ptr + path, mask=inside, other=0)
+    tokens = drawn
+    if GIVEN:
+        tokens = tl.where(step < walked, committed, drawn)
+    tokens = tl.where(step <= walked, tokens, -1)
+    new_length = length + walked + 1
+    one = tl.full([BLOCK_D], 1, tl.int64)
+    stood = tl.where((step > 0) & (step <= walked), one << tl.maximum(path - 1, 0), 0)
+    last = tl.max(tl.where(guess >= 0, column, 0), axis=0)
+    path_bits = tl.sum(stood, axis=0) + (tl.full([], 1, tl.int64) << last)
+    published_ptr += row * (depth + 2)
+    tl.store(published_ptr + step, tokens, mask=inside)
+    tl.store(published_ptr + depth, path_bits)
+    tl.store(published_ptr + depth + 1, deepest.to(tl.int64))
+    tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
+    tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
+    tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)
+    tl.store(accept_len_ptr + row, walked.to(tl.int64))
+    tl.store(next_positions_ptr + step.to(tl.int64) * batch_stride + row, new_length + step, mask=inside)
+    is_dummy = slot == dummy
+    tl.store(length_ptr + slot, tl.where(is_dummy, 0, new_length))
+    window_column = tl.arange(0, BLOCK_N)
+    root = tl.where(is_dummy, 0, tl.load(drawn_ptr + node))
+    next_window = tl.where(window_column == 0, root, -1)
+    tl.store(window_ptr + slot * window_stride + window_column, next_window, mask=window_column < window_columns)
+
+
+@TritonKernel
+def _depths(parents_ptr: tl.tensor, node: tl.tensor, depth: int) -> tl.tensor:
+    """Edges between each node and the root, at most depth - 1."""
+    depths = tl.zeros_like(node)
+    for _ in range(1, depth):
+        below = node > 0
+        depths += below.to(tl.int32)
+        node = tl.load(parents_ptr + node, mask=below, other=0).to(tl.int32)
+    return depths
+
+
+@TritonKernel
+def _walk(
+    guess: tl.tensor,
+    parent: tl.tensor,
+    column: tl.tensor,
+    step: tl.tensor,
+    drawn_ptr: tl.tensor,
+    window_tokens_ptr: tl.tensor,
+    given_ptr: tl.tensor,
+    depth: int,
+    GIVEN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Returns the guesses accepted, the last node, the path, and, where it is given, the tokens below each node."""
+    walked, node, path = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), step
+    committed = tl.zeros_like(step).to(tl.int64)  # where it is given what is accepted
+    for at in range(1, depth):
+        is_child = (guess >= 0) & (parent == node)
+        if GIVEN:
+            is_child &= at <= tl.load(given_ptr)
+        else:
+            is_child &= guess == tl.load(drawn_ptr + node)
+        child = tl.min(tl.where(is_child, column, BLOCK_W), axis=0)
+        found = (child < BLOCK_W) & (walked == at - 1)
+        node = tl.where(found, child, node)
+        path = tl.where(found & (step == at), node, path)
+        if GIVEN:
+            committed = tl.where(found & (step == at - 1), tl.load(window_tokens_ptr + node), committed)
+        walked += found.to(tl.int32)
+    return walked, node, path, committed

@@ -1,0 +1,97 @@
+"""The write of a step's tree of guesses into the windows of its slots. Not here: growing it, roots (`judge_tree`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def place_tree(
+    window: Tensor, parents: Tensor, slots: Tensor, guesses: Tensor, guess_parents: Tensor, dummy: int
+) -> None:
+    """Write guess i of a slot, and its parent's column, into column 1 + i of its window and parents, in place.
+
+    Columns after the last guess get -1, and parent 0. The slot `dummy`, which pads a batch and may be in it several
+    times, keeps its window; no other may occur twice.
+    Shapes: window, parents [S, N] i64, slots [B] i64, guesses, guess_parents [K, B] i64, 1 <= K < N.
+    Raises: ValueError naming the argument. Sync: never.
+    """
+    require(window.dim() == 2 and window.dtype == torch.int64 and window.is_contiguous(), "window", "[S, N] int64")
+    require(parents.shape == window.shape and parents.is_contiguous(), "parents", "[S, N] as window")
+    require(parents.dtype == torch.int64, "parents", "int64")
+    require(slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous(), "slots", "[B] int64")
+    require(guesses.dim() == 2 and guesses.shape[1] == slots.shape[0], "guesses", "[K, B]")
+    require(guesses.dtype == torch.int64 and guesses.is_contiguous(), "guesses", "int64, contiguous")
+    require(guess_parents.shape == guesses.shape, "guess_parents", "[K, B] as guesses")
+    require(guess_parents.dtype == torch.int64 and guess_parents.is_contiguous(), "guess_parents", "int64, contiguous")
+    require(1 <= guesses.shape[0] < window.shape[1], "guesses", "1 row to one less than the columns of window")
+    run = _place_tree_triton if runs_triton(window) else place_tree_reference
+    run(window, parents, slots, guesses, guess_parents, dummy)
+
+
+def place_tree_reference(
+    window: Tensor, parents: Tensor, slots: Tensor, guesses: Tensor, guess_parents: Tensor, dummy: int
+) -> None:
+    num_guesses = guesses.shape[0]
+    is_dummy = (slots == dummy)[:, None]
+    for rows, new, rest in ((window, guesses, -1), (parents, guess_parents, 0)):
+        placed = torch.full_like(rows[slots, 1:], rest)
+        placed[:, :num_guesses] = new.t()
+        rows[slots, 1:] = torch.where(is_dummy, rows[slots, 1:], placed)
+
+
+def _place_tree_triton(
+    window: Tensor, parents: Tensor, slots: Tensor, guesses: Tensor, guess_parents: Tensor, dummy: int
+) -> None:
+    _place_tree_kernel[(slots.shape[0],)](
+        window,
+        parents,
+        slots,
+        guesses,
+        guess_parents,
+        window.shape[1],
+        guesses.shape[0],
+        slots.shape[0],
+        dummy,
+        BLOCK_N=next_power_of_2(window.shape[1]),
+        num_warps=1,
+        **dependent_launch(window.device),
+    )
+
+
+@TritonKernel
+def _place_tree_kernel(
+    window_ptr: tl.tensor,
+    parents_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    guesses_ptr: tl.tensor,
+    guess_parents_ptr: tl.tensor,
+    window_columns: int,
+    num_guesses: int,
+    batch_stride: int,
+    dummy: int,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """One program per row of the batch."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_N)
+    guessed = (column > 0) & (column <= num_guesses)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.load(slots_ptr + row)
+    source = (column - 1).to(tl.int64) * batch_stride + row
+    guess = tl.load(guesses_ptr + source, mask=guessed, other=-1)
+    parent = tl.load(guess_parents_ptr + source, mask=guessed, other=0)
+    placed = (column > 0) & (column < window_columns) & (slot != dummy)
+    target = slot * window_columns + column
+    tl.store(window_ptr + target, guess, mask=placed)
+    tl.store(parents_ptr + target, parent, mask=placed)

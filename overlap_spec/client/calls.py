@@ -1,0 +1,148 @@
+"""The open calls of one client and what their answers become. Not here: sockets and tasks (`client.py`)."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+from overlap_spec.client.link import pack_ids
+from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
+from overlap_spec.messages import (
+    ChatPrompt,
+    Detokenized,
+    ErrorCode,
+    Finish,
+    FlushDone,
+    Pong,
+    Prompt,
+    Rejected,
+    StatsReply,
+    TextDeltas,
+    TextPrompt,
+    Tokenized,
+    TokenPrompt,
+    Usage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far."""
+
+    text: str
+    token_ids: list[int]
+    finish: Finish | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. `token_ids` include the token that ended it, `text` does not."""
+
+    text: str
+    token_ids: list[int]
+    finish: Finish
+    usage: Usage
+
+
+Reply = Tokenized | Detokenized | FlushDone | StatsReply | Pong
+Answer = Delta | Reply | OverlapSpecError
+
+
+class Calls:
+    """Open calls by request id, each with a queue of answers; an error is a call's last answer.
+
+    A request that was left before its last row keeps its id until that row has come: else a new request of
+    the same id would be given it.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[Answer]] = {}
+        self._left: dict[str, asyncio.Event] = {}
+
+    def open(self, request_id: str) -> "asyncio.Queue[Answer]":
+        """Raises: RequestError if a call of that id is open."""
+        if request_id in self._queues:
+            raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
+        queue = self._queues[request_id] = asyncio.Queue()
+        return queue
+
+    def ids(self) -> list[str]:
+        """Of the open calls."""
+        return list(self._queues)
+
+    def close(self, request_id: str) -> None:
+        """Forget a call that has had its last answer, or a question: its late answers are dropped."""
+        self._queues.pop(request_id, None)
+
+    def leave(self, request_id: str) -> None:
+        """Forget a request that still runs; its last row will free the id."""
+        self.close(request_id)
+        self._left[request_id] = asyncio.Event()
+
+    async def until_free(self, request_id: str) -> None:
+        """Wait for the last row of a request that was left. Cancellation: safe."""
+        while request_id in self._left:
+            await self._left[request_id].wait()
+
+    def deliver(self, message: TextDeltas) -> None:
+        """Give each row to its request."""
+        rows = zip(message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True)
+        for request_id, text, token_ids, finish, usage in rows:
+            if request_id in self._left:
+                if finish is not None:
+                    self._left.pop(request_id).set()
+            else:
+                self.answer(request_id, Delta(text, token_ids, finish, usage))
+
+    def reject(self, message: Rejected) -> None:
+        """The engine gives this call no (further) answer."""
+        left = self._left.pop(message.request_id, None)
+        if left is not None:
+            left.set()
+        else:
+            self.answer(message.request_id, error_of(message))
+
+    def answer(self, request_id: str, answer: Answer) -> None:
+        """Give one answer to its call, if it is still open."""
+        queue = self._queues.get(request_id)
+        if queue is not None:
+            queue.put_nowait(answer)
+
+    def fail(self, error: OverlapSpecError) -> None:
+        """End every open call with an error; of those that were left nothing more is expected."""
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+        for left in self._left.values():
+            left.set()
+        self._left.clear()
+
+
+def error_of(message: Rejected) -> OverlapSpecError:
+    """The exception that stands for a refusal."""
+    match message.code:
+        case ErrorCode.BAD_REQUEST:
+            return RequestError(message.field, message.message)
+        case ErrorCode.OVERLOADED | ErrorCode.STARTING | ErrorCode.SHUTTING_DOWN:
+            return Overloaded(message.message)
+        case ErrorCode.FAILED:
+            return ActorDied("engine", message.message)
+        case _:
+            assert_never(message.code)
+
+
+def aborted(finish: Finish) -> RequestAborted:
+    """The exception that follows the last delta of an aborted request."""
+    return RequestAborted(finish.message or "the request was aborted")
+
+
+def prompt_of(prompt: str | Sequence[dict[str, Any]] | Sequence[int] | Prompt) -> Prompt:
+    """What a user gave, as a message. Raises: RequestError if it is neither text, messages nor token ids."""
+    if isinstance(prompt, TextPrompt | ChatPrompt | TokenPrompt):
+        return prompt
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    items: list[Any] = list(prompt)
+    if items and all(isinstance(item, dict) for item in items):
+        return ChatPrompt(items)
+    return TokenPrompt(pack_ids(items, "prompt"))

@@ -1,0 +1,310 @@
+"""An asyncio client of the engine, over ZeroMQ: what the HTTP server and Python users speak through.
+
+    async with Client(endpoint) as client:
+        async for delta in client.generate("The sky is"):
+            print(delta.text, end="")
+
+Not here: HTTP, tokenizing, retries. Leaving the loop ends the request: when the generator is closed, its
+Cancel leaves at once. One task reads the socket and puts every answer into its own request's queue, so a
+slow consumer delays nobody.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar, assert_never
+
+from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, aborted, prompt_of
+from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
+from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
+from overlap_spec.messages import (
+    Cancel,
+    ChatPrompt,
+    Detokenize,
+    Detokenized,
+    FinishKind,
+    Flush,
+    FlushDone,
+    Generate,
+    GetStats,
+    Ping,
+    Pong,
+    Prompt,
+    Rejected,
+    SamplingParams,
+    Stats,
+    StatsReply,
+    TextDeltas,
+    TextPrompt,
+    ToClient,
+    Tokenize,
+    Tokenized,
+    ToTokenizerFromClient,
+)
+from overlap_spec.runtime.tracing import NO_TRACE, Recorder
+
+__all__ = ["Client", "Completion", "Delta"]
+
+R = TypeVar("R", bound=Reply)
+A = TypeVar("A", bound=Answer)
+AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
+
+HEARTBEAT_S = 2.5
+SILENCE_S = 10.0  # without a word from the tokenizer, after which open calls fail
+POLL_S = 0.1  # between questions whether the engine is ready
+
+
+class Client:
+    """One connection to an engine. Open it in the event loop that uses it: `async with`, or `open` and `close`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        api_key: str | None = None,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        silence_s: float = SILENCE_S,
+        trace: Recorder = NO_TRACE,
+    ) -> None:
+        self.endpoint = endpoint
+        self._api_key = api_key
+        self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
+        self._trace = trace
+        self._calls = Calls()
+        self._link: ClientDealer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: OverlapSpecError | None = None
+        self._heard_at = 0.0
+        self._session = 0  # of the last Pong; 0: never heard
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Connect; the engine need not be there yet. Cancellation: cannot be cancelled half way."""
+        self._link = ClientDealer(self.endpoint, self._api_key)
+        self._heard_at = time.monotonic()
+        self._session, self._failure = 0, None
+        self._tasks = [
+            asyncio.create_task(self._listen(self._link), name="client-listen"),
+            asyncio.create_task(self._beat(), name="client-heartbeat"),
+        ]
+
+    async def close(self) -> None:
+        """Cancel open requests and disconnect. A second call does nothing. Cancellation: disconnects all the same."""
+        self._give_up(RequestAborted("the client was closed"))
+        link, self._link = self._link, None
+        if link is None:
+            return
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            await link.close()
+
+    def fail(self, error: OverlapSpecError) -> None:
+        """End every open and every later call with `error`: the engine is gone."""
+        self._failure = error
+        self._calls.fail(error)
+
+    async def generate(
+        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield what each step adds, the last delta with a `finish`.
+
+        After a finish of kind ABORT the next step of the loop raises RequestAborted. Leaving a loop over a
+        generator that nothing else refers to closes it; else close it yourself (`contextlib.aclosing`).
+        Raises: RequestError naming the field, Overloaded, RequestAborted, ActorDied.
+        Cancellation: the request is cancelled at the engine, at once.
+        """
+        request_id = request_id or uuid.uuid4().hex
+        message = Generate(request_id, prompt_of(prompt), sampling or SamplingParams())
+        await self._calls.until_free(request_id)
+        with self._call(request_id) as answers:
+            begun = self._trace.now()
+            self._send(message)
+            self._trace.span("send request", begun)
+            ended = False
+            try:
+                while not ended:
+                    answer = await answers.get()
+                    ended = not isinstance(answer, Delta) or answer.finish is not None
+                    delta = _expect(answer, Delta)
+                    yield delta
+            finally:
+                if not ended:
+                    self._leave(request_id)
+        if delta.finish is not None and delta.finish.kind is FinishKind.ABORT:
+            raise aborted(delta.finish)
+
+    async def complete(
+        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+    ) -> Completion:
+        """Wait for the whole answer. Raises and Cancellation: as `generate`."""
+        texts: list[str] = []
+        token_ids: list[int] = []
+        async with aclosing(self.generate(prompt, sampling, request_id)) as deltas:
+            async for delta in deltas:
+                texts.append(delta.text)
+                token_ids += delta.token_ids
+                last = delta
+        assert last.finish is not None
+        return Completion("".join(texts), token_ids, last.finish, last.usage)
+
+    async def cancel(self, request_id: str, everyone: bool = False) -> None:
+        """End a request of this client, or with `everyone` of any client (all of them if the id is "").
+
+        Its generator gets a last delta, then RequestAborted. Cancellation: never waits.
+        """
+        self._send(Cancel(request_id, everyone))
+
+    async def tokenize(
+        self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text, or of chat messages. Raises: as `generate`. Cancellation: the answer is dropped."""
+        asked = prompt_of(prompt)
+        assert isinstance(asked, TextPrompt | ChatPrompt)
+        reply = await self._ask(Tokenize(uuid.uuid4().hex, asked, add_special_tokens), Tokenized)
+        return unpack_ids(reply.ids)
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids. Raises: as `generate`. Cancellation: the answer is dropped."""
+        message = Detokenize(uuid.uuid4().hex, pack_ids(ids, "tokens"), skip_special_tokens)
+        return (await self._ask(message, Detokenized)).text
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False if something runs. Cancellation: the cache may be emptied all the same."""
+        return (await self._ask(Flush(uuid.uuid4().hex), FlushDone)).success
+
+    async def stats(self) -> Stats:
+        """The engine's newest periodic report. Cancellation: the answer is dropped."""
+        return (await self._ask(GetStats(uuid.uuid4().hex), StatsReply)).stats
+
+    async def ping(self) -> Pong:
+        """Ask whether the tokenizer is there and the engine warm. Cancellation: the answer is dropped."""
+        sent_at = time.monotonic()
+        with self._call(_ping_id(sent_at)) as answers:
+            self._send(Ping(sent_at))
+            return _expect(await answers.get(), Pong)
+
+    async def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until the engine is warm. Cancellation: safe.
+
+        Raises: Overloaded if it still starts after `timeout_s`, ActorDied if nothing has answered by then.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (await self.ping()).ready:
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            if self._session:
+                raise Overloaded(f"the engine is still starting after {timeout_s} s") from None
+            raise self._silent(timeout_s or self._silence_s) from None
+
+    def _send(self, message: ToTokenizerFromClient) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._link is None:
+            raise RuntimeError("the client is not open: use `async with Client(..)`")
+        self._link.send(message)
+
+    def _leave(self, request_id: str) -> None:
+        """Nobody waits for this request any more."""
+        if self._link is not None and self._failure is None:
+            self._calls.leave(request_id)
+            self._link.send(Cancel(request_id))
+
+    def _give_up(self, error: OverlapSpecError) -> None:
+        """End every open call; should the engine still work for one, it need not."""
+        if self._link is not None:
+            for request_id in self._calls.ids():
+                self._link.send(Cancel(request_id))
+        self._calls.fail(error)
+
+    @contextmanager
+    def _call(self, request_id: str) -> "Iterator[asyncio.Queue[Answer]]":
+        queue = self._calls.open(request_id)
+        try:
+            yield queue
+        finally:
+            self._calls.close(request_id)
+
+    async def _ask(self, message: Tokenize | Detokenize | Flush | GetStats, kind: type[R]) -> R:
+        with self._call(message.request_id) as answers:
+            self._send(message)
+            return _expect(await answers.get(), kind)
+
+    async def _listen(self, link: ClientDealer) -> None:
+        try:
+            while True:
+                message = await link.recv()
+                self._heard_at = time.monotonic()
+                self._dispatch(message)
+        except Exception as error:  # without this task no call would ever end
+            self.fail(ActorDied("tokenizer", f"its messages cannot be read: {error}"))
+
+    def _dispatch(self, message: ToClient) -> None:
+        match message:
+            case TextDeltas():
+                begun = self._trace.now()
+                self._calls.deliver(message)
+                self._trace.span("deliver", begun, requests=len(message.request_ids))
+            case Rejected():
+                self._calls.reject(message)
+            case Pong():
+                self._heard_pong(message)
+            case Tokenized() | Detokenized() | FlushDone() | StatsReply():
+                self._calls.answer(message.request_id, message)
+            case _:
+                assert_never(message)
+
+    def _heard_pong(self, message: Pong) -> None:
+        self._calls.answer(_ping_id(message.sent_at), message)
+        if self._session not in (0, message.session):
+            self._give_up(RequestAborted("the engine gave this client up: it was silent, or read too slowly"))
+        self._session = message.session
+
+    async def _beat(self) -> None:
+        while True:
+            if self._link is not None and self._failure is None:
+                self._link.send(Ping(time.monotonic()))
+            await asyncio.sleep(self._heartbeat_s)
+            if self._silence() > self._silence_s:
+                await asyncio.sleep(POLL_S)  # if it was this process that slept, the answers are waiting to be read
+                if (silence := self._silence()) > self._silence_s:
+                    self._give_up(self._silent(silence))
+
+    def _silence(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def _silent(self, silence_s: float) -> ActorDied:
+        hint = "" if self._session else ": is it running, and is the API key right?"
+        return ActorDied("tokenizer", f"no answer from {self.endpoint} for {silence_s:.1f} s{hint}")
+
+
+def _ping_id(sent_at: float) -> str:
+    return f"\0ping {sent_at!r}"
+
+
+def _expect(answer: Answer, kind: type[A]) -> A:
+    if isinstance(answer, kind):
+        return answer
+    raise _error_in(answer)
+
+
+def _error_in(answer: Answer) -> OverlapSpecError:
+    """One error may end many calls: each raises it with a traceback of its own."""
+    if isinstance(answer, OverlapSpecError):
+        return answer.with_traceback(None)
+    return ActorDied("tokenizer", f"answered with {type(answer).__name__}, which was not asked for")

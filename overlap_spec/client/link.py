@@ -1,0 +1,170 @@
+"""The public link: what both ends share, and the client's end. Not here: the tokenizer's end, a ROUTER
+(`tokenizer/client_router.py`), and what messages do.
+
+Every message is one frame of msgpack. An empty frame means nothing: it only finds out whether a client is
+still connected.
+"""
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from overlap_spec.config import MIB
+from overlap_spec.errors import RequestError
+from overlap_spec.ipc.transport import has_message
+from overlap_spec.messages import ToClient, ToTokenizerFromClient
+
+MAX_MESSAGE_BYTES = 32 * MIB
+LINGER_MS = 300  # for last words
+PLAIN_USER = "overlap-spec"  # ZeroMQ's PLAIN mechanism wants a name beside the password, which is the API key
+
+
+def is_secured(endpoint: str, api_key: str | None) -> bool:
+    """True if the link asks for the API key: files are guarded by their directory, TCP ports by nothing."""
+    return api_key is not None and endpoint.startswith("tcp://")
+
+
+def pack_ids(ids: Iterable[int], field: str = "prompt") -> bytes:
+    """Token ids as messages carry them. Raises: RequestError naming `field` if one is no 32-bit integer."""
+    try:
+        values = array("i", ids)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(field, f"{field} must hold token ids: {error}") from error
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Inverse of `pack_ids`. Raises: ValueError if the length is odd."""
+    values = array("i", packed)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A client will not be heard of again. `why` is for the log."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A client sent something else than a message. `request_id` and `field` are "" where they cannot be told."""
+
+    request_id: str
+    field: str
+    error: str
+
+
+Arrival = ToTokenizerFromClient | Gone | Malformed
+
+
+class ClientLink(Protocol):
+    """What the tokenizer service needs of its clients; tests give it one made of lists."""
+
+    def send(self, client: int, message: ToClient) -> None:
+        """Queue a message; never blocks. A client that is gone is ignored."""
+        ...
+
+    async def recv(self) -> tuple[int, Arrival]:
+        """The next thing a client said or did. Cancellation: loses nothing."""
+        ...
+
+
+class Duplex:
+    """A socket that one coroutine reads while others send.
+
+    Its descriptor is edge-triggered and shared: a send may swallow the edge that announces a message, so
+    whoever has touched the socket calls `touched`.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = socket.fileno()
+        self._loop.add_reader(self._descriptor, self.touched)
+
+    def touched(self) -> None:
+        """Wake the reader if there is something to read."""
+        if self.has_messages:
+            self._arrived.set()
+
+    @property
+    def has_messages(self) -> bool:
+        return has_message(self.socket)
+
+    def wake(self) -> None:
+        """Make `readable` return although nothing has arrived."""
+        self._arrived.set()
+
+    def read(self) -> list[bytes] | None:
+        """The frames of the next message, or None."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    async def readable(self) -> None:
+        """Wait until something has arrived. Cancellation: safe."""
+        self._arrived.clear()
+        self.touched()
+        await self._arrived.wait()
+
+    def close(self, linger_ms: int) -> None:
+        self._loop.remove_reader(self._descriptor)
+        self.socket.close(linger_ms)
+
+
+class ClientDealer:
+    """A client's end. It is the client's own memory that fills if the client does not read."""
+
+    def __init__(self, endpoint: str, api_key: str | None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        if api_key is not None and is_secured(endpoint, api_key):
+            socket.setsockopt(zmq.PLAIN_USERNAME, PLAIN_USER.encode())
+            socket.setsockopt(zmq.PLAIN_PASSWORD, api_key.encode())
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        self._duplex = Duplex(socket)
+        socket.connect(endpoint)
+
+    def send(self, message: ToTokenizerFromClient) -> None:
+        """Queue a message; never blocks. Raises: RequestError if it is no message or one too large."""
+        try:
+            payload = self._encoder.encode(message)
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:  # a conversation may hold anything
+            raise RequestError("prompt", f"prompt cannot be sent: {error}") from error
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise RequestError("prompt", f"the request has {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are taken")
+        self._duplex.socket.send(payload, zmq.NOBLOCK)
+        self._duplex.touched()
+
+    async def recv(self) -> ToClient:
+        """The next message. Cancellation: loses nothing."""
+        while True:
+            frames = self._duplex.read()
+            if frames is None:
+                await self._duplex.readable()
+            elif frames[-1]:  # an empty frame only asks whether this client is there
+                return self._decoder.decode(frames[-1])
+
+    async def close(self) -> None:
+        """Let go of the socket; last words have a moment to leave. Cancellation: the socket is closed all the same."""
+        self._duplex.close(LINGER_MS)
+        await asyncio.to_thread(self._context.term)

@@ -1,0 +1,87 @@
+"""What a user asks for: `EngineConfig`, one field per flag. What is run is `Settings`, made of it by `resolve`."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from overlap_spec.config.speculation import SpeculationFlags, Text
+
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+DEFAULT_MODEL = "smollm2"
+DUMMY: Literal["dummy"] = "dummy"  # the load format of random weights
+
+
+class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One field per flag; `--page-size` is `page_size`. None means automatic. Names and defaults are SGLang's."""
+
+    model_path: Annotated[
+        Text, Meta(description="alias (smollm2), Hugging Face directory, .gguf file or hub id of the target model")
+    ] = DEFAULT_MODEL
+    tokenizer_path: Annotated[Text | None, Meta(description="directory with tokenizer.json; default: the model's")] = (
+        None
+    )
+    load_format: Annotated[
+        LoadFormat,
+        Meta(description="format of the weights; auto: what is there; dummy: random, from config.json alone"),
+    ] = "auto"
+    revision: Annotated[
+        Text | None, Meta(description="branch, tag or commit of the model on the hub; default: main")
+    ] = None
+    trust_remote_code: Annotated[bool, Meta(description="accepted: no remote code is ever needed or run")] = False
+    served_model_name: Annotated[Text | None, Meta(description="model name in the API; default: the model path")] = None
+    dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
+    device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
+    tp_size: Annotated[int, Meta(ge=1, description="GPUs that share each layer; 1 until there is more")] = 1
+    attention_backend: Annotated[
+        Text, Meta(description="auto, triton (our kernels) or torch (their plain twins, without CUDA graphs)")
+    ] = "auto"
+    context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
+    skip_tokenizer_init: Annotated[bool, Meta(description="serve token ids only")] = False
+    random_seed: (
+        Annotated[int, Meta(ge=0, le=2**63 - 1, description="seeds the requests that give none; default: drawn")] | None
+    ) = None
+
+    host: Annotated[str, Meta(description="address of the HTTP server")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 30000
+    api_key: Annotated[Text | None, Meta(description="required as bearer token, and on a public ZMQ endpoint")] = None
+    zmq_endpoint: Annotated[
+        Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
+    ] = None
+    log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
+
+    mem_fraction_static: (
+        Annotated[float, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV pages")] | None
+    ) = None
+    max_total_tokens: Annotated[int, Meta(ge=16, description="tokens in the KV pool; default: from memory")] | None = (
+        None
+    )
+    max_running_requests: (
+        Annotated[int, Meta(ge=1, le=4096, description="slots; default 48 with speculation")] | None
+    ) = None
+    chunked_prefill_size: Annotated[
+        int | None, Meta(description="prompt tokens in a prefill step; -1: unbounded; default: from the machine")
+    ] = None
+    page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
+    disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
+    disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False
+
+    disable_cuda_graph: Annotated[bool, Meta(description="launch every operation of a decode step by itself")] = False
+    cuda_graph_max_bs: (
+        Annotated[int, Meta(ge=1, description="largest batch that runs as a CUDA graph; default: all that can run")]
+        | None
+    ) = None
+    cuda_graph_bs: Annotated[
+        tuple[Annotated[int, Meta(ge=1, le=4096)], ...] | None,
+        Meta(description="batch sizes that are captured as CUDA graphs; default: chosen up to the largest"),
+    ] = None
+
+    enable_torch_compile: Annotated[
+        bool, Meta(description="compile what is no kernel of ours, the sampler without filters, before the capture")
+    ] = False
+    torch_compile_max_bs: (
+        Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None
+    ) = None

@@ -1,0 +1,63 @@
+"""What --enable-multi-layer-eagle means for a target, and what a target with several MTP layers means without it.
+
+Not here: the layers (`models/mtp_layers.py`), and everything else about speculation (`resolve_speculation.py`).
+"""
+
+import msgspec
+
+from overlap_spec.config import MTP, OWN_LAYER, EngineConfig, ModelFiles, SpecSettings
+from overlap_spec.config.resolve.numbers import GIVEN
+from overlap_spec.errors import ConfigError
+
+FLAG = "--enable-multi-layer-eagle"
+
+
+def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
+    """Whether the target's checkpoint brings what drafts for it, as its config says.
+
+    Raises: ConfigError if the flag does not fit the number of layers.
+    """
+    found = _num_layers(files)
+    if found > 1 and not config.enable_multi_layer_eagle:
+        raise ConfigError(
+            "speculative_algorithm",
+            f"the target brings {found} MTP layers, one for each guess: add {FLAG}, or name a draft head with"
+            " --speculative-draft-model-path",
+        )
+    if found == 1 and config.enable_multi_layer_eagle:
+        raise ConfigError(
+            "enable_multi_layer_eagle", "the target brings one MTP layer, which is run for every guess; leave it out"
+        )
+    return found > 0
+
+
+def with_layers(spec: SpecSettings, config: EngineConfig, files: ModelFiles) -> SpecSettings:
+    """Settle that each guess has a layer of its own, if that is asked for.
+
+    Raises: ConfigError naming the flag that does not go with it, or the number of layers.
+    """
+    if not config.enable_multi_layer_eagle:
+        return spec
+    if config.speculative_algorithm not in OWN_LAYER:
+        raise ConfigError(
+            "enable_multi_layer_eagle",
+            f"drafts with a checkpoint's own MTP layers: it needs --speculative-algorithm {' or '.join(OWN_LAYER)}",
+        )
+    if spec.topk > 1:
+        raise ConfigError("speculative_eagle_topk", f"{FLAG} drafts a chain, a layer for each guess: use 1")
+    if spec.token_map is not None:
+        raise ConfigError("speculative_token_map", f"is not supported with {FLAG}: leave one of them out")
+    num_steps = spec.num_steps
+    if spec.draft_path == files.weights and num_steps > (found := _num_layers(files)):
+        if spec.numbers_from == GIVEN:
+            raise ConfigError(
+                "speculative_num_steps",
+                f"the target brings {found} MTP layers, one for each draft step of {FLAG}: give at most {found},"
+                f" got {num_steps}",
+            )
+        num_steps = found
+    return msgspec.structs.replace(spec, method=MTP, multi_layer=True, num_steps=num_steps, width=num_steps + 1)
+
+
+def _num_layers(files: ModelFiles) -> int:
+    return int(files.config.get("num_nextn_predict_layers") or 0)

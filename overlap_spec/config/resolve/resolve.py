@@ -1,0 +1,260 @@
+"""From what is asked to what is run: every automatic value is settled here, once, and printed at start.
+
+Not here: what there is to ask (`config.py`), and speculation (`resolve_speculation.py`). `resolve` is pure: the same
+request on the same machine gives the same settings. The one exception is what only the worker can measure (page count,
+chunk size), which travels in WorkerReady.
+"""
+
+from typing import Any
+
+import msgspec
+
+from overlap_spec.config import (
+    PLAIN,
+    AttentionSettings,
+    CacheSettings,
+    EngineConfig,
+    LinkSettings,
+    Machine,
+    ModelFiles,
+    ModelSettings,
+    SchedulerSettings,
+    ServerSettings,
+    Settings,
+)
+from overlap_spec.config.resolve.attention import resolve_attention
+from overlap_spec.config.resolve.ngram import settled_ngram_flags
+from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
+from overlap_spec.config.speculation import SpeculationFlags
+from overlap_spec.errors import ConfigError
+
+DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
+DEFAULT_COMPILED_BATCH = 32  # SGLang's
+DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
+SPIN_S = 0.02  # longer than a decode step of a large model
+SPIN_CORES = 6  # two that poll, and enough for tokenizer, server and the client's side
+
+
+def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[Settings, list[str]]:
+    """Settle every automatic value. Returns the settings and notes for the log (what was adjusted, and why).
+
+    Raises: ConfigError naming the flag.
+    """
+    notes: list[str] = []
+    spec, rules = resolve_speculation(config, files, machine, notes)
+    device = _resolve_device(config, machine)
+    depth = 1 if config.disable_overlap_schedule else 2
+    running = config.max_running_requests
+    if running is None:
+        running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
+    _note_what_changes_nothing(config, device, notes)
+    attention = resolve_attention(config, spec, device, notes)
+    graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
+    settings = Settings(
+        model=ModelSettings(
+            name=config.served_model_name or config.model_path,
+            files=files,
+            dtype=_resolve_dtype(config, device),
+            device=device,
+            max_len=_resolve_context(config, files),
+        ),
+        spec=spec,
+        cache=_resolve_cache(config),
+        scheduler=SchedulerSettings(
+            max_running_requests=running,
+            depth=depth,
+            chunk_tokens=_resolve_chunk(config),
+            seed=config.random_seed,
+            width_rules=rules,
+            keeps_width=keeps_width(spec, config) and not rules,
+            width_padding=graph_batch_sizes if rules else (),
+            synthetic_acceptance=spec.simulated_accept_len is not None,
+        ),
+        server=ServerSettings(host=config.host, port=config.port, api_key=config.api_key),
+        link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
+        skip_tokenizer_init=config.skip_tokenizer_init,
+        log_level=config.log_level,
+        num_threads=machine.num_threads or machine.num_cores,
+        threads_given=machine.num_threads is not None,
+        graph_batch_sizes=graph_batch_sizes,
+        compile_max_batch=_resolve_compile(config, device),
+        attention=attention,
+        spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
+    )
+    return settings, notes
+
+
+def _note_what_changes_nothing(config: EngineConfig, device: str, notes: list[str]) -> None:
+    """What is asked for and is so anyway, or is nobody's to have. Raises: ConfigError for more GPUs than one."""
+    if config.tp_size > 1:
+        raise ConfigError(
+            "tp_size",
+            f"one GPU is used for now, got {config.tp_size}; tensor parallelism over the GPUs of one host is planned"
+            " and not built yet: use 1",
+        )
+    if config.trust_remote_code:
+        notes.append("trust_remote_code is accepted: no remote code is ever needed or run")
+    if config.mem_fraction_static is not None and device == "cpu":
+        notes.append(
+            f"mem_fraction_static {config.mem_fraction_static:g} is not used: it is a share of a GPU's memory;"
+            " on a CPU the KV pool is 1 GiB, or what --max-total-tokens says"
+        )
+
+
+def _resolve_graphs(
+    config: EngineConfig, attention: AttentionSettings, device: str, running: int, notes: list[str]
+) -> tuple[int, ...]:
+    """1, 2, 4, 8, then steps of 8, 16 and 32, up to the largest batch. A batch is padded to the next size.
+
+    `--cuda-graph-bs` names the sizes instead; those that cannot run are left out, as in SGLang.
+    """
+    for field in ("cuda_graph_max_bs", "cuda_graph_bs"):
+        asked = getattr(config, field)
+        if asked is not None and config.disable_cuda_graph:
+            raise ConfigError(field, "has no effect with --disable-cuda-graph; leave one of them out")
+        if asked is not None and device == "cpu":
+            notes.append(f"{field} {asked} is not used: there are no CUDA graphs on a CPU")
+    if device == "cpu" or config.disable_cuda_graph:
+        return ()
+    if attention.target_torch or attention.draft_torch:
+        return _without_graphs(config, notes)
+    if config.cuda_graph_bs is not None:
+        if config.cuda_graph_max_bs not in (None, max(config.cuda_graph_bs, default=None)):
+            raise ConfigError("cuda_graph_max_bs", "is not the largest of --cuda-graph-bs; leave one of them out")
+        sizes = tuple(sorted({size for size in config.cuda_graph_bs if size <= running}))
+        if not sizes:
+            raise ConfigError("cuda_graph_bs", f"names no batch of at most {running} requests, which is what can run")
+        return sizes
+    largest = min(config.cuda_graph_max_bs or running, running)
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 4097, 32))
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def _without_graphs(config: EngineConfig, notes: list[str]) -> tuple[int, ...]:
+    """The torch twins of attention ask the device for lengths, which a capture must not."""
+    for field in ("cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"):
+        if getattr(config, field):
+            raise ConfigError(
+                field, "torch attention cannot be captured: leave this out, or use --attention-backend auto"
+            )
+    notes.append("there are no CUDA graphs: torch attention cannot be captured")
+    return ()
+
+
+def _resolve_compile(config: EngineConfig, device: str) -> int:
+    """As in SGLang, compiling is a part of capturing."""
+    if not config.enable_torch_compile:
+        if config.torch_compile_max_bs is not None:
+            raise ConfigError("torch_compile_max_bs", "has no effect without --enable-torch-compile; leave it out")
+        return 0
+    if device == "cpu":
+        raise ConfigError(
+            "enable_torch_compile", "compiles what CUDA graphs capture, and there are none on a CPU; leave it out"
+        )
+    if config.disable_cuda_graph:
+        raise ConfigError("enable_torch_compile", "compiles what is captured: it cannot go with --disable-cuda-graph")
+    return config.torch_compile_max_bs or DEFAULT_COMPILED_BATCH
+
+
+def _resolve_device(config: EngineConfig, machine: Machine) -> str:
+    if config.device == "cuda" and not machine.has_cuda:
+        raise ConfigError("device", "cuda was asked for, but no CUDA driver with a device was found; use cpu or auto")
+    if config.device == "auto":
+        return "cuda" if machine.has_cuda else "cpu"
+    return config.device
+
+
+def _resolve_dtype(config: EngineConfig, device: str) -> str:
+    if config.dtype == "float64" and device != "cpu":
+        raise ConfigError("dtype", "float64 is for tests on a CPU; use float32, bfloat16 or float16 on cuda")
+    if config.dtype == "auto":
+        return "float32" if device == "cpu" else "bfloat16"
+    return config.dtype
+
+
+def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
+    asked = config.context_length
+    if asked is not None and asked > files.context_length:
+        raise ConfigError("context_length", f"{asked} exceeds the model's context of {files.context_length} tokens")
+    return asked or files.context_length
+
+
+def _resolve_chunk(config: EngineConfig) -> int | None:
+    chunk = config.chunked_prefill_size
+    if chunk is not None and chunk != -1 and chunk < config.page_size:
+        raise ConfigError(
+            "chunked_prefill_size", f"must be -1 (unbounded) or at least the page size {config.page_size}, got {chunk}"
+        )
+    return chunk
+
+
+def _resolve_cache(config: EngineConfig) -> CacheSettings:
+    total = config.max_total_tokens
+    if total is not None and total < config.page_size:
+        raise ConfigError("max_total_tokens", f"must hold at least one page of {config.page_size} tokens, got {total}")
+    return CacheSettings(
+        page_size=config.page_size,
+        max_total_tokens=total,
+        mem_fraction=config.mem_fraction_static or 0.88,
+        prefix_cache=not config.disable_radix_cache,
+    )
+
+
+def _resolve_endpoint(config: EngineConfig) -> str | None:
+    endpoint = config.zmq_endpoint
+    if endpoint is None or endpoint.startswith("ipc://"):
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        raise ConfigError("zmq_endpoint", f"must start with ipc:// or tcp://, got {endpoint!r}")
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not (address and port.isdecimal() and int(port) < 1 << 16):  # ZeroMQ would take 99999 for another port
+        raise ConfigError(
+            "zmq_endpoint", f"must look like tcp://127.0.0.1:5555 (port 0: any free one), got {endpoint!r}"
+        )
+    if address.strip("[]") not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
+        raise ConfigError("zmq_endpoint", f"{endpoint} is reachable from other machines: it needs --api-key")
+    return endpoint
+
+
+def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
+    """Every flag with the value that is in force: what was asked for, automatic values settled."""
+    spec, attention = settings.spec, settings.attention
+    speculating, on_cpu = spec.width > 1, settings.model.device == "cpu"
+    drafts = speculating and spec.draft_path is not None
+    places_rows = on_cpu or attention.target_torch or attention.prefill_kernel
+    return msgspec.structs.asdict(config) | {
+        "served_model_name": settings.model.name,
+        "dtype": settings.model.dtype,
+        "device": settings.model.device,
+        "context_length": settings.model.max_len,
+        "mem_fraction_static": settings.cache.mem_fraction,
+        "max_running_requests": settings.scheduler.max_running_requests,
+        "speculative_algorithm": spec.method,
+        "speculative_draft_model_path": spec.draft_path,
+        "speculative_draft_load_format": spec.draft_load_format if speculating else None,
+        "speculative_draft_model_quantization": "unquant" if drafts else None,
+        "speculative_num_steps": spec.num_steps if speculating else None,
+        "speculative_eagle_topk": spec.topk if speculating else None,
+        "speculative_num_draft_tokens": spec.width if speculating else None,
+        "speculative_numbers_from": spec.numbers_from if speculating else None,
+        "speculative_adaptive": bool(spec.narrower) and not settings.scheduler.keeps_width,
+        "attention_backend": _backend(on_cpu or attention.target_torch),
+        "speculative_draft_attention_backend": _backend(on_cpu or attention.draft_torch) if drafts else None,
+        "speculative_attention_mode": ("prefill" if places_rows else "decode") if spec.topk == 1 else None,
+        "verification": str(spec.accept) if speculating else None,
+        "speculative_accept_threshold_single": spec.accept.threshold_single if speculating else None,
+        "speculative_accept_threshold_acc": spec.accept.threshold_acc if speculating else None,
+        "ngram_force_greedy_verify": spec.accept.ngram_force_greedy_verify,
+        **settled_ngram_flags(spec),
+    }
+
+
+def _backend(is_torch: bool) -> str:
+    return "torch" if is_torch else "triton"
+
+
+def without_speculation(config: EngineConfig) -> EngineConfig:
+    """The same engine, decoding plainly: what speculation is compared with."""
+    defaults = EngineConfig()
+    fields = {name: getattr(defaults, name) for name in SpeculationFlags.__struct_fields__}
+    return msgspec.structs.replace(config, **fields | {"speculative_algorithm": PLAIN})

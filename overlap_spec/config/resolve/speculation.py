@@ -1,0 +1,206 @@
+"""What drafts, how far, and how its guesses are judged: the part of `resolve` that is about speculation.
+
+Not here: the flags (`config_speculation.py`), everything else that is settled (`resolve.py`).
+"""
+
+from typing import get_args
+
+import msgspec
+
+from overlap_spec.config import (
+    MTP,
+    NGRAM,
+    OWN_LAYER,
+    PLAIN,
+    TOKEN_MAPPED,
+    AcceptSettings,
+    EngineConfig,
+    Machine,
+    ModelFiles,
+    SpecSettings,
+    WidthRule,
+    is_own_method,
+    synthetic_acceptance,
+)
+from overlap_spec.config.resolve.multi_layer import brings_draft, with_layers
+from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
+from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
+from overlap_spec.config.resolve.width_rules import read_width_rules
+from overlap_spec.config.speculation import Algorithm
+from overlap_spec.errors import ConfigError
+
+TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # that steps of trees may have besides their own
+NEEDS_SPECULATION = (
+    "speculative_draft_load_format",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+    "speculative_simulate_acc_len",
+)
+NEEDS_DRAFT_MODEL = NEEDS_SPECULATION[:-1]
+
+
+def resolve_speculation(
+    config: EngineConfig, files: ModelFiles, machine: Machine, notes: list[str]
+) -> tuple[SpecSettings, tuple[WidthRule, ...]]:
+    """Settle the method, its numbers and its verifier; what was adjusted is added to `notes`.
+
+    Raises: ConfigError naming the flag.
+    """
+    spec = with_layers(_resolve_spec(config, files, notes), config, files)
+    if spec.method != NGRAM:
+        refuse_ngram_flags(config)
+    rules = _resolve_rules(config, spec)
+    spec = _with_bench_flags(_with_widths(spec, config, rules), config, notes)
+    if spec.width > 1 and spec.numbers_from != GIVEN:
+        numbers = (spec.num_steps, spec.topk, spec.width)
+        notes.append(f"speculative steps, topk and draft tokens set to {numbers}: {spec.numbers_from}")
+    return msgspec.structs.replace(spec, accept=_resolve_accept(config, spec, machine)), rules
+
+
+def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> SpecSettings:
+    """The method, its draft and its numbers. An alias has all three, and keeps what the flags do not replace."""
+    method = _method_of(config, files)
+    if method == PLAIN:
+        if config.speculative_algorithm is not None:
+            _refuse_with_none(config)
+        return SpecSettings(PLAIN, None, 0, 0, 1)
+    if method == NGRAM:
+        return resolve_ngram(config, files)
+    has_preset = files.preset_spec is not None and files.preset_spec[0] == method
+    draft = config.speculative_draft_model_path or (files.preset_draft if has_preset else None)
+    if draft is None and method in OWN_LAYER and brings_draft(config, files):
+        if config.speculative_draft_model_revision is not None:
+            raise ConfigError(
+                "speculative_draft_model_revision",
+                "the draft is a layer of the target's own checkpoint: use --revision",
+            )
+        method, draft = MTP, files.weights
+    if draft is None and not is_own_method(method):
+        raise ConfigError("speculative_draft_model_path", f"{method} needs a draft model: give its directory or hub id")
+    if draft is None:
+        refuse_flags(config, dict.fromkeys(NEEDS_DRAFT_MODEL, f"{method} was given no draft model; leave it out"))
+    numbers = resolve_numbers(config, files, notes)
+    return SpecSettings(
+        method,
+        draft,
+        *numbers.counts,
+        token_map=_resolve_token_map(config, method),
+        numbers_from=numbers.source,
+    )
+
+
+def _method_of(config: EngineConfig, files: ModelFiles) -> str:
+    """The one that is named, else the alias's, else none. Raises: ConfigError if flags need one and say not which."""
+    if config.speculative_algorithm is not None:
+        return config.speculative_algorithm
+    of_a_method = ("speculative_draft_model_path", "speculative_token_map", *(() if files.preset_spec else FIELDS))
+    if any(getattr(config, field) is not None for field in of_a_method):
+        known = ", ".join(get_args(Algorithm))
+        raise ConfigError(
+            "speculative_algorithm", f"missing: another --speculative flag was given; name one of {known}"
+        )
+    return PLAIN if files.preset_spec is None else files.preset_spec[0]
+
+
+def _resolve_token_map(config: EngineConfig, method: str) -> str | None:
+    path = config.speculative_token_map
+    if path is not None and method not in TOKEN_MAPPED:
+        raise ConfigError(
+            "speculative_token_map",
+            f"{method} heads have a vocabulary of their own, with a map in the checkpoint (d2t); leave it out, or use"
+            f" {' or '.join(TOKEN_MAPPED)}",
+        )
+    return path
+
+
+def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) -> AcceptSettings:
+    """Matching, unless something else is asked for."""
+    single, acc = config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
+    accept = AcceptSettings(config.speculative_use_rejection_sampling, single or 1.0, acc or 1.0)
+    forced = machine.forces_greedy_ngram and spec.method == NGRAM
+    if accept == AcceptSettings():
+        return AcceptSettings(ngram_force_greedy_verify=forced)
+    threshold = f"speculative_accept_threshold_{'single' if accept.threshold_single < 1 else 'acc'}"
+    if accept.rejection and accept.thresholds:
+        raise ConfigError(threshold, "must be 1.0 with --speculative-use-rejection-sampling, which has no thresholds")
+    field = threshold if accept.thresholds else "speculative_use_rejection_sampling"
+    if spec.width == 1:
+        raise ConfigError(field, "has no effect without speculation; leave it out")
+    if spec.topk > 1 and accept.rejection:
+        raise ConfigError(field, "judges chains: use --speculative-eagle-topk 1, or leave it out")
+    if forced:
+        raise ConfigError(field, "has no effect with SGLANG_NGRAM_FORCE_GREEDY_VERIFY; leave one of them out")
+    if config.enable_torch_compile:
+        raise ConfigError("enable_torch_compile", f"compiles a sampler that --{field.replace('_', '-')} does not use")
+    return accept
+
+
+def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
+    """Where the draft's weights come from, and whether acceptance is made up. Explicit numbers are not needed here."""
+    mean = config.speculative_simulate_acc_len
+    if spec.width == 1:
+        refuse_flags(config, dict.fromkeys(NEEDS_SPECULATION, "has no effect without speculation; leave it out"))
+        return spec
+    if mean is not None:
+        longest = min(spec.width, spec.num_steps + 1)
+        if mean > longest:
+            raise ConfigError(
+                "speculative_simulate_acc_len", f"a step commits at most {longest} tokens (the draft's), got {mean}"
+            )
+        notes.append(synthetic_acceptance(mean))
+    if config.speculative_draft_model_quantization not in (None, "unquant"):
+        raise ConfigError(
+            "speculative_draft_model_quantization",
+            f"no weights are quantised yet, got {config.speculative_draft_model_quantization!r}; use unquant, or a"
+            " --dtype of 16 bits",
+        )
+    inherited = "auto" if config.load_format == "gguf" else config.load_format  # a draft is never a .gguf file
+    return msgspec.structs.replace(
+        spec, draft_load_format=config.speculative_draft_load_format or inherited, simulated_accept_len=mean
+    )
+
+
+def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule, ...]:
+    """The one file that is read here: it is part of what is asked, as the flag that names it."""
+    if spec.width == 1 and config.speculative_adaptive:
+        raise ConfigError("speculative_adaptive", "has no effect without speculation; leave it out")
+    path = config.speculative_adaptive_config
+    if path is None:
+        return ()
+    if spec.topk > 1:
+        flag = "--speculative-ngram-max-bfs-breadth" if spec.method == NGRAM else "--speculative-eagle-topk"
+        raise ConfigError("speculative_adaptive_config", f"counts the steps of chains: use {flag} 1")
+    if not config.speculative_adaptive:
+        raise ConfigError("speculative_adaptive_config", "has no effect without --speculative-adaptive")
+    return read_width_rules(path, config.speculative_num_steps)
+
+
+def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRule, ...]) -> SpecSettings:
+    """Explicit numbers are kept, unless the flag says that they are where to begin."""
+    if rules:
+        *fewer, num_steps = sorted({steps for rule in rules for steps in rule.candidate_steps})
+        if spec.multi_layer and num_steps > spec.num_steps:
+            raise ConfigError(
+                "speculative_adaptive_config",
+                f"has candidate_steps of up to {num_steps}, and there are {spec.num_steps} layers, one for each step",
+            )
+        narrower = tuple(steps + 1 for steps in fewer)
+        return msgspec.structs.replace(spec, num_steps=num_steps, width=num_steps + 1, narrower=narrower)
+    if spec.width == 1:
+        return spec
+    if keeps_width(spec, config):
+        return msgspec.structs.replace(spec, narrower=(1,)) if spec.method == NGRAM else spec
+    narrower = TREE_WIDTHS if spec.topk > 1 else tuple(w for w in range(1, spec.width) if w <= 3 or w % 2 == 0)
+    return msgspec.structs.replace(spec, narrower=tuple(w for w in narrower if w < spec.width))
+
+
+def keeps_width(spec: SpecSettings, config: EngineConfig) -> bool:
+    """Whether steps have the width that was asked for, where there is anything to verify."""
+    return spec.numbers_from == GIVEN and not config.speculative_adaptive
+
+
+def _refuse_with_none(config: EngineConfig) -> None:
+    for field in config.__struct_fields__:
+        is_given = getattr(config, field) not in (None, False)
+        if field.startswith("speculative_") and field != "speculative_algorithm" and is_given:
+            raise ConfigError(field, "has no effect with --speculative-algorithm NONE; leave it out")

@@ -1,0 +1,197 @@
+"""What is run: `Settings`, frozen, a section for each owner; and what `resolve` makes it from beside the flags."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+MIB = 1 << 20
+
+
+class Machine(Struct, frozen=True):
+    """What `resolve` needs to know of the machine. `num_cores` is what this process may use."""
+
+    num_cores: int
+    has_cuda: bool
+    forces_greedy_ngram: bool = False  # `forces_greedy_ngram()`
+    num_threads: int | None = None  # `asked_threads()`
+
+
+class ModelFiles(Struct, frozen=True, kw_only=True):
+    """Local files of one target, and what its config says; made by `hub.resolve_model` without torch.
+
+    `weights`: a directory (config.json beside .safetensors or .bin) or a .gguf file. `config`: the
+    Hugging Face config as a dict (from GGUF metadata for a .gguf). `tokenizer_dir` is None only with
+    `skip_tokenizer_init`.
+    """
+
+    weights: str
+    config: dict[str, Any]
+    tokenizer_dir: str | None
+    eos_token_ids: tuple[int, ...]
+    context_length: int
+    vocab_size: int
+    preset_draft: str | None = None  # directory of the head that ships for this alias
+    preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
+    load_format: str = "auto"
+
+
+class ModelSettings(Struct, frozen=True):
+    """Owner: worker (weights), tokenizer (tokenizer_dir, eos), server (names)."""
+
+    name: str
+    files: ModelFiles
+    dtype: str
+    device: str
+    max_len: int  # tokens in a sequence, prompt and output
+
+
+class AcceptSettings(Struct, frozen=True):
+    """How guesses are judged: by matching, which is exact, unless something else was asked for."""
+
+    rejection: bool = False
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+    ngram_force_greedy_verify: bool = False  # the target's argmax stands, whatever the temperature
+
+    @property
+    def thresholds(self) -> bool:
+        """Whether a guess may stand that the target did not draw: then the output's distribution changes."""
+        return self.threshold_single < 1 or self.threshold_acc < 1
+
+    def __str__(self) -> str:
+        if self.ngram_force_greedy_verify:
+            return "match with the argmax (SGLANG_NGRAM_FORCE_GREEDY_VERIFY): LOSSY at temperature > 0"
+        if self.thresholds:
+            return f"thresholds single {self.threshold_single:g}, acc {self.threshold_acc:g}: LOSSY at temperature > 0"
+        return "rejection sampling (exact in distribution)" if self.rejection else "match (exact, token for token)"
+
+
+class AttentionSettings(Struct, frozen=True):
+    """Owner: worker. What runs attention, where that is not what is fastest on the device."""
+
+    target_torch: bool = False
+    draft_torch: bool = False
+    prefill_kernel: bool = False  # for the windows of chains too
+    draft_window: int | None = None  # keys that a row of the draft sees at most
+
+
+class NgramSettings(Struct, frozen=True):
+    """Owner: worker. What counts as a match, and how wide trees get. Defaults are SGLang's."""
+
+    min_match: int = 1
+    max_match: int = 12
+    min_breadth: int = 1
+    max_breadth: int = 10
+    by_frequency: bool = False  # else by recency
+    branch: int = 18  # tokens that follow a match, at most
+    capacity: int = 10_000_000  # tokens that are kept of all requests
+    corpus: str | None = None  # JSONL file of texts that are there from the start
+    corpus_tokens: int = 10_000_000  # of it, at most
+    tokenizer_dir: str | None = None  # for a corpus
+
+
+class SpecSettings(Struct, frozen=True):
+    """Owner: worker. `width` W = num_draft_tokens: rows of the verify window, root included; 1 is plain decoding."""
+
+    method: str
+    draft_path: str | None
+    num_steps: int
+    topk: int
+    width: int
+    draft_load_format: str = "auto"
+    narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending; none: it is fixed
+    token_map: str | None = None  # file of the target ids that the draft may guess
+    accept: AcceptSettings = AcceptSettings()
+    multi_layer: bool = False  # MTP layers, one for each draft step
+    ngram: NgramSettings = NgramSettings()
+    numbers_from: str = "given"  # where steps, topk and width come from
+    simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
+
+
+class WidthRule(Struct, frozen=True):
+    """From a `batch_size` on: which numbers of draft steps there may be, and when one is left for another.
+
+    Fields and defaults are SGLang's, except `initial_steps`, which is settled from the flags.
+    """
+
+    batch_size: int
+    candidate_steps: tuple[Annotated[int, Meta(ge=0)], ...]
+    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    update_interval: Annotated[int, Meta(ge=1)] = 5
+    warmup_batches: Annotated[int, Meta(ge=0)] = 10
+    up_hysteresis: float = 0.0
+    down_hysteresis: float = -0.25
+    ceiling_coeff: float = 0.0
+    initial_steps: int = 0
+
+
+class CacheSettings(Struct, frozen=True):
+    """Owner: worker (sizes), scheduler (prefix cache)."""
+
+    page_size: int
+    max_total_tokens: int | None
+    mem_fraction: float
+    prefix_cache: bool
+
+
+class SchedulerSettings(Struct, frozen=True):
+    """Owner: scheduler. `depth`: steps in flight. `chunk_tokens` None: the worker measures it; -1: unbounded."""
+
+    max_running_requests: int
+    depth: int
+    chunk_tokens: int | None
+    seed: int | None
+    width_rules: tuple[WidthRule, ...] = ()  # none: step widths follow measured costs, where they may change at all
+    keeps_width: bool = False  # explicit numbers: steps are narrower only where no slot has a guess, if results say so
+    width_padding: tuple[int, ...] = ()  # batch sizes that a rule's batch is rounded up to
+    synthetic_acceptance: bool = False  # said in every log line that shows an accept length
+
+
+class ServerSettings(Struct, frozen=True):
+    """Owner: the HTTP process."""
+
+    host: str
+    port: int
+    api_key: str | None
+
+
+class LinkSettings(Struct, frozen=True):
+    """Owner: tokenizer. `client_endpoint` None: an ipc address in the run's private directory."""
+
+    client_endpoint: str | None
+    api_key: str | None
+    max_open_requests: int = 2048
+    max_queued_bytes: int = 4 * MIB  # per client that does not read
+    client_timeout_s: float = 10.0
+
+
+class Settings(Struct, frozen=True):
+    """What is run. Each process is handed all of it and gives each component its section only."""
+
+    model: ModelSettings
+    spec: SpecSettings
+    cache: CacheSettings
+    scheduler: SchedulerSettings
+    server: ServerSettings
+    link: LinkSettings
+    skip_tokenizer_init: bool
+    log_level: str
+    num_threads: int  # compute threads of the worker; every other process has one
+    threads_given: bool = False  # by the user: else fewer may do
+    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`waiting.py`)
+    graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
+    compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
+    spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
+    attention: AttentionSettings = AttentionSettings()
+    trace_dir: str | None = None  # where every process leaves what it did when (`tracing.py`); None: nobody asks
+
+
+def encode_settings(settings: Settings) -> bytes:
+    """Settings as msgpack, for a child process."""
+    return msgspec.msgpack.encode(settings)
+
+
+def decode_settings(payload: bytes) -> Settings:
+    """Inverse of `encode_settings`."""
+    return msgspec.msgpack.decode(payload, type=Settings)

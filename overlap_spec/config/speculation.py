@@ -1,0 +1,146 @@
+"""The flags of speculation, one field each, and the methods' names. `EngineConfig` is these and the rest.
+
+Not here: what becomes of them (`resolve_speculation.py`) and what the methods do (`spec/methods.py`).
+"""
+
+from typing import Annotated, Literal, get_args
+
+from msgspec import Meta, Struct
+
+from overlap_spec.config.draft_kind import DraftKind
+
+Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"]
+OWN_METHOD = "MODULE:METHOD"  # how a method that is no part of this package is named
+MethodName = Annotated[
+    str,
+    Meta(
+        pattern=rf"^({'|'.join(get_args(Algorithm))}|[\w.]+:\w+)$",
+        extra={"choices": (*get_args(Algorithm), OWN_METHOD)},
+    ),
+]
+DraftLoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+MatchType = Literal["BFS", "PROB"]
+AttentionMode = Literal["prefill", "decode"]
+Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
+
+SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
+PLAIN: Algorithm = "NONE"
+TOKEN_MAPPED: tuple[Algorithm, ...] = ("EAGLE", "STANDALONE", "NEXTN")  # their head is whole, so rows of it do too
+LANGUAGE_MODEL_DRAFTS: tuple[Algorithm, ...] = ("STANDALONE",)  # their draft has a tokenizer of its own to compare
+LANGUAGE_MODEL_SPEC = (3, 1, 4)  # steps, topk, draft tokens of such a draft, whatever its target: SGLang's
+NGRAM = "NGRAM"  # guesses from what was said before, without a model
+MTP: Algorithm = "NEXTN"  # a layer in the target's own checkpoint
+OWN_LAYER: tuple[Algorithm, ...] = ("EAGLE", MTP)  # without a draft path, these mean that layer
+DRAFT_KINDS: dict[str, tuple[DraftKind, ...]] = {  # what methods draft with: the first, or another that they run too
+    "EAGLE": (DraftKind.EAGLE_2, DraftKind.MTP),
+    "EAGLE3": (DraftKind.EAGLE_3,),
+    MTP: (DraftKind.MTP,),
+    "STANDALONE": (DraftKind.LANGUAGE_MODEL,),
+}
+
+MAX_STEPS = 8
+MAX_MATCH, MAX_BRANCH = 32, 62  # tokens of an n-gram's match, and after it
+
+
+class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One field per `--speculative-..` flag. None means automatic. Names and defaults are SGLang's."""
+
+    speculative_algorithm: Annotated[
+        MethodName | None, Meta(description=f"drafting method; {OWN_METHOD}: a `Method` of your own")
+    ] = None
+    speculative_draft_model_path: Annotated[Text | None, Meta(description="directory or hub id of the draft head")] = (
+        None
+    )
+    speculative_draft_model_revision: Annotated[
+        Text | None, Meta(description="branch, tag or commit of the draft on the hub; default: main")
+    ] = None
+    speculative_draft_load_format: Annotated[
+        DraftLoadFormat | None, Meta(description="format of the draft's weights; default: as --load-format")
+    ] = None
+    speculative_draft_model_quantization: Annotated[
+        Text | None, Meta(description="unquant: the draft's weights as they are, which is all there is yet")
+    ] = None
+    speculative_attention_mode: Annotated[
+        AttentionMode | None,
+        Meta(description="kernel of chains' windows: decode's, or prefill's for comparison; default: decode"),
+    ] = None
+    speculative_draft_attention_backend: Annotated[
+        Text | None, Meta(description="as --attention-backend, of the draft; default: the target's")
+    ] = None
+    speculative_draft_window_size: (
+        Annotated[int, Meta(ge=1, description="keys that a row of the draft sees at most; default: all")] | None
+    ) = None
+    enable_multi_layer_eagle: Annotated[
+        bool, Meta(description="draft with the several MTP layers of a checkpoint, one for each guess")
+    ] = False
+    speculative_token_map: Annotated[
+        Text | None, Meta(description="file, or repo/file on the hub, of the token ids that a draft may guess")
+    ] = None
+    speculative_simulate_acc_len: (
+        Annotated[float, Meta(ge=1, description="bench only: synthetic acceptance of X committed tokens a step")] | None
+    ) = None
+    speculative_accept_threshold_single: (
+        Annotated[float, Meta(gt=0, le=1, description="a guess stands if the target's p is at least X; below 1: lossy")]
+        | None
+    ) = None
+    speculative_accept_threshold_acc: (
+        Annotated[float, Meta(gt=0, le=1, description="a guess stands with probability p / X; below 1: lossy")] | None
+    ) = None
+    speculative_use_rejection_sampling: Annotated[
+        bool, Meta(description="draw guesses and accept by min(1, p / q): the same distribution, not the same tokens")
+    ] = False
+    speculative_num_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS, description="draft depth")] | None = None
+    speculative_eagle_topk: Annotated[int, Meta(ge=1, description="branching; 1 is a chain")] | None = None
+    speculative_num_draft_tokens: (
+        Annotated[int, Meta(ge=2, description="window width, root included; steps + 1 for a chain")] | None
+    ) = None
+    speculative_adaptive: Annotated[
+        bool, Meta(description="narrow steps where drafting would lose; on where the three numbers are not given")
+    ] = False
+    speculative_adaptive_config: Annotated[
+        Text | None, Meta(description="JSON file with rules for that, by batch size; default: from measured costs")
+    ] = None
+    speculative_ngram_min_match_window_size: (
+        Annotated[int, Meta(ge=1, le=MAX_MATCH, description="NGRAM: tokens of the shortest match; default: 1")] | None
+    ) = None
+    speculative_ngram_max_match_window_size: (
+        Annotated[int, Meta(ge=1, le=MAX_MATCH, description="NGRAM: tokens of a match that count; default: 12")] | None
+    ) = None
+    speculative_ngram_min_bfs_breadth: (
+        Annotated[int, Meta(ge=1, description="NGRAM: children of a node after the longest match; default: 1")] | None
+    ) = None
+    speculative_ngram_max_bfs_breadth: (
+        Annotated[
+            int, Meta(ge=1, description="NGRAM: children of a node after the shortest match; 1: chains; default: 10")
+        ]
+        | None
+    ) = None
+    speculative_ngram_match_type: Annotated[
+        MatchType | None, Meta(description="NGRAM: best guesses by recency or by frequency; default: BFS")
+    ] = None
+    speculative_ngram_branch_length: (
+        Annotated[int, Meta(ge=1, le=MAX_BRANCH, description="NGRAM: tokens after a match, at most; default: 18")]
+        | None
+    ) = None
+    speculative_ngram_capacity: (
+        Annotated[int, Meta(ge=256, description="NGRAM: tokens kept of all requests; default: 10000000")] | None
+    ) = None
+    speculative_ngram_external_corpus_path: Annotated[
+        Text | None, Meta(description="NGRAM: JSONL file, each line a string, that is known from the start")
+    ] = None
+    speculative_ngram_external_corpus_max_tokens: (
+        Annotated[int, Meta(ge=1, description="NGRAM: tokens of that file that are read; default: 10000000")] | None
+    ) = None
+    speculative_ngram_external_sam_budget: (
+        Annotated[int, Meta(ge=0, description="NGRAM: refused, as a corpus is a part of the shared cache")] | None
+    ) = None
+
+
+def is_own_method(method: str) -> bool:
+    """True of `MODULE:METHOD`, which names a `Method` of a module outside of this package."""
+    return ":" in method
+
+
+def synthetic_acceptance(mean: float) -> str:
+    """What every output says of a run whose accept decision is made up."""
+    return f"synthetic acceptance: {mean:g} committed tokens a step on average, whatever the guesses"

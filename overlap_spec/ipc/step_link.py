@@ -1,0 +1,222 @@
+"""The links that every step crosses, scheduler to worker and back: Unix sockets that both ends work on themselves.
+
+ZeroMQ passes a message through an I/O thread at either end: three wake-ups where a plain socket needs one, and none
+if its reader is still polling. So plans and results travel here; everything else (and the first and last words of
+an actor) travels by ZeroMQ, and `StepInbox` reads both. Not here: the other links (`transport.py`).
+
+An inbox is bound by its reader before anybody sends; an outlet connects with its first message. A send never blocks:
+no more messages are unread than there are steps in flight, and each is a packet that is small beside a socket's buffer.
+What does not fit into one (the plan of a long prompt) lies in an anonymous file, and the packet holds its descriptor.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from overlap_spec.ipc.transport import ZmqInbox, has_message
+
+T = TypeVar("T")
+
+PACKET_BYTES = 1 << 14  # of a message that travels as it is; a socket's buffer holds 200 KiB where nobody changed it
+IN_FILE = b"\0"  # what is sent with a descriptor: an empty packet would be the end of the connection
+ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i", [0]).itemsize)
+POLLS_BETWEEN = 32  # of the step link, between two of the sources that are in no hurry
+
+log = logging.getLogger(__name__)
+
+
+class Patience:
+    """How long a reader polls before it sleeps. An answer that is under way arrives sooner than a sleeper wakes up.
+
+    `spin_s` 0: it sleeps at once, as it must where cores are few. After `spin_s` without a message it sleeps too.
+    """
+
+    def __init__(self, spin_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spin_s = spin_s
+        self._clock = clock
+        self._until = 0.0
+
+    def renew(self) -> None:
+        """Something happened: the next thing may follow soon."""
+        if self._spin_s:
+            self._until = self._clock() + self._spin_s
+
+    @property
+    def lasts(self) -> bool:
+        """Whether to poll once more."""
+        return self._spin_s > 0 and self._clock() < self._until
+
+
+class StepOutlet(Generic[T]):
+    """The sending end of a step link. What a reader that has gone misses is lost: the supervisor ends the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connected = self._has_lost = False
+
+    def send(self, message: T) -> None:
+        """Send a message; never blocks. Raises: BlockingIOError if far more is unread than steps can be in flight."""
+        payload = self._encoder.encode(message)
+        try:
+            if not self._connected:
+                self._socket.connect(self._path)
+                self._socket.setblocking(False)
+                self._connected = True
+            if len(payload) <= PACKET_BYTES:
+                self._socket.send(payload)
+            else:
+                self._send_in_file(payload)
+        except (ConnectionError, FileNotFoundError) as error:
+            if not self._has_lost:
+                log.info("nobody reads %s any more (%s): what is sent there is lost", self._path, error)
+            self._has_lost = True
+
+    def close(self) -> None:
+        """What was sent still arrives."""
+        self._socket.close()
+
+    def _send_in_file(self, payload: bytes) -> None:
+        with open(os.memfd_create("step"), "wb") as file:
+            file.write(payload)
+            file.flush()
+            socket.send_fds(self._socket, [IN_FILE], [file.fileno()])
+
+
+class StepInbox(Generic[T]):
+    """Reads step links and a ZeroMQ inbox as one. `recv` is for an event loop, `poll` and `wait` for a plain thread."""
+
+    def __init__(self, others: ZmqInbox[T], path: Path, union: Any, patience: Patience) -> None:
+        self._others = others
+        self._patience = patience
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._senders: list[_Sender] = []
+        self._ready: deque[T] = deque()
+        self._polls = 0
+
+    def drain(self) -> list[T]:
+        """Everything that has arrived; never waits."""
+        self._read_others()  # first, as it finds new connections
+        self._read_steps()
+        return self._take()
+
+    def poll(self) -> list[T]:
+        """What has arrived on step links and, now and then, elsewhere; never waits."""
+        self._poll()
+        return self._take()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Sleep until something can be read, or for `timeout_s`; the next `poll` looks everywhere."""
+        if not has_message(self._others.socket):  # its descriptor tells only of what comes after this question
+            select.select(self._descriptors(), (), (), timeout_s)
+        self._polls = 0
+
+    async def recv(self) -> T:
+        """The next message. Polls while patience lasts, then sleeps. Cancellation: loses nothing."""
+        self._patience.renew()
+        while not self._ready:
+            self._poll()
+            if not self._ready and not self._patience.lasts:
+                await self._readable()
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """The ZeroMQ inbox is its owner's to close."""
+        for sender in self._senders:
+            sender.close()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _take(self) -> list[T]:
+        messages = list(self._ready)
+        self._ready.clear()
+        return messages
+
+    def _poll(self) -> None:
+        if self._polls == 0:
+            self._read_others()
+        self._read_steps()
+        self._polls = (self._polls + 1) % POLLS_BETWEEN
+
+    def _read_steps(self) -> None:
+        for sender in self._senders:
+            while not sender.gone and (payload := sender.receive()) is not None:
+                self._ready.append(self._decoder.decode(payload))
+        if any(sender.gone for sender in self._senders):
+            self._senders = [sender for sender in self._senders if not sender.gone]
+
+    def _read_others(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._senders.append(_Sender(self._listener.accept()[0]))
+        self._ready.extend(self._others.drain())
+
+    def _descriptors(self) -> list[int]:
+        return [self._others.socket.fileno(), self._listener.fileno(), *(sender.fileno() for sender in self._senders)]
+
+    async def _readable(self) -> None:
+        """Wait until something can be read. What is new is found by the next poll, which looks everywhere."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        descriptors = self._descriptors()
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, woken.set)
+        try:
+            if not has_message(self._others.socket):  # as in `wait`
+                await woken.wait()
+        finally:
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
+        self._polls = 0
+
+
+class _Sender:
+    """One connection to an inbox."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.gone = False
+        self._connection = connection
+        self._packet = memoryview(bytearray(PACKET_BYTES))
+
+    def receive(self) -> bytes | memoryview | None:
+        """The next message, valid until the next call; None if there is none."""
+        try:
+            size, rights, _, _ = self._connection.recvmsg_into([self._packet], ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            size, rights = 0, []
+        if size == 0:
+            self.gone = True
+            self.close()
+            return None
+        return _file_content(array("i", rights[0][2])[0]) if rights else self._packet[:size]
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _file_content(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        file.seek(0)  # both ends share a position, which is where the sender stopped
+        return file.read()

@@ -1,0 +1,134 @@
+"""A multi-token-prediction layer that lives in its target's checkpoint (DeepSeek-V3, arXiv:2412.19437; MiMo,
+arXiv:2505.07608).
+
+    target's final hidden state --hidden norm--.
+                embed(token) --token norm------+--> input map --> an ordinary layer --> norm --> output
+
+The row at position p holds (features of p, token of p + 1). Features are the target's hidden state after its final
+norm, or the layer's own output of the draft step before: one layer runs once per guess. Embedding and head are the
+target's. Not here: reading it (`mtp_loader.py`), when it runs (`spec/`), and checkpoints with a layer for each guess
+(`mtp_layers.py`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from overlap_spec_kernels import Normed, draft_input
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.layers.attention import PagedAttention
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.layers.linear import HeadScores, Linear, LinearMap, RMSNorm
+from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
+from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.work import ForwardWork, llama_work
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """A loaded layer (`LoadedDraft`). The embedding is the target's own tensor, and so is the head without a map."""
+
+    config: LlamaConfig  # of one layer
+    embedding: Tensor  # [V, H]
+    token_norm: RMSNorm
+    hidden_norm: RMSNorm
+    input_map: LinearMap  # [H, 2 H]; reads the embedding's half first
+    layer: LlamaLayer
+    norm: RMSNorm
+    head: Linear  # [Vd, H]: the target's, or some of its rows
+    target_ids: Tensor  # [Vd] i64
+    num_bytes: int  # of what the target does not have
+    embeds_first: bool  # false: the embedding at position 0 counts for nothing
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the features, which is the target's."""
+        return self.config.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that the layer can guess."""
+        return self.target_ids.shape[0]
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in the layer's cache."""
+        return self.config.kv_shape
+
+    @property
+    def work(self) -> ForwardWork:
+        """What a draft step reads and computes; the embedding is only gathered from."""
+        read = count_bytes((self.token_norm, self.hidden_norm, self.input_map, self.layer, self.norm, self.head))
+        attention = self.config.num_heads * self.config.head_dim
+        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, 1)
+
+    @property
+    def extend_work(self) -> ForwardWork:
+        """Absorbing committed tokens is the same forward."""
+        return self.work
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's final hidden state is enough."""
+        return ()
+
+    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
+        """Join weights, cache and a rotary table of `num_positions` rows."""
+        return MtpHead(self, paged_attention_for(self.config, self.embedding, cache, num_positions, attention))
+
+
+class MtpHead:
+    """`DraftHead` of one MTP layer, reused for every guess; or layer `index` of several, which share `attention`."""
+
+    def __init__(self, weights: MtpWeights, attention: PagedAttention, index: int = 0) -> None:
+        self.draft_vocab_size = weights.draft_vocab_size
+        self.target_ids = weights.target_ids
+        self._weights = weights
+        self._attention = attention
+        self._index = index
+
+    def fuse(self, output: TargetOutput) -> Tensor:
+        """Shapes: -> [T, H]."""
+        return output.hidden
+
+    def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
+        """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the final norm. Sync: never on CUDA."""
+        weights, layer = self._weights, self._weights.layer
+        stream = layer.input_norm.enter(weights.input_map(self._inputs(tokens, features, rows)))
+        attended = self._attention(self._index, layer.qkv(stream), rows)
+        return layer.mlp.add(layer.output.add(attended, stream.values, layer.post_norm), weights.norm)
+
+    def enter(self, output: Tensor) -> Normed:
+        """Shapes: [R, H]."""
+        return self._weights.norm.enter(output)
+
+    def next_features(self, output: Normed) -> Tensor:
+        """Shapes: [R, H] -> [R, H], after the final norm, as the target's are."""
+        return output.normalised()
+
+    def scores(self, output: Normed) -> Scores:
+        """Shapes: [R, H] -> logits [R, V]."""
+        return HeadScores(self._weights.head, output)
+
+    def _inputs(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
+        """Embedding and features, normalised, side by side.
+
+        Only a prompt has a row at position 0: the windows of decode, which leave out where rows start, need not look.
+        Shapes: -> [T, 2 H].
+        """
+        weights, norm = self._weights, self._weights.hidden_norm
+        x = draft_input(
+            tokens, weights.embedding, weights.token_norm.weight, features, norm.weight, weights.token_norm.eps
+        )
+        if not weights.embeds_first and rows.row_starts is not None:
+            embedded = x[:, : weights.hidden_size]
+            embedded.masked_fill_((rows.positions == 0)[:, None], 0)
+        return x
+
+
+def swapped_halves(weight: Tensor) -> Tensor:
+    """For a map that reads features first. Shapes: [H, 2 H] -> the same."""
+    features, embedded = weight.chunk(2, dim=1)
+    return torch.cat((embedded, features), dim=1)

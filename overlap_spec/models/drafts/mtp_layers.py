@@ -1,0 +1,81 @@
+"""Several multi-token-prediction layers, one for each guess (DeepSeek-V3, arXiv:2412.19437; MiMo-V2, Step-3.5).
+
+Layer i guesses the token i + 2 after a row's own: its row at position p holds (features of p, token of p + 1 + i) and
+has a KV cache of its own. Features are the target's hidden state before its final norm. Where layers are chained
+(Step-3.5), those of layer i + 1 are what layer i puts out at the same row, before its norm; where they are not
+(MiMo-V2), every layer reads the target's. Not here: one layer (`mtp.py`), reading them (`mtp_loader.py`), and when
+they run (`spec/multi_layer.py`).
+"""
+
+from dataclasses import dataclass, replace
+
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
+from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.targets.llama import paged_attention_for
+from overlap_spec.models.work import ForwardWork
+
+
+@dataclass(frozen=True)
+class MtpLayersWeights:
+    """Loaded layers, in the order of the guesses."""
+
+    layers: tuple[MtpWeights, ...]
+    chained: bool
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in the caches of all layers."""
+        return replace(self.layers[0].kv_shape, num_layers=len(self.layers))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights that are not the target's."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def work(self) -> ForwardWork:
+        """What one layer, which is a draft step, reads and computes."""
+        return self.layers[0].work
+
+    def attach(
+        self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
+    ) -> "MtpLayersHead":
+        """Join weights, cache and a rotary table of `num_positions` rows."""
+        first = self.layers[0]
+        windows = tuple(window for layer in self.layers for window in layer.config.windows)
+        config = replace(first.config, num_layers=len(self.layers), windows=windows)
+        shared = paged_attention_for(config, first.embedding, cache, num_positions, attention)
+        return MtpLayersHead(tuple(MtpHead(layer, shared, i) for i, layer in enumerate(self.layers)), self.chained)
+
+
+class MtpLayersHead:
+    """The layers, each to be run by itself."""
+
+    def __init__(self, heads: tuple[MtpHead, ...], chained: bool) -> None:
+        self.num_layers = len(heads)
+        self.target_ids = heads[0].target_ids
+        self._heads = heads
+        self._chained = chained
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """The target's hidden state before its final norm. Shapes: -> [T, H]."""
+        assert isinstance(output.stream, Normed), "a target hands on its stream with the norm"
+        return output.stream.values
+
+    def forward(self, layer: int, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
+        """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the layer's final norm. Sync: never on CUDA."""
+        return self._heads[layer].forward(tokens, features, rows).values
+
+    def next_features(self, features: Tensor, output: Tensor) -> Tensor:
+        """What the layer after the one that read `features` reads. Shapes: [T, H] each -> [T, H]."""
+        return output if self._chained else features
+
+    def scores(self, layer: int, output: Tensor) -> Scores:
+        """Shapes: [R, H] -> logits [R, V]."""
+        head = self._heads[layer]
+        return head.scores(head.enter(output))

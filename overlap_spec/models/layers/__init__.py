@@ -1,0 +1,1 @@
+"""The layers that targets and drafts are made of."""

@@ -1,0 +1,149 @@
+"""Builds an EAGLE-3 head from a checkpoint and its target's weights. Not here: opening files, and running.
+
+Layouts in the wild differ in the prefix `model.`, in `midlayer` for `layers.0`, and in what is left out because
+the target has it. What a checkpoint must agree on with its target is checked here.
+"""
+
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.drafts.eagle3 import Eagle3Fusion, Eagle3Weights
+from overlap_spec.models.drafts.eagle3_config import Eagle3Config
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.linear import Linear, RMSNorm, linear_map
+from overlap_spec.models.loading import llama_loader
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.targets.llama import LlamaLayer, count_bytes
+
+_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+
+
+def canonical_name(name: str) -> str:
+    """One name for each weight, whatever the layout."""
+    name = llama_loader.canonical_name(name)
+    if name.startswith("midlayer."):
+        return f"layers.0.{name.removeprefix('midlayer.')}"
+    stem, _, rest = name.partition(".")
+    return f"fc_norm.{_TAP_NORMS.index(stem)}.{rest}" if stem in _TAP_NORMS else name
+
+
+def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Eagle3Weights:
+    """Take every weight of the head; borrow the target's embedding and head where the checkpoint has none to use.
+
+    Raises: CheckpointError naming file, tensor, found and expected.
+    """
+    _check_against_target(config, checkpoint, target)
+    fusion = _load_fusion(config, checkpoint)
+    hidden_norm = llama_loader.load_norm(config.llama, checkpoint, "layers.0.hidden_norm")
+    layers = tuple(_load_layer(config, checkpoint, index) for index in range(config.llama.num_layers))
+    norm = llama_loader.load_norm(config.llama, checkpoint, "norm")
+    embedding = _load_embedding(config, checkpoint, target)
+    head = _load_head(config, checkpoint, target, embedding)
+    target_ids = _load_target_ids(checkpoint, head, target)
+    checkpoint.skip("t2d")
+    llama_loader.skip_derived(checkpoint)
+    checkpoint.finish()
+    own = count_bytes((embedding, fusion, hidden_norm, layers, norm, head, target_ids))
+    shared = count_bytes(tuple(t for t in (embedding, head.weight) if _is_one_of(t, target)))
+    return Eagle3Weights(config, embedding, fusion, hidden_norm, layers, norm, head, target_ids, own - shared)
+
+
+def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> None:
+    origin = config.llama.origin
+    if config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{origin}: the head expects a target of hidden size {config.target_hidden_size}"
+            f" (target_hidden_size, else hidden_size), but the target's is {target.hidden_size}"
+        )
+    if config.aux_layers and "fc.weight" in checkpoint:
+        found = checkpoint.shape("fc.weight")
+        if found != (config.llama.hidden_size, config.fused_size):
+            raise CheckpointError(
+                f"{checkpoint.file_of('fc.weight')}: tensor fc.weight: found shape {list(found)}, expected"
+                f" {[config.llama.hidden_size, config.fused_size]}: {len(config.aux_layers)} tapped layers x"
+                f" the target's hidden size {target.hidden_size}"
+            )
+
+
+def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
+    width, hidden = config.target_hidden_size, config.llama.hidden_size
+    norms: tuple[RMSNorm, ...] = ()
+    if "fc_norm.0.weight" in checkpoint:
+        taps = range(max(len(config.aux_layers), 1))
+        eps = config.llama.rms_norm_eps
+        norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{tap}.weight", (width,)), eps) for tap in taps)
+    if config.fused_size == hidden and "fc.weight" not in checkpoint:
+        return Eagle3Fusion(norms, None)
+    weight = checkpoint.take("fc.weight", (hidden, config.fused_size))
+    has_bias = config.fc_bias or "fc.bias" in checkpoint
+    return Eagle3Fusion(norms, linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
+
+
+def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int) -> LlamaLayer:
+    """The first layer reads embedding and features side by side; the others are ordinary.
+
+    Their first norm is called `hidden_norm` or `input_layernorm`; with both, `hidden_norm` is the one in use.
+    """
+    hidden = config.llama.hidden_size
+    if index == 0:
+        return llama_loader.load_layer(config.llama, checkpoint, index, 2 * hidden, "input_layernorm")
+    norm = "hidden_norm" if f"layers.{index}.hidden_norm.weight" in checkpoint else "input_layernorm"
+    checkpoint.skip(f"layers.{index}.input_layernorm.weight")
+    return llama_loader.load_layer(config.llama, checkpoint, index, hidden, norm)
+
+
+def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Tensor:
+    """The target's, unless the head is narrower or wider, or uses its own as output."""
+    name, hidden = "embed_tokens.weight", config.llama.hidden_size
+    if hidden == target.hidden_size and not config.llama.tie_word_embeddings:
+        checkpoint.skip(name)
+        return target.embedding
+    return checkpoint.take(name, (target.vocab_size, hidden))
+
+
+def _load_head(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, embedding: Tensor) -> Linear:
+    name, hidden = "lm_head.weight", config.llama.hidden_size
+    if config.llama.tie_word_embeddings:
+        checkpoint.skip(name)
+        return Linear(embedding)
+    if config.draft_vocab_size is not None:
+        return Linear(checkpoint.take(name, (config.draft_vocab_size, hidden)))
+    if hidden != target.hidden_size:
+        raise CheckpointError(
+            f"{config.llama.origin}: draft_vocab_size is null, which means the target's head, but that reads"
+            f" hidden states of {target.hidden_size} and this head makes {hidden}"
+        )
+    checkpoint.skip(name)
+    return target.head
+
+
+def _load_target_ids(checkpoint: Weights, head: Linear, target: LoadedTarget) -> Tensor:
+    """Draft id -> target id. The checkpoint stores offsets: target id = draft id + d2t[draft id]."""
+    rows, device = head.weight.shape[0], head.weight.device
+    ids = torch.arange(rows)
+    if "d2t" not in checkpoint:
+        if rows != target.vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.origin}: tensor d2t is missing: the head guesses {rows} tokens of the target's"
+                f" {target.vocab_size}, expected d2t of shape [{rows}]"
+            )
+        return ids.to(device)
+    found = checkpoint.shape("d2t")
+    if found != (rows,):
+        raise CheckpointError(
+            f"{checkpoint.file_of('d2t')}: tensor d2t: found shape {list(found)}, expected [{rows}], one entry per row"
+            " of the head"
+        )
+    offsets = checkpoint.take_raw("d2t", found)
+    ids += offsets.to(torch.int64)
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.file_of('d2t')}: tensor d2t: found target ids {int(ids.min())} to {int(ids.max())},"
+            f" expected 0 to {target.vocab_size - 1}, the target's vocabulary"
+        )
+    return ids.to(device)
+
+
+def _is_one_of(tensor: Tensor, target: LoadedTarget) -> bool:
+    return tensor is target.embedding or tensor is target.head.weight

@@ -1,0 +1,134 @@
+"""Takes an MTP layer, in any layout, from its target's checkpoint. Not here: opening files, and running.
+
+The target's own tensors are beside it, and are left alone here:
+
+    model.mtp_layers.0.input_proj.weight  ->  layers.0.input_proj.weight
+    model.layers.0.mlp.up_proj.weight     ->  target.model.layers.0.mlp.up_proj.weight
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.drafts.mtp import MtpWeights, swapped_halves
+from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
+from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.linear import Linear, linear_map
+from overlap_spec.models.loading import llama_loader
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.eagle_loader import mapped_head
+from overlap_spec.models.targets.llama import count_bytes
+from overlap_spec.models.targets.llama_config import LlamaConfig
+
+
+def load_mtp(
+    config: LlamaConfig,
+    layout: MtpLayout,
+    checkpoint: Weights,
+    target: LoadedTarget,
+    target_ids: Tensor | None = None,
+) -> MtpWeights:
+    """Take the one MTP layer. `config` is that of the whole checkpoint.
+
+    With `target_ids` [N] i64 it guesses among these tokens alone (FR-Spec).
+
+    Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint has instead.
+    """
+    _check_against_target(config, target)
+    if any(name.startswith("layers.1.") for name in checkpoint.names()):
+        raise CheckpointError(
+            f"{checkpoint.origin}: it has several MTP layers, one for each guess: --enable-multi-layer-eagle runs them"
+        )
+    head, ids = mapped_head(target, target_ids)
+    weights = _load_layer(config, layout, checkpoint, 0, target, head, ids)
+    _finish(checkpoint)
+    return weights
+
+
+def load_mtp_layers(
+    config: LlamaConfig, layout: MtpLayout, checkpoint: Weights, target: LoadedTarget, num_layers: int
+) -> MtpLayersWeights:
+    """Take the first `num_layers` MTP layers, one for each guess. `config` is that of the whole checkpoint.
+
+    Raises: CheckpointError as `load_mtp` does; ConfigError if there are fewer than `num_layers`.
+    """
+    _check_against_target(config, target)
+    found = {name.split(".")[1] for name in checkpoint.names() if name.startswith("layers.")}
+    if found and len(found) < num_layers:  # made-up weights have as many as are wanted
+        raise ConfigError(
+            "speculative_num_steps",
+            f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
+            f" give at most {len(found)}, not {num_layers}",
+        )
+    shared, ids = mapped_head(target, None)
+    layers = []
+    for index in range(num_layers):
+        name = f"layers.{index}.{layout.head}.weight"
+        head = shared if layout.head is None else Linear(checkpoint.take(name, tuple(shared.weight.shape)))
+        layers.append(_load_layer(config, layout, checkpoint, index, target, head, ids))
+    checkpoint.skip(*(name for name in checkpoint.names() if _is_layer_from(name, num_layers)))
+    _finish(checkpoint)
+    return MtpLayersWeights(tuple(layers), layout.chained)
+
+
+def _load_layer(
+    config: LlamaConfig,
+    layout: MtpLayout,
+    checkpoint: Weights,
+    index: int,
+    target: LoadedTarget,
+    head: Linear,
+    ids: Tensor,
+) -> MtpWeights:
+    """Take layer `index`, and pass over its copies of what is the target's."""
+    window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
+    config = replace(config, num_layers=1, windows=(window,))
+    prefix, hidden = f"layers.{index}", config.hidden_size
+    token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
+    hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
+    weight = checkpoint.take(f"{prefix}.{layout.input_map}.weight", (hidden, 2 * hidden))
+    input_map = linear_map(swapped_halves(weight) if layout.hidden_first else weight)
+    layer = llama_loader.load_layer(config, checkpoint, index, hidden, "input_layernorm")
+    norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")
+    checkpoint.skip(*(f"{prefix}.{name}" for name in layout.copies))
+    own = count_bytes((token_norm, hidden_norm, input_map, layer, norm, ids))
+    own += 0 if head.weight is target.head.weight else head.weight.nbytes
+    return MtpWeights(
+        config,
+        target.embedding,
+        token_norm,
+        hidden_norm,
+        input_map,
+        layer,
+        norm,
+        head,
+        ids,
+        own,
+        layout.embeds_first,
+    )
+
+
+def _finish(checkpoint: Weights) -> None:
+    """The target's tensors are somebody else's to take."""
+    checkpoint.skip(*(name for name in checkpoint.names() if name.startswith(OF_TARGET)))
+    llama_loader.skip_derived(checkpoint)
+    checkpoint.finish()
+
+
+def _is_layer_from(name: str, first: int) -> bool:
+    return name.startswith("layers.") and int(name.split(".")[1]) >= first
+
+
+def _check_against_target(config: LlamaConfig, target: LoadedTarget) -> None:
+    sizes = {
+        "hidden_size": (config.hidden_size, target.hidden_size),
+        "vocab_size": (config.vocab_size, target.vocab_size),
+    }
+    for key, (found, expected) in sizes.items():
+        if found != expected:
+            raise CheckpointError(
+                f"{config.origin}: {key} is {found}, but the target's is {expected}: an MTP layer shares its target's"
+                " embedding and head"
+            )

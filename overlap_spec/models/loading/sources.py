@@ -1,0 +1,97 @@
+"""Checkpoint files of a Hugging Face directory: safetensors or .bin, whole or in shards. Not here: what is in them.
+
+Files are mapped, not read: a tensor costs memory when it is taken. A .bin is loaded with `weights_only`.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.weight_files import FORMATS, open_safetensors, shapes_in, weight_files
+from overlap_spec.models.loading.checkpoint import Shape, TensorSource
+
+
+def open_directory(directory: Path, load_format: str = "auto") -> TensorSource:
+    """The weights of a directory in that format; safetensors where both are there and either will do.
+
+    Raises: CheckpointError if there are none, or an index names a shard that is not there.
+    """
+    if files := weight_files(directory, load_format):
+        is_bin = files[0].suffix == ".bin"
+        return BinSource(directory, files) if is_bin else SafetensorsSource(directory, files)
+    expected = "shards with an index, or .bin" if load_format == "auto" else "or shards with an index"
+    first = FORMATS[load_format][0][0]
+    raise CheckpointError(f"{directory}: no weights found; expected {first}, {expected}")
+
+
+class SafetensorsSource:
+    """Tensors of .safetensors files."""
+
+    def __init__(self, directory: Path, files: list[Path]) -> None:
+        self.origin = str(directory)
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._readers: dict[Path, Callable[[str], Tensor]] = {}
+        for file in files:
+            self._open(file)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """See `TensorSource`."""
+        return self._shapes
+
+    def file_of(self, name: str) -> str:
+        """See `TensorSource`."""
+        return str(self._files[name])
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource`."""
+        return self._readers[self._files[name]](name)
+
+    def _open(self, file: Path) -> None:
+        handle = open_safetensors(file, "pt")
+        self._readers[file] = handle.get_tensor
+        for name, shape in shapes_in(handle):
+            self._files[name] = file
+            self._shapes[name] = shape
+
+
+class BinSource:
+    """Tensors of torch-saved .bin files, without running any code that they may hold."""
+
+    def __init__(self, directory: Path, files: list[Path]) -> None:
+        self.origin = str(directory)
+        self._files: dict[str, Path] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors = _load_bin(file)
+            self._tensors.update(tensors)
+            self._files.update(dict.fromkeys(tensors, file))
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """See `TensorSource`."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def file_of(self, name: str) -> str:
+        """See `TensorSource`."""
+        return str(self._files[name])
+
+    def read(self, name: str) -> Tensor:
+        """See `TensorSource`."""
+        return self._tensors[name]
+
+
+def _load_bin(file: Path) -> dict[str, Tensor]:
+    try:
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError):  # the format before torch 1.6 cannot be mapped
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        raise CheckpointError(f"{file}: not a torch file of plain tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise CheckpointError(f"{file}: expected a dict of tensors by name, found {type(loaded).__name__}")
+    return loaded

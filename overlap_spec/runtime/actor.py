@@ -1,0 +1,155 @@
+"""What every child process shares: settings, links to the others, ready and failure reports.
+
+    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR PARENT_PID
+
+Not here: what a role does, and who starts it (`supervisor.py`). A child dies with its parent, leaves SIGINT
+and SIGTERM to it, and reports an exception as ActorFailed before it exits with status 1.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+import zmq
+
+from overlap_spec.config import Settings, decode_settings
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.ipc.step_link import Patience, StepInbox, StepOutlet
+from overlap_spec.ipc.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.runtime.tracing import recorder
+
+ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
+    "tokenizer": "overlap_spec.tokenizer.tokenizer_actor",
+    "scheduler": "overlap_spec.scheduler.scheduler_actor",
+    "worker": "overlap_spec.worker.worker_actor",
+}
+SETTINGS_FILE = "settings.msgpack"
+PR_SET_PDEATHSIG = 1
+
+Main = Callable[["ActorContext"], Awaitable[None]]
+
+
+class ActorContext:
+    """What an actor is given: its settings and its links. Tests give one made of memory links."""
+
+    def __init__(self, role: str, settings: Settings, endpoints: Endpoints) -> None:
+        self.role = role
+        self.settings = settings
+        self.trace = recorder(role, settings.trace_dir)
+        self.endpoints = endpoints
+        self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: list[Inbox[Any] | Outlet[Any]] = []
+        self._supervisor: Outlet[ToSupervisor] = self.outlet("supervisor")
+
+    def inbox(self, union: Any) -> Inbox[Any]:
+        """Bind this actor's inbox for messages of `union`."""
+        link: Inbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
+        self._links.append(link)
+        return link
+
+    def outlet(self, actor: str) -> Outlet[Any]:
+        """Connect to another actor's inbox."""
+        link: Outlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
+        self._links.append(link)
+        return link
+
+    def step_inbox(self, union: Any) -> StepInbox[Any]:
+        """Bind this actor's inbox for messages of `union`, some of which come over a step link."""
+        others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
+        patience = Patience(self.settings.spin_s)
+        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, patience)
+        self._links += [link, others]
+        return link
+
+    def step_outlet(self, actor: str) -> Outlet[Any]:
+        """Plans or results for another actor, who must have bound its inbox when the first is sent."""
+        link: Outlet[Any] = StepOutlet(self.endpoints.steps(actor))
+        self._links.append(link)
+        return link
+
+    def ready(self, facts: dict[str, str | int | float]) -> None:
+        """Tell the supervisor that this actor is warm; `facts` fill the start-up table.
+
+        What is loaded by now stays, and no later garbage collection goes through it: one takes milliseconds.
+        """
+        gc.collect()
+        gc.freeze()
+        self._supervisor.send(ActorReady(self.role, facts))
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Tell whoever waits for the start what is going on."""
+        self._supervisor.send(ActorProgress(self.role, what, done, total))
+
+    def send_supervisor(self, message: ToSupervisor) -> None:
+        """Send any other message to the supervisor."""
+        self._supervisor.send(message)
+
+    def close(self) -> None:
+        """Close every link, then whatever socket the role left open: nothing may keep the process alive."""
+        for link in self._links:
+            link.close()
+        self.zmq.destroy(linger=LAST_WORDS_MS)
+
+
+def die_with_parent(expected_parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent dies (Linux); a parent already gone ends us at once."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected_parent:
+        raise SystemExit(1)
+
+
+def run_actor(role: str, module: str, run_dir: Path) -> int:
+    """Run one role to its end. Returns the exit status."""
+    settings = decode_settings((run_dir / SETTINGS_FILE).read_bytes())
+    logging.basicConfig(
+        level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
+    )
+    context = ActorContext(role, settings, Endpoints(run_dir))
+    try:
+        main = cast(Main, importlib.import_module(module).main)
+        uvloop.run(_as_coroutine(main, context))
+        context.trace.write()
+    except Exception as error:
+        context.send_supervisor(_last_words(role, error))
+        return 1
+    finally:
+        context.close()
+    return 0
+
+
+def _last_words(role: str, error: Exception) -> ActorFailed:
+    """What the supervisor is told. An error raised on purpose explains itself; any other is logged with its trace."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, OverlapSpecError):
+        return ActorFailed(role, str(error), trace)
+    logging.getLogger(__name__).error("failed:\n%s", trace)
+    return ActorFailed(role, f"{type(error).__name__}: {error}", trace)
+
+
+async def _as_coroutine(main: Main, context: ActorContext) -> None:
+    await main(context)
+
+
+def main() -> None:
+    """Entry point of a child process."""
+    role, module, run_dir, parent = sys.argv[1:5]
+    faulthandler.enable()
+    die_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor says when; it kills who does not listen
+    sys.exit(run_actor(role, module, Path(run_dir)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What was measured on this machine, kept for the next start. Not here: measuring.
+
+A figure that was measured while other processes used the cores serves this start and is not kept.
+
+A small file in the cache directory for each thing measured, named after all that it depends on: the processor, how many
+cores this process may use, torch's version, and what the caller adds. A file that cannot be read, or says something
+else than expected, is as good as none; where none can be written, the next start measures again.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from overlap_spec.config import cache_directory
+from overlap_spec.runtime.machine import num_cores, processor_name
+
+T = TypeVar("T")
+
+PROCESSOR_TIMES = Path("/proc/stat")
+MOST_OF_OTHERS = 0.2  # of one core
+CLOCK_S = 0.1  # what its clock may be wrong by
+
+
+def once(
+    what: str, of: object, kind: type[T], measure: Callable[[], T], makes_sense: Callable[[T], bool] = lambda _: True
+) -> T:
+    """What was kept as `what` for `of`, or measured now; kept if the machine was quiet meanwhile."""
+    found = recall(what, of, kind)
+    if found is not None and makes_sense(found):
+        return found
+    before, started = seconds_of_others(), time.monotonic()
+    found = measure()
+    if seconds_of_others() - before <= MOST_OF_OTHERS * (time.monotonic() - started) + CLOCK_S:
+        keep(what, of, found)
+    return found
+
+
+def seconds_of_others() -> float:
+    """Seconds that other processes, children of this one apart, have used its cores so far; 0 if that is unknown."""
+    own = sum(os.times()[:4])
+    try:
+        lines = [line.split() for line in PROCESSOR_TIMES.read_text().splitlines() if line.startswith("cpu")]
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        # user, nice, system, idle, waiting for disks, interrupts, soft ones; what other machines take never ends
+        ticks = sum(sum(map(int, words[1:4] + words[6:8])) for words in lines if words[0] in ours)
+        return ticks / os.sysconf("SC_CLK_TCK") - own
+    except (OSError, ValueError, AttributeError):
+        return 0.0
+
+
+def recall(what: str, of: object, kind: type[T]) -> T | None:
+    """What was kept as `what` for `of` on such a machine; None if nothing was, or nothing that makes sense."""
+    try:
+        return msgspec.json.decode(_file(what, of).read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def keep(what: str, of: object, value: object) -> None:
+    """Keep it for `recall`. A reader meanwhile sees the whole of it, or nothing."""
+    path = _file(what, of)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(msgspec.json.encode(value))
+        os.replace(scratch, path)
+
+
+def torch_version() -> str:
+    """Of the torch that would be imported."""
+    return importlib.metadata.version("torch")
+
+
+def _file(what: str, of: object) -> Path:
+    key = (processor_name(), num_cores(), torch_version(), of)
+    return Path(cache_directory()) / "measured" / f"{what}-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}"

@@ -1,0 +1,72 @@
+"""The private directory of one run (0700): sockets and settings, named for its owner, gone with it.
+
+Not here: what is in the files. An owner that was killed cannot clean up; the next start removes what it left. A
+directory belongs to somebody as long as its lock is held: the kernel lets go of the lock when the owner ends, while
+process numbers mislead where containers share a temporary directory.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.ipc.transport import Endpoints
+
+PREFIX = "overlap-spec"
+LOCK_FILE = "lock"
+LONGEST_SOCKET_PATH = 107  # bytes; sockaddr_un on Linux, its closing zero not counted
+
+
+class RunDirectory:
+    """Made on construction, removed by `remove`. Raises: OverlapSpecError if its path is too long for a socket."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        where = parent or Path(tempfile.gettempdir())
+        remove_stale(where)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=where))
+        # Locked under another name first: a lock file that can be seen is held, or its owner is gone.
+        self._lock = _locked(self.path / f"{LOCK_FILE}.new")
+        (self.path / f"{LOCK_FILE}.new").rename(self.path / LOCK_FILE)
+        if len(os.fsencode(self.path / "supervisor.sock")) > LONGEST_SOCKET_PATH:
+            self.remove()
+            raise OverlapSpecError(f"the temporary directory {where} has too long a path for a socket: set TMPDIR")
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The addresses of this run."""
+        return Endpoints(self.path)
+
+    def write_private(self, name: str, payload: bytes) -> None:
+        """Write a file that only this user can read."""
+        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(payload)
+
+    def remove(self) -> None:
+        """Delete the directory and all in it; a second call does nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_stale(where: Path) -> None:
+    """Delete what owners that were killed have left in `where`. What belongs to others is not touched."""
+    for path in where.glob(f"{PREFIX}-*-*"):
+        with contextlib.suppress(OSError):  # locked, no lock file, or another start was quicker
+            if path.lstat().st_uid == os.getuid() and (path / LOCK_FILE).is_file() and not path.is_symlink():
+                with _locked(path / LOCK_FILE):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """Open and lock a file. Raises: BlockingIOError if another process holds the lock."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file

@@ -1,0 +1,166 @@
+"""Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
+
+Not here: how processes start (`processes.py`), requests (`client.py`). The first failure is the one that
+counts: it is kept, and every other child is killed at once, for without one actor the ring is useless.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar, assert_never
+
+import zmq
+
+from overlap_spec.config import Settings, encode_settings
+from overlap_spec.errors import ActorDied
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
+from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
+from overlap_spec.runtime.actor import SETTINGS_FILE
+from overlap_spec.runtime.processes import Children, describe_exit
+from overlap_spec.runtime.run_directory import RunDirectory
+
+T = TypeVar("T")
+Facts = dict[str, str | int | float]
+Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
+
+STOP_S = 5.0  # for an actor to leave after Shutdown
+LAST_WORDS_S = 0.2  # a child that exits by itself has said why; its message may still be on the way
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """The children of one run and the link from them. `failed` gets the first ActorDied as its result."""
+
+    def __init__(self, run_dir: RunDirectory, roles: Mapping[str, str], progress: Progress) -> None:
+        self.failed: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
+        self.facts: dict[str, Facts] = {}
+        self._run_dir = run_dir
+        self._roles = roles
+        self._progress = progress
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox: ZmqInbox[ToSupervisor] = ZmqInbox(
+            self._context, run_dir.endpoints.inbox("supervisor"), ToSupervisor
+        )
+        self._children = Children(roles, self._on_exit)
+        self._all_ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process number by role."""
+        return self._children.pids
+
+    async def start(self, settings: Settings) -> None:
+        """Start every actor and wait until all are ready. Raises: ActorDied with the child's own words."""
+        self._run_dir.write_private(SETTINGS_FILE, encode_settings(settings))
+        self._spawn(self._listen())
+        await self._children.start(self._run_dir.path, settings)
+        await self.unless_failed(self._all_ready.wait())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
+        self._tell("tokenizer", Shutdown(drain=True))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.unless_failed(self._drained.wait())
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Ask every actor to leave, kill who does not, and let go of every resource. A second call does nothing.
+
+        Cancellation: skips the asking.
+        """
+        asked = self._stopping or self.failed.done() or not self._all_ready.is_set()
+        self._stopping = True
+        try:
+            if not asked:
+                await self._ask_to_leave()
+        finally:
+            await self._close()
+
+    def fail(self, error: ActorDied) -> None:
+        """Give the run up for `error`, the first one only: every child is killed at once."""
+        if self._stopping or self.failed.done():
+            return
+        self.failed.set_result(error)
+        self._spawn(self._children.kill())
+
+    async def _ask_to_leave(self) -> None:
+        for role in self._roles:
+            self._tell(role, Shutdown(drain=False))
+        if not await self._children.wait(STOP_S):
+            log.warning("an actor did not stop within %.0f s; killing it", STOP_S)
+
+    async def _close(self) -> None:
+        try:
+            await self._children.kill()
+        finally:
+            self._children.forget()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._context.destroy(linger=0)
+
+    def _tell(self, role: str, message: Shutdown) -> None:
+        """Send one message: the link is closed at once, and what it holds lingers in the context."""
+        outlet: ZmqOutlet[Any] = ZmqOutlet(self._context, self._run_dir.endpoints.inbox(role))
+        outlet.send(message)
+        outlet.close()
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`. Raises: ActorDied if an actor is gone first."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task, self.failed), return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                raise self.failed.result()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                self._dispatch(await self._inbox.recv())
+        except Exception as error:  # a progress callback, say: without this task nobody would ever be ready
+            log.exception("the supervisor has failed")
+            self.fail(ActorDied("supervisor", f"{type(error).__name__}: {error}"))
+
+    def _dispatch(self, message: ToSupervisor) -> None:
+        match message:
+            case ActorReady():
+                self.facts[message.actor] = message.facts
+                if self.facts.keys() == self._roles.keys():
+                    self._all_ready.set()
+            case ActorFailed():
+                self.fail(ActorDied(message.actor, message.error))
+            case ActorProgress():
+                self._progress(message.what, message.done, message.total)
+            case Drained():
+                self._drained.set()
+            case _:
+                assert_never(message)
+
+    def _on_exit(self, role: str, status: int) -> None:
+        if self._stopping:
+            return
+        error = ActorDied(role, f"the process {describe_exit(status)}")
+        if status < 0:
+            self.fail(error)
+        else:
+            self._spawn(self._fail_later(error))
+
+    async def _fail_later(self, error: ActorDied) -> None:
+        await asyncio.sleep(LAST_WORDS_S)
+        self.fail(error)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

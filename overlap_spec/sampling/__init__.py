@@ -1,0 +1,1 @@
+"""Draws tokens: filters, noise, the sampler."""

@@ -1,0 +1,33 @@
+"""The sampler through torch.compile: `--enable-torch-compile`. Not here: the layers, which are kernels already.
+
+What is left of a step beside the kernels is drawing by temperature, a string of small torch operations; torch.compile
+fuses them before they are captured. The last bits of a score may differ, which decides only between scores that agree
+to 15 digits. With top_k, top_p or min_p the sampler runs as it is: that is a sort and a running sum over the
+vocabulary, kernels of torch's own (and torch 2.11 cannot compile what follows the sum).
+"""
+
+import torch
+from torch import Tensor
+
+from overlap_spec.sampling.sampler import Draw, draw_columns
+from overlap_spec.spec.types import Sampling
+
+MOST_VARIANTS = 1024  # batch sizes, widths and kinds of sampling; torch's own limit is 8
+
+
+def compiled_draw(max_batch: int) -> Draw:
+    """`draw_columns`, compiled for each shape when it is first met, which is before the capture.
+
+    Not compiled: larger batches, and filters.
+    """
+    from torch import _dynamo  # a second or more, for who asked for it
+
+    _dynamo.config.recompile_limit = MOST_VARIANTS
+    _dynamo.config.accumulated_recompile_limit = MOST_VARIANTS
+    compiled = torch.compile(draw_columns, fullgraph=True, dynamic=False)
+
+    def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+        run = compiled if len(logits) <= max_batch and not sampling.work.filtered else draw_columns
+        return run(logits, positions, sampling, token_ids)
+
+    return draw

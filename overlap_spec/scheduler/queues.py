@@ -1,0 +1,82 @@
+"""Who waits, who runs and who is on the way out, with the slots.
+
+Not here: why somebody moves. Everyone is ordered by arrival, so a preempted request comes back in front of
+all that wait. A slot and its pages are free only when their request is done *and* in no step in flight:
+
+    waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
+"""
+
+from bisect import insort
+from collections import deque
+from operator import attrgetter
+
+from overlap_spec.scheduler.prefix_cache import Match
+from overlap_spec.scheduler.request_pages import KvMemory
+from overlap_spec.scheduler.requests import Request
+
+ARRIVAL = attrgetter("order")
+
+
+class Roster:
+    """Owner of the requests' states and of the slots."""
+
+    def __init__(self, memory: KvMemory, num_slots: int) -> None:
+        self.memory = memory
+        self.open: dict[int, Request] = {}  # by uid: everything that has not finished
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.leaving: list[Request] = []  # in flight still; nothing more is planned
+        self.free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def idle(self) -> bool:
+        """True if nothing is left to do. (Whoever is leaving has a step in flight.)"""
+        return not (self.waiting or self.running or self.leaving)
+
+    @property
+    def victims_leaving(self) -> bool:
+        """True while a preempted request has not come back to the queue."""
+        return any(request.finish is None for request in self.leaving)
+
+    def enqueue(self, request: Request) -> None:
+        """Put a new request at the end of the queue."""
+        self.open[request.uid] = request
+        self.waiting.append(request)
+
+    def start(self, match: Match) -> Request:
+        """Give the head of the queue a slot and pages."""
+        request = self.waiting.popleft()
+        self.memory.place(request, match)
+        request.slot = self.free_slots.pop()
+        request.running = True
+        insort(self.running, request, key=ARRIVAL)
+        return request
+
+    def leave(self, request: Request) -> None:
+        """Plan nothing more for a running request; it is gone as soon as no step in flight involves it."""
+        request.running = False
+        self.running.remove(request)
+        self.leaving.append(request)
+        self.step_settled(request)
+
+    def close(self, request: Request) -> None:
+        """End a request whose `finish` is set, wherever it is."""
+        del self.open[request.uid]
+        if request.running:
+            self.leave(request)
+        elif request.slot < 0:
+            self.waiting.remove(request)
+
+    def step_settled(self, request: Request) -> None:
+        """Let a leaving request go if that was its last step in flight."""
+        if request.in_flight:
+            return
+        self.leaving.remove(request)
+        self.free_slots.append(request.slot)
+        self.memory.release(request)
+        if request.finish is None:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        place = next((i for i, other in enumerate(self.waiting) if other.order > request.order), len(self.waiting))
+        self.waiting.insert(place, request)

@@ -1,0 +1,56 @@
+"""The scheduler process: waits for the worker, tells the tokenizer what fits, then runs the loop.
+
+Not here: the loop (`loop.py`). Draining is the tokenizer's: it holds Shutdown back until its requests are done.
+"""
+
+from overlap_spec.ipc.transport import Inbox
+from overlap_spec.messages import Shutdown, ToScheduler, WorkerReady
+from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
+
+
+async def main(context: ActorContext) -> None:
+    """Schedule until told to stop."""
+    links = Links(
+        context.step_inbox(ToScheduler), context.step_outlet("worker"), context.outlet("tokenizer"), context.trace
+    )
+    ready, early = await _worker_ready(links.inbox)
+    if ready is None:
+        return
+    settings = context.settings
+    scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
+    links.tokenizer.send(scheduler.limits.engine_limits())
+    links.tokenizer.send(scheduler.reporter.snapshot())
+    context.ready(_facts(scheduler, settings.cache.prefix_cache))
+    for message in early:
+        scheduler.dispatch(message)
+    await scheduler.run()
+
+
+async def _worker_ready(inbox: Inbox[ToScheduler]) -> tuple[WorkerReady | None, list[ToScheduler]]:
+    """Wait for the worker. Returns None for it if the engine stops first, and what else arrived meanwhile."""
+    early: list[ToScheduler] = []
+    while True:
+        message = await inbox.recv()
+        match message:
+            case WorkerReady():
+                return message, early
+            case Shutdown():
+                return None, early
+            case _:
+                early.append(message)
+
+
+def _facts(scheduler: Scheduler, prefix_cache: bool) -> dict[str, str | int | float]:
+    """Lines of the start-up table."""
+    limits = scheduler.limits
+    num_tokens = limits.key_lookahead + 1
+    keys = {1: "token keys", 2: "bigram keys"}.get(num_tokens, f"keys of {num_tokens} tokens")
+    return {
+        "max_total_tokens": limits.pool_tokens,
+        "max_running_requests": limits.num_slots,
+        "context_length": limits.max_len,
+        "chunked_prefill_size": limits.chunk_tokens,
+        "steps_in_flight": limits.depth,
+        "prefix_cache": keys if prefix_cache else "off",
+    }

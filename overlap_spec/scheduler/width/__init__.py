@@ -1,0 +1,1 @@
+"""The width of decode steps: policies, and what they learn from results."""

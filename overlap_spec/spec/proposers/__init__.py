@@ -1,0 +1,1 @@
+"""What guesses: one file for each way to propose."""

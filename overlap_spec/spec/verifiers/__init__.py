@@ -1,0 +1,1 @@
+"""What accepts or rejects guesses: one file for each rule."""

@@ -1,0 +1,158 @@
+"""Verification by coins: a guess stands with a probability, and where it falls a residual is drawn from.
+
+Two rules. Classic rejection (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318): guesses are
+drawn from the draft's q, stand with probability min(1, p / q), and max(p - q, 0) is the residual: the committed tokens
+have the target's distribution, but are not those of plain decoding with that seed. Thresholds (SGLang's): a guess
+stands with probability p / acc, or if p >= single; the residual is p without it: exact with both at 1, lossy below.
+Greedy requests are judged by matching under either rule. Not here: matching (`verifier.py`), guessing.
+
+Noise: coins, residuals and drawn guesses have streams of their own, keyed like the target's by (seed, position, token).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overlap_spec.models.interfaces import Scores
+from overlap_spec.sampling.noise import gumbel, stream, uniform
+from overlap_spec.sampling.sampler import allowed, draw_after, log_weights, slices
+from overlap_spec.spec.types import Drawn, Sampling, SlotBatch, Window
+
+GUESS, COIN, RESIDUAL = 1, 2, 3  # purposes of noise
+
+
+class AcceptRule(Protocol):
+    """When a guess stands, and what is drawn from where it falls. Shapes: guesses [b, K] i64, p [b, K, V] f64."""
+
+    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
+        """Shapes: p_guess, coins [b, K] f64, slots [b] i64 -> bool [b, K]."""
+        ...
+
+    def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
+        """Weights, not normalised. Shapes: -> [b, K, V] f64."""
+        ...
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """`single` and `acc` in (0, 1]."""
+
+    single: float
+    acc: float
+
+    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
+        """See `AcceptRule`."""
+        return (coins * self.acc < p_guess) | (p_guess >= self.single)
+
+    def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
+        """See `AcceptRule`."""
+        return p.scatter(2, guesses[:, :, None], 0.0)
+
+
+class DraftProbs:
+    """What the guesses of each slot were drawn from: the proposer writes it, the verifier reads it one step later."""
+
+    allocated = False  # by a proposer that can draw its guesses
+
+    def allocate(self, num_rows: int, num_guesses: int, target_ids: Tensor) -> None:
+        """For slot rows 0..num_rows - 1. Shapes: target_ids [Vd] i64, the draft's columns."""
+        self.allocated = True
+        self.target_ids = target_ids
+        size = (num_rows, num_guesses)
+        self._probs = torch.zeros(*size, len(target_ids), dtype=torch.float32, device=target_ids.device)
+        self._of_guess = torch.zeros(size, dtype=torch.float32, device=target_ids.device)
+
+    def draw(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
+        """Draw guess `index`, which stands `index` + 1 after the last token, from q. Shapes: -> target ids [B] i64."""
+        sampling = batch.sampling
+        if not sampling.work.sampled:
+            return draw_after(scores, batch.lengths[:, None], sampling, self.target_ids, index).squeeze(1)
+        logits = scores.logits().double()
+        q = (logits / sampling.temperature.clamp(min=1e-6)[:, None]).softmax(1)
+        noise = gumbel(stream(sampling.seed, GUESS), batch.lengths + (1 + index), self.target_ids)
+        columns = torch.where(sampling.temperature > 0, (q.log() + noise).argmax(1), logits.argmax(1))
+        self._probs[batch.slots, index] = q.float()
+        self._of_guess[batch.slots, index] = q.gather(1, columns[:, None]).squeeze(1).float()
+        return self.target_ids[columns]
+
+    def of_guesses(self, slots: Tensor, num_guesses: int) -> Tensor:
+        """q of each guess. Shapes: slots [b] i64 -> [b, K] f64."""
+        return self._of_guess[slots, :num_guesses].double()
+
+    def over(self, slots: Tensor, num_guesses: int, vocab_size: int) -> Tensor:
+        """q over the target's vocabulary. Shapes: slots [b] i64 -> [b, K, V] f64."""
+        q = torch.zeros(len(slots), num_guesses, vocab_size, dtype=torch.float64, device=slots.device)
+        return q.index_copy(2, self.target_ids, self._probs[slots, :num_guesses].double())
+
+
+def draw_guess(scores: Scores, batch: SlotBatch, index: int, target_ids: Tensor, probs: DraftProbs | None) -> Tensor:
+    """Draw guess `index` of each chain: from q if `probs` is to be told of it, else with the target's noise.
+
+    Shapes: scores of B rows, target_ids [Vd] i64 -> target ids [B] i64.
+    """
+    if probs is not None:
+        return probs.draw(scores, batch, index)
+    return draw_after(scores, batch.lengths[:, None], batch.sampling, target_ids, offset=index).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Guesses were drawn from `probs`, each with coins of its own."""
+
+    probs: DraftProbs
+
+    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
+        """See `AcceptRule`."""
+        return coins * self.probs.of_guesses(slots, guesses.shape[1]) < p_guess
+
+    def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
+        """See `AcceptRule`. A difference that rounds to nothing leaves p."""
+        rest = (p - self.probs.over(slots, *p.shape[1:])).clamp(min=0.0)
+        return torch.where(rest.sum(2, keepdim=True) > 0, rest, p)
+
+
+class CoinVerifier:
+    """Judges a chain by a rule."""
+
+    def __init__(self, rule: AcceptRule, token_ids: Tensor) -> None:
+        self._rule = rule
+        self._token_ids = token_ids  # [V] i64
+
+    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+        """See `Verifier`; what is kept is the target's distribution, where the rule keeps it."""
+        if not batch.sampling.work.sampled:
+            return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids))
+        positions = window.positions + 1
+        logits = scores.logits().view(*positions.shape, -1)
+        logits = allowed(logits, positions, batch.sampling, self._token_ids)
+        judged = [self._judge(window.tokens[:, 1:], logits, positions, batch, part) for part in slices(logits)]
+        tokens, accept_len = (torch.cat(parts) for parts in zip(*judged, strict=True))
+        return self._with_greedy(window, logits, batch.sampling, tokens, accept_len)
+
+    def _judge(
+        self, guesses: Tensor, logits: Tensor, positions: Tensor, batch: SlotBatch, part: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Shapes: guesses [B, K], logits [B, W, V] -> tokens [b, W], accept_len [b], of the slots in `part`."""
+        guesses, positions, slots = guesses[part], positions[part], batch.slots[part]
+        seed, width = batch.sampling.seed[part, None], positions.shape[1]
+        p = log_weights(logits, batch.sampling, part).softmax(1).view(*positions.shape, -1)
+        guessed, guesses = guesses >= 0, guesses.clamp(min=0)
+        p_guess = p[:, :-1].gather(2, guesses[:, :, None]).squeeze(2)
+        coins = uniform(stream(seed, COIN), positions[:, :-1])
+        accept_len = (guessed & self._rule.stands(guesses, p_guess, coins, slots)).long().cumprod(1).sum(1)
+        residual = self._rule.residual(p[:, :-1], guesses, slots)
+        weights = torch.cat((torch.where(guessed[:, :, None], residual, p[:, :-1]), p[:, -1:]), 1)
+        seeds = stream(seed, RESIDUAL).expand(-1, width).reshape(-1)
+        noise = gumbel(seeds, positions.reshape(-1), self._token_ids).view_as(weights)
+        return (weights.log() + noise).argmax(2), accept_len
+
+    def _with_greedy(
+        self, window: Window, logits: Tensor, sampling: Sampling, tokens: Tensor, accept_len: Tensor
+    ) -> Drawn:
+        """Greedy slots of the batch by matching, as if they were alone."""
+        largest = logits.argmax(2)
+        matching = (window.tokens[:, 1:] == largest[:, :-1]).long().cumprod(1).sum(1)
+        sampled = sampling.temperature > 0
+        return Drawn(torch.where(sampled[:, None], tokens, largest), torch.where(sampled, accept_len, matching))

@@ -1,0 +1,40 @@
+"""The tokenizer process: loads the codec, binds both links, and serves. Not here: what it does (`service.py`)."""
+
+from pathlib import Path
+
+from overlap_spec.config import Settings
+from overlap_spec.messages import ToTokenizer
+from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
+from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
+from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.service import TokenizerService
+
+
+async def main(context: ActorContext) -> None:
+    """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
+    settings = context.settings
+    inbox = context.inbox(ToTokenizer)
+    codec = make_codec(settings)
+    admission = make_admission(settings, codec)
+    with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
+        service = TokenizerService(
+            codec, admission, context.outlet("scheduler"), endpoint.router, context.send_supervisor
+        )
+        service.trace = context.trace
+        context.ready({"tokenizer": codec.name, "client_endpoint": endpoint.address})
+        await service.serve(inbox)
+
+
+def make_codec(settings: Settings) -> Codec:
+    """The model's tokenizer, or none. Raises: CheckpointError."""
+    directory = settings.model.files.tokenizer_dir
+    if settings.skip_tokenizer_init or directory is None:
+        return IdsOnly()
+    return load_codec(Path(directory))
+
+
+def make_admission(settings: Settings, codec: Codec) -> Admission:
+    """The model says what ends a sequence; where it does not, its tokenizer does."""
+    eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
+    return Admission(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)

@@ -1,0 +1,1 @@
+"""What is settled at start: memory, warm-up, measured costs."""

@@ -1,0 +1,150 @@
+"""The sizes that everything in the worker agrees on, settled once the weights are in memory."""
+
+from dataclasses import dataclass
+
+import torch
+
+from overlap_spec.config import MIB, NGRAM, Settings
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.spec.methods import LoadedProposer, Method
+from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
+from overlap_spec.worker.sizing.savings import Demand, savings
+
+MAX_DEPTH = 2  # steps in flight that tables and rings are made for
+GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
+TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a score for every head, row and key
+MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
+MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """Weights in memory, before any cache."""
+
+    target: LoadedTarget
+    proposer: LoadedProposer
+    method: Method
+    linears: str = "as loaded"  # the forms that were chosen for them
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Slots, window, pages and positions."""
+
+    num_slots: int
+    width: int
+    page_size: int
+    max_len: int
+    num_pages: int
+    max_chunk: int  # prompt tokens in a prefill step, at most
+    dtype: torch.dtype
+    narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
+    foresees: bool = False  # the proposer fills windows after steps of width 1 too: it never waits
+
+    @property
+    def step_widths(self) -> tuple[int, ...]:
+        """Every width that a step may have, ascending."""
+        return (*self.narrower, self.width)
+
+    @property
+    def max_deferred(self) -> int:
+        """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps, or no draft."""
+        return MAX_DEFERRED if 1 in self.narrower and not self.foresees else 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that rows may take: steps in flight run past the last token, and the next window past them."""
+        return self.max_len + (MAX_DEPTH + 1) * self.width
+
+    @property
+    def num_page_columns(self) -> int:
+        """Pages in a slot's row."""
+        return -(-self.num_positions // self.page_size)
+
+
+def settle_geometry(settings: Settings, models: LoadedModels, device: torch.device) -> Geometry:
+    """Size the KV pool from what is left. Raises: ConfigError saying what is missing and which flag to turn."""
+    dtype = torch_dtype(settings.model.dtype)
+    width = settings.spec.width
+    demand = demand_of(settings, models)
+    budget = _budget(settings, demand, device)
+    return Geometry(
+        num_slots=settings.scheduler.max_running_requests,
+        width=width,
+        page_size=settings.cache.page_size,
+        max_len=settings.model.max_len,
+        num_pages=num_pages(settings.cache, demand.per_token, budget, MIN_REQUEST_TOKENS + 3 * width),
+        max_chunk=demand.chunk,
+        dtype=dtype,
+        narrower=settings.spec.narrower,
+        foresees=models.method.foresees,
+    )
+
+
+def bytes_per_token(models: LoadedModels, dtype: torch.dtype) -> int:
+    """What a token takes in the caches of target and draft together."""
+    return models.target.kv_shape.bytes_per_token(dtype) + models.proposer.kv_shape.bytes_per_token(dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """float32, bfloat16, .. by name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def demand_of(settings: Settings, models: LoadedModels) -> Demand:
+    """What these models and settings take of memory beside pages, and for each token of them."""
+    target, proposer, dtype = models.target, models.proposer, torch_dtype(settings.model.dtype)
+    log = proposer.num_bytes if settings.spec.method == NGRAM else 0
+    return Demand(
+        target_weights=target.num_bytes,
+        draft_weights=proposer.num_bytes - log,
+        target_kv=target.kv_shape.bytes_per_token(dtype),
+        draft_kv=proposer.kv_shape.bytes_per_token(dtype),
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        itemsize=dtype.itemsize,
+        max_running_requests=settings.scheduler.max_running_requests,
+        width=settings.spec.width,
+        chunk=_max_chunk(settings),
+        scratch_rows=0 if proposer.tree is None else proposer.tree.scratch_rows,
+        ngram_log=log,
+        ngram_capacity=settings.spec.ngram.capacity,
+        token_bytes=proposer.token_bytes,
+        drawn_from=proposer.draft_vocab_size if settings.spec.accept.rejection else 0,
+    )
+
+
+def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
+    """For the start-up table: what memory goes to, and what gives some of it back."""
+    parts = {
+        "of target weights": demand.target_weights,
+        "of draft weights": demand.draft_weights,
+        "of n-gram log": demand.ngram_log,
+        "of workspace": demand.workspace,
+        "for trees": demand.scratch,
+        "of draft probabilities": demand.draft_probs,
+        "of CUDA graphs": graph_bytes,
+    }
+    taken = ", ".join(f"{num_bytes // MIB} MiB {what}" for what, num_bytes in parts.items() if num_bytes)
+    beside = f" and {demand.token_bytes} beside it" if demand.token_bytes else ""
+    return {
+        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token{beside}",
+        "to save memory": ", ".join(map(str, savings(demand))),
+    }
+
+
+def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:
+    if device.type == "cpu":
+        return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
+    in_order = ", ".join(map(str, savings(demand)))
+    return cuda_budget(settings.cache, demand.workspace + demand.scratch + demand.draft_probs, in_order)
+
+
+def _max_chunk(settings: Settings) -> int:
+    asked = settings.scheduler.chunk_tokens
+    if asked == -1:
+        return settings.model.max_len
+    in_torch = settings.attention.target_torch or settings.attention.draft_torch
+    return min(asked or (TORCH_CHUNK_TOKENS if in_torch else GPU_CHUNK_TOKENS), settings.model.max_len)

@@ -1,0 +1,133 @@
+"""Chooses threads and the form of linears on a CPU by timing them on the loaded weights. Not here: the forms.
+
+It takes most of a second, so what came of it is kept for the next start with the same model, width and machine.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from overlap_spec.config import Settings
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
+from overlap_spec.runtime.measured import once
+from overlap_spec.worker.sizing.geometry import LoadedModels
+
+KEPT = "linears"
+MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
+ROUNDS = 2  # after one that does not count
+PROMPT_ROWS = 16  # of prefill, which is so many times as rare as its rows are more
+FASTER = 0.9  # fewer threads must do it in so much of the time
+
+Seconds = Callable[[Form, int, tuple[int, ...]], float]  # form, threads, at these numbers of rows, one after another
+
+
+@dataclass(frozen=True)
+class LinearChoice:
+    """What was fastest at the rows of a lone request's step."""
+
+    threads: int
+    target: str
+    draft: str
+    head: str
+
+    @property
+    def known(self) -> bool:
+        """Whether each is a form of this version."""
+        return self.threads >= 1 and {self.target, self.draft, self.head} <= FORMS.keys()
+
+    def __str__(self) -> str:
+        return f"{self.target}; draft {self.draft}; heads {self.head}"
+
+
+@torch.inference_mode()
+def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
+    """The models with their linears in the forms that are fastest here, and torch on as many threads.
+
+    As they were on a GPU, and in other types than float32: float64 is the oracle, the same on every machine.
+    """
+    if settings.model.device != "cpu" or settings.model.dtype != "float32":
+        return models
+    width, threads, given = settings.spec.width, settings.num_threads, settings.threads_given
+    of = (settings.model.files.config, settings.spec.method, width, threads, given, settings.spin_count)
+    counts = [threads] if given else thread_counts(threads)
+    choice = once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
+    use_threads(choice.threads)
+    forms = FORMS[choice.target], FORMS[choice.draft], FORMS[choice.head]
+    target = in_form(models.target, forms[0], forms[2])
+    proposer = in_form(models.proposer, forms[1], forms[2])
+    return replace(models, target=target, proposer=proposer, linears=str(choice))
+
+
+def use_threads(count: int) -> None:
+    """Set torch's threads, unless there are so many: MKL's are set along, whatever a user has said of them."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
+def thread_counts(most: int) -> list[int]:
+    """All, and halves of them, down to one."""
+    return [most, *thread_counts(most // 2)] if most > 1 else [1]
+
+
+def measure(models: LoadedModels, width: int, counts: list[int]) -> LinearChoice:
+    """Time the forms at `width` rows, the draft's at one too, which is what most of its steps have."""
+    head = getattr(models.target, "head", None)
+    of_layers = timer(linear for linear in linears_of(models.target) if linear is not head)
+    target = fastest(lambda form: of_layers(form, counts[0], (width,)))
+    threads = fewest_threads(lambda count: of_layers(FORMS[target], count, (width,)), counts)
+    draft = fastest(lambda form: of_layers(form, threads, (1, width)))
+    if head is None:
+        return LinearChoice(threads, target, draft, target)
+    of_head = timer([head])
+    return LinearChoice(threads, target, draft, fastest(lambda form: of_head(form, threads, (width,))))
+
+
+def fewest_threads(seconds: Callable[[int], float], counts: list[int]) -> int:
+    """The first count, unless fewer are clearly faster."""
+    chosen, best = counts[0], seconds(counts[0])
+    for count in counts[1:]:
+        if (found := seconds(count)) < FASTER * best:
+            chosen, best = count, found
+    return chosen
+
+
+def fastest(seconds: Callable[[Form], float]) -> str:
+    """The form that takes least."""
+    return min(FORMS.values(), key=seconds).name
+
+
+def timer(linears: Iterable[object]) -> Seconds:
+    """Times some of the linears, as much memory as does not fit into a cache. Nothing is timed twice."""
+    weights: list[Tensor] = []
+    for linear in linears_of(tuple(linears)):
+        if sum(weight.nbytes for weight in weights) < MEASURED_BYTES:
+            weights.append(plain_weight(linear))
+
+    @cache
+    def laid_out(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        return [lay_out(weight) for weight in weights]
+
+    @cache
+    def at(form: Form, threads: int, num_rows: int) -> float:
+        use_threads(threads)
+        formed = [FormedLinear(weight, None, form) for weight in laid_out(form.lay_out)]
+        return _best(formed, [torch.ones(num_rows, weight.shape[1]) for weight in weights])
+
+    def seconds(form: Form, threads: int, rows: tuple[int, ...]) -> float:
+        return sum(at(form, threads, count) for count in rows) + at(form, threads, PROMPT_ROWS) / PROMPT_ROWS
+
+    return seconds
+
+
+def _best(formed: list[FormedLinear], inputs: list[Tensor]) -> float:
+    taken = []
+    for _ in range(1 + ROUNDS):
+        started = time.perf_counter()
+        for linear, x in zip(formed, inputs, strict=True):
+            linear(x)
+        taken.append(time.perf_counter() - started)
+    return min(taken[1:])

@@ -1,0 +1,117 @@
+"""What an engine takes of memory beside KV pages, and what each flag would give back. Not here: taking it.
+
+The order is that of SGLang's out-of-memory guide: what costs least speed comes first. Two knobs have no part in the
+sum: CUDA graphs, whose memory is known once they are captured, and `--mem-fraction-static`, which divides all there is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from overlap_spec.config import MIB
+from overlap_spec.worker.sizing.memory_budget import workspace_bytes
+
+FEW_REQUESTS = 4
+SHORT_CHUNK = 2048  # prompt tokens
+WINDOWS = (16, 8, 4, 2)  # draft tokens that one may go down to
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Everything that the sum depends on. Sizes in bytes."""
+
+    target_weights: int
+    draft_weights: int
+    target_kv: int  # of a token
+    draft_kv: int
+    vocab_size: int
+    hidden_size: int
+    itemsize: int
+    max_running_requests: int
+    width: int
+    chunk: int  # prompt tokens of the longest prefill step
+    scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: those of trees
+    ngram_log: int = 0
+    ngram_capacity: int = 0  # tokens that the log holds
+    token_bytes: int = 0  # of a token, beside its KV
+    drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
+
+    @property
+    def per_token(self) -> int:
+        """What a token takes in the pool."""
+        return self.target_kv + self.draft_kv + self.token_bytes
+
+    @property
+    def workspace(self) -> int:
+        """What the largest step needs."""
+        num_logits = self.max_running_requests * self.width * self.vocab_size
+        return workspace_bytes(num_logits, self.chunk * self.hidden_size * self.itemsize)
+
+    @property
+    def scratch(self) -> int:
+        """What trees are drafted in, the dummy slot's included."""
+        return (self.max_running_requests + 1) * self.scratch_rows * self.draft_kv
+
+    @property
+    def draft_probs(self) -> int:
+        """What guesses were drawn from, in float32: for each a row, and its own probability; the dummy slot's too."""
+        columns = self.drawn_from + 1 if self.drawn_from else 0
+        return (self.max_running_requests + 1) * (self.width - 1) * columns * 4
+
+    @property
+    def num_bytes(self) -> int:
+        """All but pages."""
+        weights = self.target_weights + self.draft_weights
+        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A flag with the value that saves, and what it gives back beside pages and in each token's page."""
+
+    flag: str
+    num_bytes: int
+    kv_bytes: int  # of a token in the pool
+
+    def __str__(self) -> str:
+        per_token = f" and {self.kv_bytes} bytes a token" if self.kv_bytes else ""
+        return f"{self.flag} ({self.num_bytes // MIB} MiB{per_token})"
+
+
+def savings(demand: Demand) -> list[Saving]:
+    """What can be turned down, each by itself, in the order in which to try."""
+    return [
+        Saving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
+        for flag, less in _turned_down(demand)
+        if less.num_bytes < demand.num_bytes
+    ]
+
+
+def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
+    window = next((width for width in WINDOWS if width < demand.width), None)
+    if window is not None:
+        yield f"--speculative-num-draft-tokens {window}", replace(demand, width=window)
+    if demand.scratch_rows:
+        yield "--speculative-eagle-topk 1", replace(demand, scratch_rows=0)
+    if demand.ngram_log:
+        tenth = demand.ngram_capacity // 10
+        yield f"--speculative-ngram-capacity {tenth}", replace(demand, ngram_log=demand.ngram_log // 10)
+    if demand.max_running_requests > FEW_REQUESTS:
+        yield f"--max-running-requests {FEW_REQUESTS}", replace(demand, max_running_requests=FEW_REQUESTS)
+    if demand.itemsize == 4:
+        yield "--dtype bfloat16", _in_16_bits(demand)
+    if demand.chunk > SHORT_CHUNK:
+        yield f"--chunked-prefill-size {SHORT_CHUNK}", replace(demand, chunk=SHORT_CHUNK)
+    if demand.width > 1:
+        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0, token_bytes=0)
+        yield "--speculative-algorithm NONE", plain
+
+
+def _in_16_bits(demand: Demand) -> Demand:
+    return replace(
+        demand,
+        itemsize=2,
+        target_weights=demand.target_weights // 2,
+        draft_weights=demand.draft_weights // 2,
+        target_kv=demand.target_kv // 2,
+        draft_kv=demand.draft_kv // 2,
+    )

@@ -1,0 +1,55 @@
+"""What the worker measures before it is ready: how long prompts and steps take, and what the device could do.
+
+Not here: the measurements (`warmup.py`, `costs.py`). On a CPU they take seconds, so they are kept for the next start
+with the same model, settings and machine.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from overlap_spec.config import Settings
+from overlap_spec.messages import StepCosts
+from overlap_spec.metrics.ceilings import Ceiling
+from overlap_spec.runtime.measured import once
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.sizing.costs import ceiling_of
+from overlap_spec.worker.sizing.geometry import Geometry
+from overlap_spec.worker.sizing.warmup import ChunkSize, measure_chunk, measure_steps
+
+NO_COSTS = StepCosts()
+KEPT = "start"
+
+
+@dataclass(frozen=True)
+class StartCosts:
+    """What is told the scheduler of time."""
+
+    chunk: ChunkSize
+    steps: StepCosts
+    ceiling: Ceiling
+
+
+def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
+    """As they were kept, or measured now. Nothing may be in flight; call it after `warm_up`."""
+    if settings.model.device != "cpu":
+        return _measure(settings, executor, geometry)
+    of = what_they_depend_on(settings)
+    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry))
+
+
+def what_they_depend_on(settings: Settings) -> object:
+    """All of the settings that a step's time may follow, and more."""
+    model, spec = settings.model, msgspec.structs.replace(settings.spec, draft_path=None)
+    sizes = (model.dtype, model.max_len, settings.cache.page_size, settings.num_threads, settings.spin_count)
+    return model.files.config, sizes, spec, settings.scheduler, settings.attention
+
+
+def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
+    on_cpu, scheduler = settings.model.device == "cpu", settings.scheduler
+    sized = on_cpu and scheduler.chunk_tokens is None
+    chunk = measure_chunk(executor, geometry) if sized else ChunkSize(geometry.max_chunk, 0)
+    ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # then the costs are not used
+    steps = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
+    return StartCosts(chunk, steps, ceiling_of(torch.device(settings.model.device), geometry.dtype))

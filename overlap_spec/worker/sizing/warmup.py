@@ -1,0 +1,184 @@
+"""Runs every kind of step once before the engine says ready, and measures how long prompts and steps take.
+
+Not here: the steps. Warm-up plans are ordinary plans on slot 0 and the dummy page, so they leave nothing behind:
+the next owner resets the slot, and nobody reads the dummy page.
+"""
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.worker.decode_graphs import GraphDecoder
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill_graphs import GraphPrefiller
+from overlap_spec.worker.sizing.geometry import Geometry
+
+CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
+PROBE_TOKENS = 64
+FEW_TOKENS = 16  # of the prompts that warm up a CPU, where nothing is compiled
+SMALL_STEP = 2048  # rows; with more, tensors are large, and fit into what the longest step had
+MIN_CHUNK = 16
+COST_CONTEXT = 256  # tokens before the root where decode steps are timed
+COST_ROUNDS = 2
+CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as much longer as there are more
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+SAMPLED = SamplingParams(temperature=1.0, seed=0)
+FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, seed=0)
+
+
+def warm_up(
+    executor: Executor,
+    geometry: Geometry,
+    prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
+    num_tokens: int = PROBE_TOKENS,
+) -> None:
+    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width.
+
+    `prompt_lengths`: prompts before those; `num_tokens`: how long the prompts of the variants are.
+    """
+    for length in prompt_lengths:
+        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
+    for sampling in (GREEDY, SAMPLED, FILTERED):
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
+        for _ in range(2):
+            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+        for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
+            _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
+            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
+            late = [SlotWork(slot=0, deferred=int(width == 1))]
+            _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
+
+
+def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
+    """Prompt chunks that between them meet every attention tile and number of splits, and need the most memory."""
+    return (1, 6, 16, PROBE_TOKENS, 256, 512, 1024, geometry.max_chunk)
+
+
+def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> float:
+    """Let decode and short prefill steps run as CUDA graphs from now on. Returns the seconds it took.
+
+    Nothing may be in flight.
+    """
+    started = time.perf_counter()
+    if batch_sizes:
+        decoder = GraphDecoder(executor.decode_step, executor.slots, geometry.step_widths, batch_sizes)
+        most_rows = min(geometry.max_len, geometry.max_chunk)
+        prefiller = GraphPrefiller(executor.prefill_step, executor.slots, most_rows)
+        pool = torch.cuda.graph_pool_handle()  # one for all: graphs run one after another
+        decoder.capture(pool)
+        prefiller.capture(pool)
+        executor.decoder, executor.prefiller = decoder, prefiller
+        _run_uncaptured(executor, geometry)
+    return time.perf_counter() - started
+
+
+def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
+    """Once more what no graph holds: a capture gives back the memory that eager steps had.
+
+    Steps of many sizes, because small tensors and large ones lie in memory of their own.
+    """
+    slots = range(min(geometry.num_slots, geometry.max_chunk))
+    longest = min(geometry.max_chunk, geometry.max_len - 1)
+    for sampling in (GREEDY, SAMPLED, FILTERED):
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
+        _run(executor, _prefill_all(geometry, sampling, slots, 1))
+    for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
+        _run(executor, _prefill_all(geometry, GREEDY, slots, num_tokens))
+    for num_tokens in _growing(PROBE_TOKENS, min(longest, SMALL_STEP)):
+        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=num_tokens))
+
+
+def _growing(first: int, last: int) -> Iterator[int]:
+    """Up to `last`, each a quarter more than the one before."""
+    while first <= last:
+        yield first
+        first += max(first // 4, 1)
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    """How much prompt a prefill step may hold (`WorkerReady`)."""
+
+    tokens: int
+    pairs: int
+
+
+def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
+    """Size prefill steps so that one takes at most half a second, by timing one at either end of the context.
+
+    The difference between the two is attention to the keys before the chunk. Call it after `warm_up`.
+    """
+    num_tokens = min(PROBE_TOKENS, geometry.max_len - 1)
+    far = geometry.max_len - 1 - num_tokens
+    near_s, far_s = (
+        min(_timed(executor, _prefill(geometry, GREEDY, start, num_tokens)) for _ in range(times))
+        for start, times in ((0, 3), (far, 1))  # a long one is less disturbed
+    )
+    fitting = int(CHUNK_SECONDS / near_s * num_tokens)
+    tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))
+    attention_s = max(far_s - near_s, 0.0)
+    return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0)
+
+
+def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> StepCosts:
+    """Time decode steps of greedy requests at every width that a step may have; nothing where there is only one.
+
+    `batch_sizes`: those that are captured; without any, what the scheduler must interpolate from. Call it last.
+    """
+    if not geometry.narrower:
+        return StepCosts()
+    on_cpu = not executor.slots.length.is_cuda
+    wanted = CPU_COST_SIZES if on_cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
+    sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
+    num_steps, widths = 1 if on_cpu else 8, geometry.step_widths
+    rounds = [  # each of all: what disturbs the machine for a moment spoils no step in every round
+        [[_step_seconds(executor, geometry, size, width, num_steps) for width in widths] for size in sizes]
+        for _ in range(COST_ROUNDS)
+    ]
+    fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
+    return StepCosts(tuple(sizes), widths, fastest)
+
+
+def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int) -> float:
+    """Mean device time from the tokens of one step to those of the next, with steps queued ahead."""
+    room = max(geometry.max_len - 1 - num_steps * width, 0)
+    num_steps = max(min(num_steps, (geometry.max_len - 1) // width), 1)
+    start = min(COST_CONTEXT, room)
+    work = [_prompt(geometry, GREEDY, start, 1, slot) for slot in range(size)]
+    _run(executor, StepPlan(0, Phase.PREFILL, work, width))
+    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
+    handles = [executor.launch(plan) for _ in range(num_steps + 1)]
+    results = [handle.wait() for handle in handles]
+    return sum(result.gpu_time + result.gpu_gap for result in results[1:]) / num_steps
+
+
+def _timed(executor: Executor, plan: StepPlan) -> float:
+    started = time.perf_counter()
+    _run(executor, plan)
+    return time.perf_counter() - started
+
+
+def _prefill(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:
+    return StepPlan(0, Phase.PREFILL, [_prompt(geometry, sampling, start, num_tokens)], geometry.width)
+
+
+def _prefill_all(geometry: Geometry, sampling: SamplingParams, slots: range, num_tokens: int) -> StepPlan:
+    work = [_prompt(geometry, sampling, start=0, num_tokens=num_tokens, slot=slot) for slot in slots]
+    return StepPlan(0, Phase.PREFILL, work, geometry.width)
+
+
+def _prompt(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0) -> SlotWork:
+    reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
+    pages = [0] * geometry.num_page_columns
+    chunk = array("i", [1] * num_tokens).tobytes()
+    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset)
+
+
+def _run(executor: Executor, plan: StepPlan) -> None:
+    executor.launch(plan).wait()

@@ -1,0 +1,17 @@
+"""An actor for tests of the process topology: ready at once, drained at once, gone on Shutdown."""
+
+from overlap_spec.messages import Drained, Shutdown, ToScheduler
+from overlap_spec.runtime.actor import ActorContext
+
+
+async def main(context: ActorContext) -> None:
+    """Be ready, drain at once, leave on Shutdown."""
+    inbox = context.inbox(ToScheduler)
+    context.progress("loading", 1, 2)
+    context.ready({"role": context.role})
+    while True:
+        message = await inbox.recv()
+        assert isinstance(message, Shutdown)
+        if not message.drain:
+            return
+        context.send_supervisor(Drained())

@@ -1,0 +1,11 @@
+"""A fake actor that is ready and then listens to nobody."""
+
+import asyncio
+
+from overlap_spec.runtime.actor import ActorContext
+
+
+async def main(context: ActorContext) -> None:
+    """Never leave."""
+    context.ready({})
+    await asyncio.sleep(3600)

@@ -1,0 +1,342 @@
+"""A device played by hand: it keeps what the worker's rows would hold and checks every plan against it.
+
+Not here: a model. The token at position p of a request is a pure function of (seed, p), so every stream is
+known beforehand; accept lengths are random. KV is played row by row: the row of position p holds the token
+at p and the one after it (what the draft's row depends on), so a page that somebody else wrote to, a stale
+row or a wrong prefix hit is found when the rows are read.
+"""
+
+import random
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.ipc.transport import MemoryLink
+from overlap_spec.messages import (
+    Abort,
+    AbortReason,
+    Admit,
+    Finish,
+    FinishKind,
+    Flushed,
+    Phase,
+    Refused,
+    SamplingParams,
+    SlotWork,
+    Stats,
+    StepPlan,
+    StepResult,
+    TokenDeltas,
+    ToScheduler,
+    ToTokenizer,
+    ToWorker,
+    Usage,
+    WorkerReady,
+)
+from overlap_spec.scheduler.loop import Links, build_scheduler
+from support.random_widths import RandomWidths
+from support.scheduler_invariants import check_invariants
+
+VOCAB = 97
+GARBAGE = (-7, (-7,))  # what a rejected or proposed row leaves behind
+NOT_ABSORBED = (-8,)  # draft KV of a row that a step of width 1 left behind
+
+
+def draw_token(seed: int, position: int) -> int:
+    return random.Random(seed * 1_000_003 + position).randrange(VOCAB)
+
+
+def pick(seed: int, position: int, stop_ids: tuple[int, ...], stop_from: int) -> int:
+    """The token at a position, stop ids masked before `stop_from`."""
+    token = draw_token(seed, position)
+    while position < stop_from and token in stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def expected_stream(admit: Admit) -> tuple[list[int], Finish]:
+    """What a request must get, worked out without any engine."""
+    start = len(admit.prompt) // 4
+    stop_from = start + admit.sampling.min_new_tokens
+    tokens: list[int] = []
+    for position in range(start, start + admit.sampling.max_new_tokens):
+        tokens.append(pick(admit.sampling.seed, position, admit.stop_ids, stop_from))
+        if tokens[-1] in admit.stop_ids and position >= stop_from:
+            return tokens, Finish(FinishKind.STOP, tokens[-1])
+    return tokens, Finish(FinishKind.LENGTH)
+
+
+def make_ready(**changes: int) -> WorkerReady:
+    fields = {
+        "num_slots": 8,
+        "num_pages": 65,
+        "page_size": 4,
+        "max_len": 256,
+        "width": 4,
+        "max_depth": 2,
+        "key_lookahead": 1,
+        "vocab_size": VOCAB,
+        "chunk_tokens": 64,
+    }
+    return WorkerReady(**{**fields, **changes})
+
+
+def make_admit(uid: int, prompt: list[int], max_new: int = 8, stop_ids: tuple[int, ...] = (), **sampling) -> Admit:
+    params = SamplingParams(max_new_tokens=max_new, seed=sampling.pop("seed", uid), **sampling)
+    return Admit(uid, array("i", prompt).tobytes(), params, stop_ids, 0.0)
+
+
+@dataclass
+class Row:
+    """One slot of the device."""
+
+    work: SlotWork  # the one with the reset
+    tokens: list[int]  # every committed token, by position
+    pages: list[int] = field(default_factory=list)
+    prefilled: bool = False
+    deferred: int = 0  # rows before the root without draft KV
+    num_guesses: int = 0  # in the window
+
+
+class FakeDevice:
+    """Runs plans in order, when told to."""
+
+    def __init__(self, ready: WorkerReady, rng: random.Random) -> None:
+        self.ready = ready
+        self.rng = rng
+        self.rows: dict[int, Row] = {}
+        self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
+        self.last_step = 0
+        self.num_split_chunks = 0
+        self.num_catch_ups: Counter[str] = Counter()
+
+    def lengths(self) -> dict[int, int]:
+        return {slot: len(row.tokens) for slot, row in self.rows.items() if row.prefilled}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        assert plan.step_id == self.last_step + 1, "steps out of order"
+        self.last_step = plan.step_id
+        slots = [work.slot for work in plan.work]
+        assert len(slots) == len(set(slots)) and slots
+        assert plan.width == self.ready.width or (plan.phase is Phase.DECODE and 1 <= plan.width < self.ready.width)
+        if plan.phase is Phase.PREFILL:
+            tokens = [self._prefill(work) for work in plan.work]
+            assert sum(len(work.prompt_chunk) // 4 for work in plan.work) <= self.ready.chunk_tokens
+            return StepResult(plan.step_id, tokens, [0] * len(tokens), 0.001)
+        if plan.catch_up:
+            assert any(work.deferred for work in plan.work), "nothing to catch up with"
+            self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
+        num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
+        tokens = [self._decode(work, plan) for work in plan.work]
+        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)] if self.ready.branches else []
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths if plan.width > 1 else [])
+
+    def _path(self, run: list[int], num_guesses: int) -> int:
+        """Any columns: no tree is kept."""
+        stood = self.rng.sample(range(num_guesses), len(run) - 1)
+        return sum(1 << i for i in stood) + (1 << num_guesses)
+
+    def _prefill(self, work: SlotWork) -> list[int]:
+        chunk = array("i", work.prompt_chunk).tolist()
+        assert chunk
+        if work.reset is not None:
+            row = self.rows[work.slot] = Row(work, [], list(work.new_pages))
+            row.tokens = [self._read(row, position)[0] for position in range(work.start)]
+        row = self.rows[work.slot]
+        row.pages += work.new_pages if work.reset is None else []
+        assert not row.prefilled and work.start == len(row.tokens), "chunks leave a gap"
+        self._check_kv(row, work.start, following=chunk[0])
+        row.tokens += chunk
+        reset, length = row.work.reset, len(row.tokens)
+        row.prefilled = length == reset.prompt_len
+        assert row.prefilled == (work.next_token == -1)
+        if row.prefilled:
+            row.tokens.append(pick(reset.sampling.seed, length, reset.stop_ids, reset.stop_from))
+            self._write_committed(row, work.start)
+            self._propose(row, self.ready.width)
+            return row.tokens[-1:]
+        self.num_split_chunks += 1
+        row.tokens.append(work.next_token)
+        self._write_committed(row, work.start)
+        row.tokens.pop()
+        return []
+
+    def _decode(self, work: SlotWork, plan: StepPlan) -> list[int]:
+        row = self.rows[work.slot]
+        assert row.prefilled and work.reset is None and not work.prompt_chunk
+        row.pages += work.new_pages
+        root = len(row.tokens) - 1
+        if plan.catch_up:
+            assert work.deferred == row.deferred <= self.ready.max_deferred
+            self._write_committed(row, root - row.deferred)
+            row.deferred = 0
+        self._check_kv(row, root, following=row.tokens[root])
+        for position in range(root, root + plan.width):  # the verify pass writes the whole window
+            self._write(row, position, GARBAGE)
+        reset = row.work.reset
+        run = [
+            pick(reset.sampling.seed, root + 1 + i, reset.stop_ids, reset.stop_from)
+            for i in range(self.rng.randint(1, min(row.num_guesses + 1, plan.width)))
+        ]
+        row.tokens += run
+        if plan.width == 1 and self.ready.max_deferred:
+            self._write(row, root, (row.tokens[root], NOT_ABSORBED))
+            row.deferred += 1
+        else:
+            self._write_committed(row, root)
+        self._propose(row, plan.width)
+        return run
+
+    def _write_committed(self, row: Row, start: int) -> None:
+        """Draft rows from `start` on, and those before that depend on tokens which are known by now."""
+        ahead = self.ready.key_lookahead
+        for position in range(max(start - max(ahead - 1, 0), row.work.start), len(row.tokens) - 1):
+            after = tuple(row.tokens[position + 1 : position + 1 + ahead])
+            self._write(row, position, (row.tokens[position], after))
+
+    def _propose(self, row: Row, width: int) -> None:
+        """Drafting the next window writes draft rows from the root on."""
+        assert width == 1 or row.deferred == 0, "drafts with rows missing"
+        row.num_guesses = width - 1
+        root = len(row.tokens) - 1
+        for position in range(root, root + width - 1):
+            self._write(row, position, GARBAGE)
+
+    def _check_kv(self, row: Row, length: int, following: int) -> None:
+        """Attention reads every row below `length`: it must hold this sequence's tokens."""
+        absorbed = [*row.tokens[:length], following][: length - row.deferred + 1]
+        for position in range(length):
+            after = tuple(absorbed[position + 1 : position + 1 + self.ready.key_lookahead])
+            token, draft = self._read(row, position)
+            assert token == row.tokens[position], f"KV of position {position} is not this request's"
+            if position >= length - row.deferred:
+                assert draft == NOT_ABSORBED
+                continue
+            # A cached row may know more: that much is checked once its tokens are there.
+            assert draft[: len(after)] == after, f"draft KV of position {position} is stale"
+
+    def _address(self, row: Row, position: int) -> int:
+        page_size = self.ready.page_size
+        assert position // page_size < len(row.pages), f"position {position} is outside of the slot's pages"
+        return row.pages[position // page_size] * page_size + position % page_size
+
+    def _read(self, row: Row, position: int) -> tuple[int, tuple[int, ...]]:
+        kv = self.kv[self._address(row, position)]
+        assert kv is not None, "read before written"
+        return kv
+
+    def _write(self, row: Row, position: int, value: tuple[int, tuple[int, ...]]) -> None:
+        assert position >= row.work.start, "wrote into the cached prefix"
+        self.kv[self._address(row, position)] = value
+
+
+class Bench:
+    """A scheduler over memory links with a fake device, driven event by event; checks after each one."""
+
+    def __init__(self, ready: WorkerReady, depth: int = 2, seed: int = 0, **options) -> None:
+        self.rng = random.Random(seed)
+        self.device = FakeDevice(ready, self.rng)
+        self.now = 0.0
+        self.inbox: MemoryLink = MemoryLink(ToScheduler)
+        self.worker: MemoryLink = MemoryLink(ToWorker)
+        self.tokenizer: MemoryLink = MemoryLink(ToTokenizer)
+        settings = SchedulerSettings(options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None)
+        cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
+        links = Links(self.inbox, self.worker, self.tokenizer)
+        self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
+        widths_seed = options.pop("widths_seed", None)
+        if widths_seed is not None:
+            self.scheduler.planner.widths = RandomWidths(widths_seed, ready.width)
+        self.plans: deque[StepPlan] = deque()  # sent, not yet run
+        self.results: deque[StepResult] = deque()  # run, not yet delivered
+        self.all_plans: list[StepPlan] = []
+        self.admits: dict[int, Admit] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.finishes: dict[int, Finish] = {}
+        self.usages: dict[int, Usage] = {}
+        self.refused: dict[int, Refused] = {}
+        self.closed: set[int] = set()  # by the tokenizer, on a stop string
+        self.flushed: list[bool] = []
+        self.stats: list[Stats] = []
+
+    # --- events
+
+    def admit(self, admit: Admit) -> None:
+        self.admits[admit.uid] = admit
+        self.tokens[admit.uid] = []
+        self.deliver(admit)
+
+    def abort(self, uid: int, reason: AbortReason = AbortReason.REQUESTED) -> None:
+        if reason is AbortReason.STOP_STRING:
+            self.closed.add(uid)
+        self.deliver(Abort(uid, reason))
+
+    def run_device(self) -> None:
+        """Let the device run the oldest plan it has."""
+        self.results.append(self.device.run(self.plans.popleft()))
+        check_invariants(self.scheduler, self.device.lengths())
+
+    def deliver_result(self) -> None:
+        self.deliver(self.results.popleft())
+
+    def deliver(self, message: ToScheduler) -> None:
+        """One turn of the loop, with checks between its parts."""
+        self.scheduler.dispatch(message)
+        check_invariants(self.scheduler, self.device.lengths())
+        self.scheduler.plan_ahead()
+        self.scheduler.speak()
+        check_invariants(self.scheduler, self.device.lengths())
+        assert self.scheduler.inflight or self.scheduler.roster.idle, "asleep with work that nothing will wake"
+        sent = self.worker.drain()
+        self.plans += sent
+        self.all_plans += sent
+        for said in self.tokenizer.drain():
+            self._hear(said)
+
+    def finish_all(self) -> None:
+        while self.plans or self.results:
+            if self.results and (not self.plans or self.rng.random() < 0.5):
+                self.deliver_result()
+            else:
+                self.run_device()
+
+    # --- what the tokenizer hears
+
+    def _hear(self, message: ToTokenizer) -> None:
+        match message:
+            case TokenDeltas():
+                rows = (message.uids, message.tokens, message.finishes, message.usages)
+                assert len(message.uids) == len(set(message.uids)) > 0
+                for uid, tokens, finish, usage in zip(*rows, strict=True):
+                    assert uid not in self.finishes and uid not in self.closed, "spoke of a closed request"
+                    self.tokens[uid] += tokens
+                    self.usages[uid] = usage
+                    assert usage.completion_tokens == len(self.tokens[uid])
+                    if finish is not None:
+                        self.finishes[uid] = finish
+            case Refused():
+                self.refused[message.uid] = message
+            case Flushed():
+                self.flushed.append(message.success)
+            case Stats():
+                self.stats.append(message)
+
+    def check_streams(self) -> None:
+        """Everybody got exactly their tokens; who was aborted, the beginning of them."""
+        for uid, admit in self.admits.items():
+            if uid in self.refused:
+                continue
+            tokens, finish = expected_stream(admit)
+            if uid in self.closed or self.finishes[uid].kind is FinishKind.ABORT:
+                assert self.tokens[uid] == tokens[: len(self.tokens[uid])]
+            else:
+                assert self.tokens[uid] == tokens, f"request {uid}"
+                assert self.finishes[uid] == finish
+
+    def check_drained(self) -> None:
+        """Nothing runs, and every page is free or cached."""
+        roster = self.scheduler.roster
+        assert roster.idle and not self.scheduler.inflight and not roster.open
+        assert roster.memory.num_used == 0
+        assert roster.memory.num_available == roster.memory.pool.num_total

@@ -1,0 +1,172 @@
+"""A client of an engine that plays from a script, so that every answer is known by hand; and how to ask an app.
+
+A prompt of text is answered with its own words, one word a step; token ids are answered with "<id>" each.
+Words that steer: "sleep" never answers, "hang" stops answering after its first word, "fail" kills the engine
+after the first word, "busy" is refused as overload, "dead" fails at once, "bad" is a bad prompt,
+"mute" ends without a finish after the first word.
+"""
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+from overlap_spec.messages import (
+    ChatPrompt,
+    Finish,
+    FinishKind,
+    Prompt,
+    SamplingParams,
+    Stats,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
+from overlap_spec.server.app import create_app
+from overlap_spec.server.engine_client import ServerInfo
+
+MAX_LEN = 256
+INFO = ServerInfo(
+    model_name="tiny",
+    model_path="/models/tiny",
+    tokenizer_path="/models/tiny-tokenizer",
+    max_model_len=MAX_LEN,
+    max_running_requests=4,
+    version="1.2.3",
+    architectures=("LlamaForCausalLM",),
+    model_type="llama",
+    settings={"page_size": 16, "api_key": "secret", "nested": {"api_key": "secret", "depth": 2}},
+    facts={"num_pages": 4},
+)
+
+
+@dataclass(frozen=True)
+class FakeDelta:
+    """Same shape as the client's."""
+
+    text: str
+    token_ids: list[int]
+    finish: Finish | None
+    usage: Usage
+
+
+@dataclass
+class FakeClient:
+    """Records what it was asked."""
+
+    step_s: float = 0.0
+    statistics: Stats = field(default_factory=Stats)
+    flushable: bool = True
+    asked: list[tuple[str, Prompt, SamplingParams]] = field(default_factory=list)
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    cancelled: list[tuple[str, bool]] = field(default_factory=list)
+
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None
+    ) -> AsyncGenerator[FakeDelta, None]:
+        assert request_id is not None and request_id not in self.running
+        self.asked.append((request_id, prompt, sampling))
+        words, num_prompt_tokens = _script(prompt)
+        _check(words, num_prompt_tokens, sampling)
+        abort = self.running[request_id] = asyncio.Event()
+        try:
+            async for delta in self._play(words, num_prompt_tokens, sampling, abort):
+                yield delta
+                if delta.finish is not None:
+                    return
+        finally:
+            del self.running[request_id]
+            self.left.append(request_id)
+
+    async def _play(
+        self, words: list[str], num_prompt_tokens: int, sampling: SamplingParams, abort: asyncio.Event
+    ) -> AsyncGenerator[FakeDelta, None]:
+        limit = MAX_LEN - num_prompt_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
+        for count, word in enumerate(words, start=1):
+            if word == "sleep" or (word == "hang" and count > 1):
+                await abort.wait()
+            if word == "fail" and count > 1:
+                raise ActorDied("worker", "killed by signal 9")
+            if word == "mute" and count > 1:
+                return
+            await asyncio.sleep(self.step_s)
+            if abort.is_set():
+                raise RequestAborted("on request")
+            finish = None
+            if count == len(words) or count == limit:
+                finish = Finish(FinishKind.STOP, "</s>") if count == len(words) else Finish(FinishKind.LENGTH)
+            text = word if count == 1 else " " + word
+            yield FakeDelta(text, [100 + count], finish, Usage(num_prompt_tokens, 1, count, count - 1))
+
+    async def cancel(self, request_id: str, everyone: bool = False) -> None:
+        self.cancelled.append((request_id, everyone))
+        for name, abort in self.running.items():
+            if request_id in ("", name):
+                abort.set()
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool = True) -> list[int]:
+        words, _ = _script(prompt)
+        return [1] * add_special_tokens + [len(word) for word in words]
+
+    async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(each) for each in ids if not (skip_special_tokens and each == 1))
+
+    async def flush_cache(self) -> bool:
+        return self.flushable
+
+    async def stats(self) -> Stats:
+        return self.statistics
+
+
+def _script(prompt: Prompt) -> tuple[list[str], int]:
+    """Returns the answer's words and the number of prompt tokens."""
+    match prompt:
+        case TextPrompt():
+            words = prompt.text.split()
+        case ChatPrompt():
+            words = str(prompt.messages[-1]["content"]).split()
+        case TokenPrompt():
+            words = [f"<{each}>" for each in array("i", prompt.ids)]
+    return words, len(words)
+
+
+def _check(words: list[str], num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    if "busy" in words:
+        raise Overloaded("2048 requests are open")
+    if "dead" in words:
+        raise ActorDied("scheduler", "killed by signal 9")
+    if "bad" in words or not words:
+        raise RequestError("prompt", "prompt cannot be encoded")
+    if num_prompt_tokens + (sampling.max_new_tokens or 0) > MAX_LEN:
+        raise RequestError("max_new_tokens", f"max_new_tokens: this model's maximum context length is {MAX_LEN} tokens")
+
+
+def ask(client: FakeClient, method: str, path: str, info: ServerInfo = INFO, **request: Any) -> httpx.Response:
+    """One request to a fresh app in a loop of its own; the whole body, streamed or not."""
+
+    async def inner() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(client, info, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            return await http.request(method, path, **request)
+
+    return asyncio.run(inner())
+
+
+def events_of(response: httpx.Response) -> list[str]:
+    """The events' texts, after checking that nothing but `data: ...` and blank lines was sent."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream"
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [event.removeprefix("data: ") for event in events]
+
+
+def healthy() -> tuple[bool, str]:
+    """An engine that is well."""
+    return True, ""

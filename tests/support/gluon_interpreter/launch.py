@@ -1,0 +1,147 @@
+"""Launches of interpreted Gluon kernels, and ops that take the CPU for a Hopper GPU.
+
+The dispatch, tilings, grids and arguments are those of the ops. Programs run one after another in a shuffled order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from overlap_spec_kernels.launch import GluonKernel, TritonKernel
+from triton import language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from support.gluon_interpreter.language import names
+from support.gluon_interpreter.program import Program, Tiles
+from support.gluon_interpreter.tensors import Pointer, Tensor
+
+_OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}  # of a launch; all else is an argument of the kernel
+
+
+def _module(name: str) -> ModuleType:
+    """A module of the kernels. The package itself has ops under the same names."""
+    return importlib.import_module(f"overlap_spec_kernels.{name}")
+
+
+_OPS = tuple(_module(name) for name in ("decode_attention", "tree_attention", "fused_linear"))
+_LINEARS = tuple(_module(name) for name in ("_streamed_linear", "_warpgroup_linear"))
+_ATTENTIONS = tuple(_module(name) for name in ("_decode_attention_gluon", "_tree_attention_gluon"))
+_ARGMAX = _module("linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
+_WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+class Hopper:
+    """A GPU that runs a kernel when it is launched, and records the launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.read_before_wait = frozenset({"weight_ptr", "w_tiles"})  # arguments that no kernel writes
+
+    @property
+    def kernels(self) -> list[str]:
+        """Names of the kernels launched so far."""
+        return [launch.kernel for launch in self.launches]
+
+    def run(self, function: Callable[..., None], grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+        """Run every program of the grid."""
+        options = {name: named.pop(name) for name in _OPTIONS & set(named)}
+        is_dependent = options.get("launch_pdl", False)
+        signature = inspect.signature(function)
+        bound = signature.bind(*arguments, **named).arguments
+        constants = {name: value for name, value in bound.items() if is_constant(signature.parameters[name])}
+        assert constants["PDL"] == is_dependent
+        self.launches.append(Launch(function.__name__, grid, constants))
+        passed = {name: value if name in constants else argument(name, value) for name, value in bound.items()}
+        grid = (*grid, 1, 1)[:3]
+        places = list(itertools.product(*(range(count) for count in grid)))
+        random.Random(0).shuffle(places)
+        for place in places:
+            program = Program(place, grid, options["num_warps"], is_dependent, self.read_before_wait)
+            with replaced_names(program), np.errstate(all="ignore"):
+                function(**passed)
+            program.require_end()
+
+
+class Interpreted:
+    """Takes the place of a kernel. Another kernel calls it; an op launches it as `kernel[grid](..)`."""
+
+    def __init__(self, gpu: Hopper, function: Callable[..., Any]) -> None:
+        self.gpu, self.function = gpu, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self.gpu.run, self.function, grid)
+
+
+@contextlib.contextmanager
+def replaced_names(program: Program) -> Iterator[None]:
+    """Let the kernels use the modules of this program."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, (name, value) in itertools.product(_WITH_KERNELS, names(program).items()):
+            patch.setattr(module, name, value, raising=False)
+        yield
+
+
+def is_constant(parameter: inspect.Parameter) -> bool:
+    """Whether the kernel takes it as a constexpr."""
+    return str(parameter.annotation).endswith(".constexpr")
+
+
+def argument(name: str, value: Any) -> Any:
+    """A launch's argument as the kernel sees it."""
+    if isinstance(value, torch.Tensor):
+        return Pointer.to_tensor(name, value)
+    if isinstance(value, TensorDescriptor):
+        return Tiles(name, value)
+    if isinstance(value, float):
+        return Tensor(value, tl.float32)
+    return Tensor(value, tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
+
+
+def kernel_function(value: Any, kernel: type[TritonKernel], compiled: Any) -> Callable[..., Any] | None:
+    """The Python function of a kernel, whether or not a launch has compiled its module; None for anything else."""
+    function: Callable[..., Any] | None = None
+    if isinstance(value, kernel):
+        function = value._function
+    elif isinstance(value, compiled):
+        function = value.fn
+    return function
+
+
+def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
+    """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the twins."""
+    gpu = Hopper()
+    for module in _WITH_KERNELS:
+        kinds = (TritonKernel, JITFunction) if module is _ARGMAX else (GluonKernel, GluonJITFunction)
+        for name, value in list(vars(module).items()):
+            if function := kernel_function(value, *kinds):
+                patch.setattr(module, name, Interpreted(gpu, function))
+    for module in _OPS:
+        patch.setattr(module, "runs_triton", lambda tensor: tensor.dtype != torch.float64)
+    for module in _LINEARS:
+        patch.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
+    patch.setattr(_module("_launch"), "_can_depend", lambda device: True)
+    return gpu

@@ -1,0 +1,173 @@
+"""What a request must give: plain decoding of one request alone, then cut where it ends.
+
+Not here: scheduling, caching, speculation. Full attention over one contiguous request, one token a step. The executor
+is the project's own, and so is its sampler: every token that it draws by temperature is drawn again from the same
+logits by `sampling_oracle.py`, which shares no code with it.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.models.interfaces import LoadedTarget, Scores
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.executor import Executor
+from support.ring import Answer, RingConfig, tiny_loaded
+from support.sampling_oracle import Filters, drawn, softmax, strictest
+from support.tiny.models import CPU
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A request's tokens, text and end."""
+
+    token_ids: list[int]
+    text: str
+    finish: Finish
+
+
+class Endings:
+    """Where requests end, and what their text is then."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        return (() if sampling.ignore_eos else self._codec.eos_token_ids) + sampling.stop_token_ids
+
+    def finish(self, tokens: list[int], sampling: SamplingParams) -> Finish | None:
+        """How a request ends with the last of these tokens, if it does."""
+        if tokens[-1] in self.stop_ids(sampling):
+            return Finish(FinishKind.STOP, tokens[-1])
+        found = self._first_stop_string(tokens, sampling)
+        if found is not None:
+            return Finish(FinishKind.STOP, found[1])
+        return Finish(FinishKind.LENGTH) if len(tokens) == sampling.max_new_tokens else None
+
+    def text(self, tokens: list[int], finish: Finish, sampling: SamplingParams) -> str:
+        """What a client is sent of a request that ended so."""
+        if isinstance(finish.matched, int):
+            return self._codec.decode(tokens[:-1], True)
+        found = self._first_stop_string(tokens, sampling) if finish.matched is not None else None
+        text = self._codec.decode(tokens, True)
+        return text if found is None else text[: found[0]]
+
+    def _first_stop_string(self, tokens: list[int], sampling: SamplingParams) -> tuple[int, str] | None:
+        """Where the first stop string begins, and which; what the first tokens say is not searched."""
+        text = self._codec.decode(tokens, True)
+        before = len(self._codec.decode(tokens[: max(sampling.min_new_tokens - 1, 0)], True))
+        found = [(text.find(stop, before), stop) for stop in sampling.stop if text.find(stop, before) >= 0]
+        return min(found, key=lambda match: match[0] + len(match[1])) if found else None
+
+
+class OverheardTarget:
+    """A loaded target whose last logits can be read."""
+
+    def __init__(self, loaded: LoadedTarget) -> None:
+        self._loaded = loaded
+        self._scores: Scores | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loaded, name)
+
+    def attach(self, *given: Any) -> Any:
+        """Make it runnable, and listen."""
+        model = self._loaded.attach(*given)
+        scores_of = model.scores
+
+        def scores(hidden: Tensor) -> Scores:
+            self._scores = scores_of(hidden)
+            return self._scores
+
+        model.scores = scores
+        return model
+
+    def logits(self) -> list[float]:
+        """What the last token of the only request was drawn from."""
+        assert self._scores is not None
+        (row,) = self._scores.logits().tolist()
+        return row
+
+
+class PlainOracle:
+    """Decodes one request at a time, in one slot, from an empty cache.
+
+    `strictest` counts, for requests with several filters, the tokens for which each of them was the strictest.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        codec: Codec,
+        dtype: torch.dtype = torch.float64,
+        place: torch.device = CPU,
+        family: str = "llama",
+    ) -> None:
+        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
+        self._geometry = config.geometry()
+        models = tiny_loaded(seed, 0, dtype, place, family=family)
+        self._target = OverheardTarget(models.target)
+        self._executor: Executor = build_executor(replace(models, target=self._target), self._geometry, place)
+        self.strictest: Counter[str] = Counter()
+        self._endings = Endings(codec)
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
+        """An answer is what is expected, token by token; an aborted one is its beginning, with all of its text."""
+        expected, finish = self.expected(prompt, sampling), answer.finish
+        assert finish is not None and answer.usage is not None
+        counts = answer.usage.prompt_tokens, answer.usage.completion_tokens
+        assert counts == (len(prompt), len(answer.token_ids)), what
+        if finish.kind is FinishKind.ABORT:
+            assert answer.token_ids == expected.token_ids[: len(answer.token_ids)], what
+            assert answer.text == self._endings.text(answer.token_ids, finish, sampling), what
+            assert expected.text.startswith(answer.text), what
+            return
+        assert answer.token_ids == expected.token_ids, what
+        assert finish == expected.finish, what
+        assert answer.text == expected.text, what
+
+    def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
+        """Decode until the request ends, token by token: stop id, stop string, length."""
+        stop_ids = self._endings.stop_ids(sampling)
+        reset = ResetSlot(sampling, len(prompt), stop_ids, len(prompt) + sampling.min_new_tokens)
+        chunk = array("i", prompt).tobytes()
+        pages = list(range(1, self._geometry.num_page_columns + 1))
+        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=chunk, reset=reset)
+        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1), reset, 0)
+        while (finish := self._endings.finish(tokens, sampling)) is None:
+            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1), reset, len(tokens))
+        return Expected(tokens, self._endings.text(tokens, finish, sampling), finish)
+
+    def _step(self, plan: StepPlan, reset: ResetSlot, num_before: int) -> list[int]:
+        """One token, after so many of this answer."""
+        tokens = self._executor.launch(plan).wait().tokens[0]
+        if not reset.sampling.greedy:
+            by_hand = self._drawn_by_hand(reset, reset.prompt_len + num_before)
+            assert tokens == [by_hand], f"the sampler draws {tokens}, plain Python {by_hand}: {reset.sampling}"
+        return tokens
+
+    def _drawn_by_hand(self, reset: ResetSlot, position: int) -> int:
+        """The token at this position, from the logits that the executor has just computed."""
+        sampling, logits = reset.sampling, self._target.logits()
+        assert sampling.seed is not None
+        if position < reset.stop_from:
+            logits = masked(logits, reset.stop_ids)
+        filters = Filters(sampling.top_k, sampling.top_p, sampling.min_p)
+        if len(filters.names) > 1:
+            self.strictest.update(strictest(softmax(logits, sampling.temperature), filters))
+        return drawn(logits, sampling.temperature, filters, sampling.seed, position)
+
+
+def masked(logits: Sequence[float], forbidden: Sequence[int]) -> list[float]:
+    """Logits of a row in which some tokens may not be drawn."""
+    return [-torch.inf if token in forbidden else logit for token, logit in enumerate(logits)]

@@ -1,0 +1,127 @@
+"""Engines that are played by hand, for the width policy: how guesses fare is known, and time is the costs' own.
+
+Not here: a scheduler (`fake_device.py`).
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+from overlap_spec.messages import StepCosts, StepResult
+from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance, Estimator
+from overlap_spec.scheduler.width.policy import CostTable, MeasuredWidth
+
+
+class Guesses(Protocol):
+    """What windows hold."""
+
+    def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
+        """Of the first guesses: how many stand, how many might, and the path (`StepResult.paths`), if there is one."""
+        ...
+
+    def estimator(self, num_guesses: int) -> Estimator: ...
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Each guess is accepted with `rates[i]` if those before it were."""
+
+    rates: tuple[float, ...]
+
+    def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
+        stood = 0
+        while stood < num_guesses and rng.random() < self.rates[stood]:
+            stood += 1
+        return stood, num_guesses, []
+
+    def estimator(self, num_guesses: int) -> Estimator:
+        return ChainAcceptance(num_guesses)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Column i + 1 follows column parents[i] with rates[i], if that stood."""
+
+    parents: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
+        node, path, drawn = 0, [], rng.random()
+        for column in range(1, num_guesses + 1):
+            if self.parents[column - 1] != node:
+                continue
+            drawn -= self.rates[column - 1]
+            if drawn < 0:
+                node, drawn = column, rng.random()
+                path.append(node)
+        word = sum(1 << column - 1 for column in path) + (1 << num_guesses)
+        return len(path), self._deepest(num_guesses), [word] if num_guesses else []
+
+    def estimator(self, num_guesses: int) -> Estimator:
+        return ColumnAcceptance(num_guesses)
+
+    def committed(self, width: int) -> float:
+        """Expected tokens of a step."""
+        stands = [1.0]
+        for parent, rate in zip(self.parents[: width - 1], self.rates, strict=False):
+            stands.append(stands[parent] * rate)
+        return sum(stands)
+
+    def _deepest(self, num_guesses: int) -> int:
+        depths = [0]
+        for parent in self.parents[:num_guesses]:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
+class Engine:
+    """Plays steps, `depth` of them in flight. Counts time and tokens."""
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        guesses: Guesses,
+        batch_size: int = 1,
+        depth: int = 2,
+        estimator: Estimator | None = None,
+    ) -> None:
+        learns = estimator or guesses.estimator(costs.widths[-1] - 1)
+        self.policy = MeasuredWidth(costs, learns, clock=lambda: self.seconds)
+        self.table = CostTable(costs)
+        self.guesses = guesses
+        self.batch_size = batch_size
+        self.seconds = self.tokens = 0.0
+        self.widths: list[int] = []
+        self._rng = random.Random(5)
+        self._flight: list[StepResult] = []
+        self._depth = depth
+        self._num_guesses = 0
+
+    def run(self, num_steps: int) -> list[int]:
+        """Returns the widths of these steps."""
+        begin = len(self.widths)
+        for _ in range(num_steps):
+            self._step()
+        return self.widths[begin:]
+
+    def _step(self) -> None:
+        width = self.policy.choose(self.batch_size)
+        self.policy.planned(width, self.batch_size)
+        guessed = min(self._num_guesses, width - 1)
+        self._num_guesses = width - 1
+        rows = [self.guesses.judged(guessed, self._rng) for _ in range(self.batch_size)]
+        runs = [[7] * (1 + stood) for stood, _, _ in rows]
+        self.widths.append(width)
+        self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
+        self.tokens += sum(map(len, runs))
+        paths = [word for _, _, path in rows for word in path]
+        self._flight.append(StepResult(0, runs, [most for _, most, _ in rows], 0.0, paths=paths))
+        if len(self._flight) == self._depth:
+            self.policy.observe(self._flight.pop(0))
+
+    def plain_ratio(self) -> float:
+        """Tokens per second over those of plain decoding, since the start."""
+        return self.tokens / self.batch_size / self.seconds * self.table.seconds(self.batch_size)[0]
+
+    def reset_clock(self) -> None:
+        self.seconds = self.tokens = 0.0

@@ -1,0 +1,1 @@
+"""Decoding loops and draft heads, written out: the oracles."""

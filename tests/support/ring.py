@@ -1,0 +1,228 @@
+"""The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
+
+Not here: processes and sockets (tests/e2e). A test speaks as clients do and reads each request's rows. After
+every event that the scheduler handles, its invariants are checked from scratch (`ring_links.py`).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+
+from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
+from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.transport import MemoryLink
+from overlap_spec.messages import (
+    Cancel,
+    Generate,
+    SamplingParams,
+    Shutdown,
+    StepCosts,
+    TokenPrompt,
+    ToScheduler,
+    ToTokenizer,
+)
+from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.spec.methods import ChainDraft, NoDraft, SmallModelDraft, TreeDraft, method_named, method_of
+from overlap_spec.spec.proposers.tree import Branching
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.service import TokenizerService
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
+from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.worker_actor import worker_ready
+from support.random_widths import RandomWidths
+from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
+from support.tiny.models import CPU, load_tiny_target, tiny_target
+
+PATIENCE_S = 30.0
+
+
+def tiny_loaded(
+    seed: int,
+    num_steps: int,
+    dtype: torch.dtype = torch.float64,
+    place: torch.device = CPU,
+    method: str = "EAGLE3",
+    family: str = "llama",
+    topk: int = 1,
+    **shape: int,
+) -> LoadedModels:
+    """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
+
+    `shape`: of the target.
+    """
+    checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
+    target = load_tiny_target(checkpoint, dtype, place)
+    if num_steps == 0:
+        return LoadedModels(target, NoDraft(), method_named("NONE"))
+    name, load = EVERY_METHOD[method]
+    record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
+    draft = load(seed + 1, checkpoint, target, num_steps)
+    if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
+        draft = TreeDraft(draft, Branching(num_steps, topk))
+    return LoadedModels(target, draft, record)
+
+
+@dataclass(frozen=True)
+class RingConfig:
+    """What varies between rings."""
+
+    method: str = "EAGLE3"  # one of `EVERY_METHOD`
+    family: str = "llama"  # one of `TINY_FAMILIES`: the target's
+    num_steps: int = 3
+    topk: int = 1  # guesses are trees where it is more
+    num_draft_tokens: int | None = None  # width of the window; None: of a chain, or of a tree of some size
+    depth: int = 2
+    page_size: int = 4
+    num_pages: int = 200
+    num_slots: int = 4
+    chunk_tokens: int = 16
+    chunk_pairs: int = 0
+    max_len: int = 160
+    prefix_cache: bool = True
+    dtype: torch.dtype = torch.float64
+    place: torch.device = CPU
+    graph_batch_sizes: tuple[int, ...] = ()
+    warm: bool = False  # warmed up before it serves, as the worker process is
+    accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
+    attention: AttentionSettings | None = None  # what runs it; None: what is fastest
+    widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
+    step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
+
+    @property
+    def width(self) -> int:
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens
+        return 1 + (self.topk + 2 * (self.num_steps - 1) if self.topk > 1 and self.num_steps else self.num_steps)
+
+    def geometry(self) -> Geometry:
+        width = self.width
+        any_width = tuple(range(1, width)) if self.widths_seed is not None else ()
+        return Geometry(
+            self.num_slots,
+            width,
+            self.page_size,
+            self.max_len,
+            self.num_pages,
+            self.chunk_tokens,
+            self.dtype,
+            any_width or self.step_costs.widths[:-1],
+            method_named(EVERY_METHOD[self.method][0]).foresees,
+        )
+
+
+class Ring:
+    """A running engine. `start` sends a request and returns its answer, which fills while the loop runs."""
+
+    def __init__(self, models: LoadedModels, config: RingConfig, codec: Codec) -> None:
+        geometry = config.geometry()
+        self._config = config
+        self.ready = asyncio.Event()
+        self.executor: Executor = build_executor(
+            models, geometry, config.place, config.accept, attention=config.attention
+        )
+        self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
+        self.to_worker = PlanQueue()
+        self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
+        self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
+        self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
+        back = FromThread(self.to_scheduler, self.inbox.sent)
+        self.worker = Worker(self.executor, self.to_worker, back, Patience(0.0))
+        settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
+        cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
+        links = Links(self.inbox, self.plans, self.to_tokenizer)
+        self.scheduler = build_scheduler(
+            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs), costs=config.step_costs),
+            settings,
+            cache,
+            links,
+        )
+        if config.widths_seed is not None:
+            self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
+        self.inbox.scheduler = self.scheduler
+        self.clients = MemoryClients()
+        admission = Admission(codec.eos_token_ids, 1000, 0)
+        admission.limits = self.scheduler.limits.engine_limits()
+        self.tokenizer = TokenizerService(codec, admission, self.to_scheduler, self.clients, lambda message: None)
+
+    def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+        """Send a request."""
+        answer = self.clients.answers[request_id] = Answer()
+        ids = b"".join(token.to_bytes(4, "little", signed=True) for token in prompt)
+        self.clients.said.put_nowait((CLIENT, Generate(request_id, TokenPrompt(ids), sampling)))
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        """Abort a request."""
+        self.clients.said.put_nowait((CLIENT, Cancel(request_id)))
+
+    async def ask(self, prompt: list[int], sampling: SamplingParams) -> Answer:
+        """One request to its end."""
+        answer = self.start(f"r{len(self.clients.answers)}", prompt, sampling)
+        await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+        return answer
+
+    async def idle(self) -> None:
+        """Wait until nothing runs and no step is in flight."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.scheduler.inflight or not self.scheduler.roster.idle:
+                await asyncio.sleep(0.001)
+
+    def _device_lengths(self) -> dict[int, int]:
+        """The root is a token whose KV is yet to be written."""
+        return {slot: length + 1 for slot, length in enumerate(self.executor.slots.length.tolist())}
+
+    async def serve(self) -> None:
+        """Run all three actors until cancelled; an actor's exception ends them all."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._work())
+            group.create_task(self.scheduler.run())
+            group.create_task(self.tokenizer.serve(self.to_tokenizer))
+
+    def _prepare_and_run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """All in one thread, as in the worker process: a BLAS keeps its workspace by thread."""
+        geometry = self._config.geometry()
+        if self._config.warm:
+            warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
+        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes)
+        loop.call_soon_threadsafe(self.ready.set)
+        self.worker.run()
+
+    async def _work(self) -> None:
+        """The worker, in a thread, which is told to stop when this is cancelled."""
+        loop = asyncio.get_running_loop()
+        working = asyncio.create_task(asyncio.to_thread(self._prepare_and_run, loop))
+        try:
+            await asyncio.shield(working)
+        finally:
+            self.to_worker.send(Shutdown(False))
+            await working
+
+
+@asynccontextmanager
+async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> AsyncIterator[Ring]:
+    """A ring that serves while the block runs. An actor's failure surfaces at the end of the block."""
+    ring = Ring(models, config, codec)
+    actors = asyncio.create_task(ring.serve())
+    block = asyncio.current_task()
+    assert block is not None
+    actors.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
+    try:
+        await ring.ready.wait()  # a capture does not bear other work on the device
+        yield ring
+    except asyncio.CancelledError:
+        if actors.done():
+            actors.result()  # raises what went wrong
+        raise
+    finally:
+        actors.cancel()
+        await asyncio.gather(actors, return_exceptions=True)
+        ring.executor.close()

@@ -1,0 +1,212 @@
+"""What joins the actors of a ring in one process: links that watch what passes them. Not here: the ring (`ring.py`).
+
+Whenever the scheduler comes back for more, its invariants are checked from scratch, against the lengths that the device
+has by then: it may be ahead of what the scheduler knows, and must not be ahead of what the scheduler reserved.
+"""
+
+import asyncio
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from overlap_spec.client.link import Arrival
+from overlap_spec.ipc.transport import MemoryLink
+from overlap_spec.messages import (
+    Finish,
+    FlushCache,
+    Phase,
+    Rejected,
+    Shutdown,
+    SlotWork,
+    StepPlan,
+    StepResult,
+    TextDeltas,
+    ToClient,
+    ToScheduler,
+    ToWorker,
+    Usage,
+)
+from overlap_spec.scheduler.loop import Scheduler
+from support.scheduler_invariants import check_invariants
+
+CLIENT = 1
+DeviceLengths = Callable[[], dict[int, int]]  # by slot, tokens that the device has committed
+
+
+@dataclass
+class Answer:
+    """What a client was sent for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: Finish | None = None
+    usage: Usage | None = None
+    rejected: Rejected | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class MemoryClients:
+    """The client link of a ring: one client, whose requests are kept by id."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[tuple[int, Arrival]] = asyncio.Queue()
+        self.answers: dict[str, Answer] = {}
+
+    def send(self, client: int, message: ToClient) -> None:
+        match message:
+            case TextDeltas():
+                rows = zip(
+                    message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True
+                )
+                for request_id, text, ids, finish, usage in rows:
+                    self._add(self.answers[request_id], text, ids, finish, usage)
+            case Rejected():
+                answer = self.answers[message.request_id]
+                answer.rejected = message
+                answer.done.set()
+                answer.grew.set()
+
+    def _add(self, answer: Answer, text: str, ids: list[int], finish: Finish | None, usage: Usage) -> None:
+        assert not answer.done.is_set(), "a row after the last one"
+        answer.text += text
+        answer.token_ids += ids
+        answer.usage = usage
+        answer.finish = finish
+        answer.grew.set()
+        if finish is not None:
+            answer.done.set()
+
+    async def recv(self) -> tuple[int, Arrival]:
+        return await self.said.get()
+
+
+class SentLengths:
+    """By slot, how many tokens the results say that the device has committed, from when the worker sends them."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, int] = {}
+        self._work: dict[int, list[SlotWork]] = {}  # by step
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan leaves for the worker."""
+        self._work[plan.step_id] = plan.work
+
+    def sent(self, result: StepResult) -> None:
+        """A result leaves the worker."""
+        for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=True):
+            before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
+            self.lengths[work.slot] = before + len(tokens)
+
+
+class WatchedInbox:
+    """The scheduler's inbox; checks what must hold whenever it comes back for more.
+
+    `on_device` reads lengths off the device; None where that would wait for it: then they are those of results sent.
+    """
+
+    def __init__(self, link: MemoryLink[ToScheduler], on_device: DeviceLengths | None) -> None:
+        self._link = link
+        self._on_device = on_device
+        self.scheduler: Scheduler | None = None
+        self.sent = SentLengths()
+        self.times_ahead = 0  # how often a request had more tokens on the device than the scheduler knew
+
+    def drain(self) -> list[ToScheduler]:
+        self._check()
+        return [self._noted(message) for message in self._link.drain()]
+
+    async def recv(self) -> ToScheduler:
+        self._check()
+        return self._noted(await self._link.recv())
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _noted(self, message: ToScheduler) -> ToScheduler:
+        if isinstance(message, StepResult):
+            for path, tokens in zip(message.paths, message.tokens if message.paths else [], strict=True):
+                assert (path % 2**64).bit_count() == len(tokens), "a column for each token but the bonus, and a bit"
+        return message
+
+    def _check(self) -> None:
+        """Lengths are read first: whatever the device does meanwhile was planned before."""
+        if self.scheduler is None:
+            return
+        sent = dict(self.sent.lengths)
+        lengths = sent if self._on_device is None else self._on_device()
+        check_invariants(self.scheduler, lengths)
+        for request in self.scheduler.roster.running:
+            if request.prefilled_len == request.target:
+                assert len(request.tokens) <= sent[request.slot] <= lengths[request.slot]
+                self.times_ahead += lengths[request.slot] > len(request.tokens)
+
+
+class PlanQueue:
+    """Plans for a worker that runs in a thread of its own. They pass the codec, so types are checked."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._ready: deque[ToWorker] = deque()
+        self._arrived = threading.Event()
+
+    def send(self, message: ToWorker) -> None:
+        self._ready.append(self._decoder.decode(self._encoder.encode(message)))
+        self._arrived.set()
+
+    def poll(self) -> list[ToWorker]:
+        return [self._ready.popleft() for _ in range(len(self._ready))]
+
+    def wait(self, timeout_s: float | None) -> None:
+        self._arrived.wait(timeout_s)
+        self._arrived.clear()
+
+    def close(self) -> None:
+        self._ready.clear()
+
+
+class FromThread:
+    """The worker's way back into the event loop."""
+
+    def __init__(self, link: MemoryLink[ToScheduler], lengths: SentLengths) -> None:
+        self._link = link
+        self._lengths = lengths
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, message: ToScheduler) -> None:
+        if isinstance(message, StepResult):
+            self._lengths.sent(message)
+        self._loop.call_soon_threadsafe(self._link.send, message)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class WatchedPlans:
+    """The link to the worker; counts what a storm must have seen."""
+
+    def __init__(self, link: PlanQueue, lengths: SentLengths) -> None:
+        self._link = link
+        self._lengths = lengths
+        self.sent: list[int] = []
+        self.chunk_splits = 0
+        self.widths: Counter[int] = Counter()  # of decode steps
+        self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
+
+    def send(self, message: ToWorker) -> None:
+        if not isinstance(message, Shutdown | FlushCache):
+            self.sent.append(message.step_id)
+            self._lengths.planned(message)
+            if message.phase is Phase.PREFILL:
+                self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
+            else:
+                self.widths[message.width] += 1
+                self.catch_ups[message.width > 1] += message.catch_up
+        self._link.send(message)
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,99 @@
+"""Every drafting method on tiny models: what a ring and a storm run, by name. A method is added by one line."""
+
+from collections.abc import Callable
+
+import torch
+
+from overlap_spec.config import NgramSettings
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.spec.methods import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
+from overlap_spec.spec.proposers.ngram_draft import NgramDraft
+from support.random_trees import RandomTreeDraft
+from support.tiny.eagle import load_tiny_eagle, tiny_eagle
+from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
+from support.tiny.mtp import in_deepseek_layout, load_tiny_layers, load_tiny_mtp, tiny_mimo_v2, tiny_mtp, tiny_step
+from support.tiny.standalone import load_tiny_language_draft, tiny_language_draft
+
+TinyMethod = Callable[[int, TinyCheckpoint, LoadedTarget, int], LoadedProposer]  # seed, target twice, draft steps
+
+
+def _eagle3(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return ChainDraft(load_tiny_draft(tiny_eagle3(seed, checkpoint), target), num_steps)
+
+
+def _eagle(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return ChainDraft(load_tiny_eagle(tiny_eagle(seed, checkpoint), target), num_steps)
+
+
+def _mapped_eagle(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(target.vocab_size, generator=random)[: target.vocab_size * 3 // 4]  # in no order
+    return ChainDraft(load_tiny_eagle(tiny_eagle(seed, checkpoint), target, ids), num_steps)
+
+
+def _mtp(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return ChainDraft(load_tiny_mtp(tiny_mtp(seed, checkpoint), target), num_steps)
+
+
+def _standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return SmallModelDraft(load_tiny_language_draft(tiny_language_draft(seed, checkpoint), target), num_steps)
+
+
+def _smaller_standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    """Of a vocabulary that is padded less than the target's."""
+    draft = tiny_language_draft(seed, checkpoint, vocab=target.vocab_size * 7 // 8)
+    return SmallModelDraft(load_tiny_language_draft(draft, target), num_steps)
+
+
+def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return ChainDraft(load_tiny_mtp(in_deepseek_layout(tiny_mtp(seed, checkpoint)), target), num_steps)
+
+
+def _random_trees(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return RandomTreeDraft.of(target, num_steps)
+
+
+def _mimo_v2(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return MultiLayerDraft(load_tiny_layers(tiny_mimo_v2(seed, checkpoint, num_steps + 1), target, num_steps))
+
+
+def _step(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    return MultiLayerDraft(load_tiny_layers(tiny_step(seed, checkpoint, num_steps), target, num_steps))
+
+
+def _ngram(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    """Trees of n-grams, in a log that evicts all the time."""
+    return NgramDraft.of(NgramSettings(max_match=4, capacity=1024), num_steps, target.embedding.device)
+
+
+def _ngram_by_frequency(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    asked = NgramSettings(max_match=6, max_breadth=4, by_frequency=True, capacity=4096)
+    return NgramDraft.of(asked, num_steps, target.embedding.device)
+
+
+def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    asked = NgramSettings(min_match=2, max_breadth=1, by_frequency=True, capacity=1 << 16)
+    return NgramDraft.of(asked, num_steps, target.embedding.device)
+
+
+MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
+
+# The name of its record in `spec/methods.py`, and how it is made.
+TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
+    "EAGLE3": ("EAGLE3", _eagle3),
+    "EAGLE": ("EAGLE", _eagle),
+    "EAGLE with a token map": ("EAGLE", _mapped_eagle),
+    "NEXTN": ("NEXTN", _mtp),
+    "NEXTN in DeepSeek's layout": ("NEXTN", _nextn),
+    MULTI_LAYER[0]: ("NEXTN", _mimo_v2),
+    MULTI_LAYER[1]: ("NEXTN", _step),
+    "STANDALONE": ("STANDALONE", _standalone),
+    "STANDALONE of fewer tokens": ("STANDALONE", _smaller_standalone),
+    "NGRAM": ("NGRAM", _ngram),
+    "NGRAM by frequency": ("NGRAM", _ngram_by_frequency),
+    "NGRAM of chains": ("NGRAM", _ngram_chain),
+}
+
+# What asks tensors for their values: on a CPU alone.
+ON_HOST: dict[str, tuple[str, TinyMethod]] = {"random trees": ("NONE", _random_trees)}
+EVERY_METHOD = TINY_METHODS | ON_HOST

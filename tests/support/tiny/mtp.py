@@ -1,0 +1,131 @@
+"""Tiny random MTP layers in all layouts, and targets with them (see tests/support/tiny/models.py). None is trained.
+
+A layer made with `agree=True` hands on the embedding of its row's token, a little disturbed: it knows the target's
+embedding and head but not its layers, so it is right about every second time.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from overlap_spec.models.drafts.mtp import MtpWeights
+from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
+from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, layout_of_layers
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.loading import mtp_loader
+from overlap_spec.models.targets.families import family_of
+from overlap_spec.models.targets.llama_config import LlamaConfig
+from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open
+
+PREFIX = "model.mtp_layers.0"
+
+
+def tiny_mtp(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCheckpoint:
+    """The layer alone, with the config of a checkpoint that holds the target too."""
+    random = torch.Generator().manual_seed(seed)
+    config = target.config | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    hidden, strength = config["hidden_size"], 0.1 if agree else 1.0
+    tensors = _layer(config, PREFIX, hidden, random, strength) | _biases(config, [PREFIX], random)
+    tensors |= {
+        f"{PREFIX}.{name}.weight": _around_one(random, hidden) for name in ("token_layernorm", "hidden_layernorm")
+    }
+    tensors[f"{PREFIX}.input_proj.weight"] = _normal(random, strength * (2 * hidden) ** -0.5, hidden, 2 * hidden)
+    if agree:
+        tensors[f"{PREFIX}.input_proj.weight"][:, hidden:] += torch.eye(hidden, dtype=torch.float64)
+    own = target.tensors["model.norm.weight"] if agree else _around_one(random, hidden)
+    return TinyCheckpoint(config, tensors | {f"{PREFIX}.final_layernorm.weight": own})
+
+
+def with_mtp(seed: int, target: TinyCheckpoint) -> TinyCheckpoint:
+    """A MiMo checkpoint: the target, biases on its queries, keys and values, and the layer."""
+    layer = tiny_mtp(seed, target)
+    names = [f"model.layers.{index}" for index in range(target.config["num_hidden_layers"])]
+    biases = _biases(target.config, names, torch.Generator().manual_seed(seed + 1))
+    return TinyCheckpoint(layer.config, target.tensors | biases | layer.tensors)
+
+
+def in_deepseek_layout(mimo: TinyCheckpoint) -> TinyCheckpoint:
+    """The same layer after the target's last one, reading the embedding first, with copies of what it shares."""
+    new = f"model.layers.{mimo.config['num_hidden_layers']}"
+    names = {
+        "token_layernorm": "enorm",
+        "hidden_layernorm": "hnorm",
+        "input_proj": "eh_proj",
+        "final_layernorm": "shared_head.norm",
+    }
+    tensors = {f"{new}.embed_tokens.weight": torch.zeros(1), f"{new}.shared_head.head.weight": torch.zeros(1)}
+    for name, tensor in mimo.tensors.items():
+        part = name.removeprefix(f"{PREFIX}.")
+        stem, _, kind = part.rpartition(".")
+        moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
+        tensors[name if part == name else f"{new}.{names.get(stem, stem)}.{kind}"] = moved
+    return TinyCheckpoint(mimo.config | {"architectures": ["Qwen2ForCausalLM"]}, tensors)
+
+
+def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:
+    """Layers for each of `num_layers` guesses, alone, with the config of a checkpoint that holds the target too.
+
+    Layer i knows of the target what `tiny_mtp` does, which is more than it would learn of a token so far ahead.
+    """
+    names = {
+        "token_layernorm": "enorm",
+        "hidden_layernorm": "hnorm",
+        "input_proj": "eh_proj",
+        "post_attention_layernorm": "pre_mlp_layernorm",
+    }
+    tensors = {}
+    for index in range(num_layers):
+        for name, tensor in tiny_mtp(seed + 100 * index, target).tensors.items():
+            stem, _, kind = name.removeprefix(f"{PREFIX}.").rpartition(".")
+            if kind == "bias" and not family_of(target.config).attention_bias(target.config).qkv:
+                continue
+            moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
+            tensors[f"model.mtp.layers.{index}.{names.get(stem, stem)}.{kind}"] = moved
+    return TinyCheckpoint(target.config | {"num_nextn_predict_layers": num_layers}, tensors)
+
+
+def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:
+    """The same in Step-3.5's layout: after the target's last layer, each with a head of its own."""
+    v2, num_target_layers = tiny_mimo_v2(seed, target, num_layers), target.config["num_hidden_layers"]
+    random = torch.Generator().manual_seed(seed + 7)
+    head = target.tensors.get("lm_head.weight", target.tensors["model.embed_tokens.weight"])
+    tensors = {}
+    for name, tensor in v2.tensors.items():
+        index, _, part = name.removeprefix("model.mtp.layers.").partition(".")
+        part = part.replace("final_layernorm", "transformer.shared_head.norm")
+        part = part.replace("pre_mlp_layernorm", "post_attention_layernorm")
+        tensors[f"model.layers.{num_target_layers + int(index)}.{part}"] = tensor
+    for index in range(num_layers):
+        own = head + _normal(random, 0.05 * head.std().item(), *head.shape)
+        tensors[f"model.layers.{num_target_layers + index}.transformer.shared_head.output.weight"] = own
+    return replace(v2, tensors=tensors)
+
+
+def with_layers(layers: TinyCheckpoint, target: TinyCheckpoint) -> TinyCheckpoint:
+    """A checkpoint of both."""
+    return TinyCheckpoint(layers.config, target.tensors | layers.tensors)
+
+
+def load_tiny_layers(checkpoint: TinyCheckpoint, target: LoadedTarget, num_layers: int) -> MtpLayersWeights:
+    """Through the real loader, from memory, in the target's dtype."""
+    config, like = LlamaConfig.from_hf(checkpoint.config, "memory/config.json"), target.embedding
+    source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
+    layout = layout_of_layers(checkpoint.tensors)
+    return mtp_loader.load_mtp_layers(config, layout, source, target, num_layers)
+
+
+def load_tiny_mtp(checkpoint: TinyCheckpoint, target: LoadedTarget, target_ids: Tensor | None = None) -> MtpWeights:
+    """Through the real loader, from memory, in the target's dtype."""
+    config, like = LlamaConfig.from_hf(checkpoint.config, "memory/config.json"), target.embedding
+    source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
+    return mtp_loader.load_mtp(config, layout_of(checkpoint.config), source, target, target_ids)
+
+
+def _biases(config: dict, layers: list[str], random: torch.Generator) -> dict[str, Tensor]:
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    return {
+        f"{layer}.self_attn.{part}_proj.bias": _normal(random, 0.1, count * config["head_dim"])
+        for layer in layers
+        for part, count in heads.items()
+    }

@@ -1,0 +1,131 @@
+"""A tokenizer service on memory links: the test speaks as its clients, its scheduler and its supervisor."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from overlap_spec.client.link import Arrival, Gone, pack_ids
+from overlap_spec.ipc.transport import MemoryLink
+from overlap_spec.messages import (
+    Abort,
+    Admit,
+    EngineLimits,
+    Finish,
+    FlushCache,
+    Generate,
+    SamplingParams,
+    Shutdown,
+    TextPrompt,
+    ToClient,
+    TokenDeltas,
+    TokenPrompt,
+    ToScheduler,
+    ToSupervisor,
+    ToTokenizer,
+    Usage,
+)
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.service import TokenizerService
+from support.small_tokenizers import EOS, smollm2
+
+LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)
+PATIENCE_S = 5.0
+
+M = TypeVar("M")
+
+
+class FakeClients:
+    """A client link made of queues: `said` goes to the service, `heard` is what it has sent."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[tuple[int, Arrival]] = asyncio.Queue()
+        self.heard: asyncio.Queue[tuple[int, ToClient]] = asyncio.Queue()
+
+    def send(self, client: int, message: ToClient) -> None:
+        self.heard.put_nowait((client, message))
+
+    async def recv(self) -> tuple[int, Arrival]:
+        return await self.said.get()
+
+
+class Harness:
+    """Everything around one running service."""
+
+    def __init__(self, codec: Codec, max_open: int) -> None:
+        self.clients = FakeClients()
+        self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
+        self.scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
+        self.supervisor: list[ToSupervisor] = []
+        admission = Admission((EOS,), max_open, seed=1)
+        self.service = TokenizerService(codec, admission, self.scheduler, self.clients, self.supervisor.append)
+
+    def say(self, message: Arrival, client: int = 1) -> None:
+        self.clients.said.put_nowait((client, message))
+
+    def generate(
+        self, text: str | Sequence[int] = "Hi", request_id: str = "a", client: int = 1, **sampling: object
+    ) -> None:
+        prompt = TextPrompt(text) if isinstance(text, str) else TokenPrompt(pack_ids(text))
+        params = SamplingParams(**sampling)
+        self.say(Generate(request_id, prompt, params), client)
+
+    def leave(self, client: int = 1) -> None:
+        self.say(Gone("left"), client)
+
+    async def admitted(self) -> Admit:
+        return await self.to_scheduler(Admit)
+
+    async def aborted(self) -> Abort:
+        return await self.to_scheduler(Abort)
+
+    async def to_scheduler(self, kind: type[M]) -> M:
+        async with asyncio.timeout(PATIENCE_S):
+            message = await self.scheduler.recv()
+        assert isinstance(message, kind), message
+        return message
+
+    async def heard(self, kind: type[M], client: int = 1) -> M:
+        async with asyncio.timeout(PATIENCE_S):
+            to, message = await self.clients.heard.get()
+        assert to == client and isinstance(message, kind), (to, message)
+        return message
+
+    def commit(self, *rows: tuple[int, list[int], Finish | None]) -> None:
+        """One step of the scheduler: uid, run and provisional finish of each request."""
+        self.inbox.send(
+            TokenDeltas(
+                [uid for uid, _, _ in rows],
+                [tokens for _, tokens, _ in rows],
+                [finish for _, _, finish in rows],
+                [Usage(5, 2, len(tokens), 1) for _, tokens, _ in rows],
+            )
+        )
+
+    async def settle(self) -> None:
+        """Let both loops handle what has been said."""
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def nothing_more(self) -> bool:
+        return self.clients.heard.empty() and not self.scheduler.drain()
+
+
+@asynccontextmanager
+async def serving(codec: Codec | None = None, max_open: int = 8, warm: bool = True) -> AsyncIterator[Harness]:
+    """A service that runs while the block does."""
+    harness = Harness(codec or smollm2(), max_open)
+    if warm:
+        harness.inbox.send(LIMITS)
+    task = asyncio.create_task(harness.service.serve(harness.inbox))
+    await harness.settle()
+    try:
+        yield harness
+    finally:
+        harness.inbox.send(Shutdown(drain=False))
+        async with asyncio.timeout(PATIENCE_S):
+            await task
+
+
+__all__ = ["EOS", "LIMITS", "FakeClients", "FlushCache", "Harness", "serving"]

@@ -1,0 +1,254 @@
+"""The client against the real tokenizer service over real sockets, with an engine that echoes its prompts."""
+
+import asyncio
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.client_harness import Stage, with_engine
+
+from overlap_spec.client import Client
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+from overlap_spec.messages import AbortReason, FinishKind, SamplingParams, Shutdown, TextPrompt, TokenPrompt
+
+
+def most(tokens: int, **sampling: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, **sampling)
+
+
+def test_a_stream_adds_up_to_the_whole_answer(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            await client.wait_ready(5)
+            ids = await client.tokenize("Hello wide world 🦙")
+            deltas = [delta async for delta in client.generate("Hello wide world 🦙", most(len(ids)))]
+            assert "".join(delta.text for delta in deltas) == "Hello wide world 🦙"
+            assert [token for delta in deltas for token in delta.token_ids] == ids
+            assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+            assert deltas[-1].usage.completion_tokens == len(ids) == deltas[-1].usage.prompt_tokens
+            whole = await client.complete(TokenPrompt(b"".join(i.to_bytes(4, "little") for i in ids)), most(len(ids)))
+            assert (whole.text, whole.token_ids, whole.finish.kind) == ("Hello wide world 🦙", ids, FinishKind.LENGTH)
+
+    with_engine(story, tmp_path)
+
+
+def test_every_kind_of_prompt(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            assert (await client.complete("one two", most(2))).text == "one two"
+            assert (await client.complete(TextPrompt("one two"), most(2))).text == "one two"
+            assert (await client.complete([504, 504], most(2))).text == "TheThe"
+            chat = [{"role": "user", "content": "Hi"}]
+            ids = await client.tokenize(chat)
+            whole = await client.complete(chat, most(len(ids), skip_special_tokens=False))
+            assert whole.text.startswith("<|im_start|>system") and whole.text.endswith("<|im_start|>assistant\n")
+
+    with_engine(story, tmp_path)
+
+
+def test_many_requests_at_once_keep_apart(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as one, stage.client() as two:
+            prompts = [f"number {index} of many" for index in range(40)]
+            jobs = [(one if index % 2 else two).complete(text, most(30)) for index, text in enumerate(prompts)]
+            for prompt, answer in zip(prompts, await asyncio.gather(*jobs), strict=True):
+                assert answer.text.startswith(prompt)
+
+    with_engine(story, tmp_path)
+
+
+async def break_out(client: Client) -> None:
+    async for _ in client.generate("for ever", most(3000)):
+        break
+
+
+async def close_it(client: Client) -> None:
+    async with aclosing(client.generate("for ever", most(3000))) as deltas:
+        await anext(deltas)
+
+
+async def raise_inside(client: Client) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async for _ in client.generate("for ever", most(3000)):
+            raise ZeroDivisionError
+
+
+async def cancel_the_task(client: Client) -> None:
+    task = asyncio.create_task(client.complete("for ever", most(3000)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("leave", [break_out, close_it, raise_inside, cancel_the_task])
+def test_leaving_the_loop_aborts_the_request_at_once(tmp_path: Path, leave: Any) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            await leave(client)
+            began = time.monotonic()
+            await stage.until(lambda: bool(stage.scheduler.aborted))
+            assert time.monotonic() - began < 0.2
+            assert stage.scheduler.aborted[0].reason is AbortReason.REQUESTED
+            assert (await client.complete("still here", most(2))).text == "still here"
+
+    with_engine(story, tmp_path)
+
+
+def test_the_id_of_a_request_that_was_left_can_be_used_again(tmp_path: Path) -> None:
+    """Rows of the first that are still under way must not reach the second."""
+
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            for round_ in range(20):
+                async with aclosing(client.generate(f"first {round_}", most(3000), "same")) as deltas:
+                    await anext(deltas)
+                text = (await client.complete(f"second {round_}", most(3), "same")).text
+                assert text == f"second {round_}"[: len(text)] and len(text) > 6
+
+    with_engine(story, tmp_path)
+
+
+def test_an_abort_from_elsewhere_ends_the_stream_with_an_error(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client, stage.client() as other:
+            deltas = client.generate("for ever", most(3000), "mine")
+            await anext(deltas)
+            await other.cancel("mine")  # not its own: nothing happens
+            await anext(deltas)
+            await other.cancel("mine", everyone=True)
+            last = None
+            with pytest.raises(RequestAborted, match="on request"):
+                async for delta in deltas:
+                    last = delta
+            assert last is not None and last.finish is not None and last.finish.kind is FinishKind.ABORT
+
+    with_engine(story, tmp_path)
+
+
+def test_a_client_that_is_closed_takes_its_requests_with_it(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            waiting = asyncio.create_task(client.complete("for ever", most(3000)))
+            await stage.until(lambda: bool(stage.scheduler.running))
+        with pytest.raises(RequestAborted, match="closed"):
+            await waiting
+        await stage.until(lambda: not stage.scheduler.running, 0.2)
+
+    with_engine(story, tmp_path)
+
+
+def test_errors_are_exceptions(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            for prompt, sampling, field in (
+                ("", most(1), "prompt"),
+                ([], most(1), "prompt"),
+                ([99999], most(1), "prompt"),
+                ([1 << 40], most(1), "prompt"),
+                (["x"], most(1), "prompt"),
+                ("x", most(5000), "max_new_tokens"),
+                ([{"role": "user"}], most(1), "messages"),
+                ("x" * (33 << 20), most(1), "prompt"),
+                ([{"role": "user", "content": "x", "weight": 2**70}], most(1), "prompt"),
+            ):
+                with pytest.raises(RequestError) as caught:
+                    await client.complete(prompt, sampling)  # bad on purpose
+                assert caught.value.field == field
+            deltas = client.generate("twice", most(3000), "same")
+            await anext(deltas)
+            with pytest.raises(RequestError, match="already in use"):
+                await client.complete("twice", most(1), "same")
+            with pytest.raises(Overloaded, match="requests are open"):
+                await client.complete("more", most(1))
+            await deltas.aclose()
+
+    with_engine(story, tmp_path, max_open_requests=1)
+
+
+def test_the_answers_to_questions(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            ids = await client.tokenize("Hello <|im_end|>")
+            assert await client.detokenize(ids) == "Hello <|im_end|>"
+            assert await client.detokenize(ids, skip_special_tokens=True) == "Hello "
+            assert await client.flush_cache() is True
+            assert (await client.stats()).max_total_tokens == 8000
+            with pytest.raises(RequestError) as caught:
+                await client.detokenize([-1])
+            assert caught.value.field == "tokens"
+            deltas = client.generate("for ever", most(3000))
+            await anext(deltas)
+            assert await client.flush_cache() is False
+            await deltas.aclose()
+
+    with_engine(story, tmp_path)
+
+
+def test_wait_ready_waits_for_a_warm_engine(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            assert (await client.ping()).ready is False
+            with pytest.raises(Overloaded, match="still starting"):
+                await client.wait_ready(0.2)
+            with pytest.raises(Overloaded, match="still starting"):
+                await client.complete("too early")
+            stage.warm()
+            await client.wait_ready(5)
+            assert (await client.ping()).ready is True
+
+    with_engine(story, tmp_path, warm=False)
+
+
+def test_a_client_may_be_there_before_the_engine(tmp_path: Path) -> None:
+    async def early() -> None:
+        async with Client(f"ipc://{tmp_path}/client.sock") as client:
+            with pytest.raises(ActorDied, match="is it running"):
+                await client.wait_ready(0.2)
+
+    asyncio.run(early())
+
+
+def test_an_engine_that_stops_says_so(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            running = asyncio.create_task(client.complete("for ever", most(3000)))
+            await stage.until(lambda: bool(stage.scheduler.running))
+            stage.inbox.send(Shutdown(drain=True))
+            await asyncio.sleep(0.02)
+            with pytest.raises(Overloaded, match="shutting down"):
+                await client.complete("late")
+            stage.inbox.send(Shutdown(drain=False))
+            with pytest.raises(Overloaded, match="stopping"):
+                await running
+
+    with_engine(story, tmp_path)
+
+
+@pytest.mark.parametrize(("key", "welcome"), [("secret", True), ("wrong", False)])
+def test_a_tcp_endpoint_asks_for_the_key(tmp_path: Path, key: str, welcome: bool) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client(key) as client:
+            if welcome:
+                assert (await client.complete("one two", most(2))).text == "one two"
+            else:
+                with pytest.raises(ActorDied, match="API key"):
+                    await client.wait_ready(0.3)
+
+    with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+
+
+def test_a_client_whose_loop_stands_still_is_given_up_and_told_so_when_it_is_back(tmp_path: Path) -> None:
+    """Here it is silence; a reader that is too slow is told in the same way."""
+
+    async def story(stage: Stage) -> None:
+        async with stage.client(heartbeat_s=1.2) as client:
+            await client.ping()
+            with pytest.raises(RequestAborted, match="gave this client up"):
+                await client.complete("for ever", most(3990))
+            assert stage.scheduler.aborted[0].reason is AbortReason.CLIENT_GONE
+            assert (await client.complete("back again", most(2))).text == "back again"
+
+    with_engine(story, tmp_path, client_timeout_s=0.5)

@@ -1,0 +1,269 @@
+"""The step links: order over both ways in, big messages, readers that sleep or poll, ends that go away."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+from overlap_spec.ipc.step_link import PACKET_BYTES, Patience, StepInbox, StepOutlet
+from overlap_spec.ipc.transport import Endpoints, ZmqInbox, ZmqOutlet
+from overlap_spec.messages import (
+    Abort,
+    AbortReason,
+    Phase,
+    Shutdown,
+    SlotWork,
+    StepPlan,
+    StepResult,
+    ToScheduler,
+    ToWorker,
+)
+
+LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+SPINS = [0.0, 0.05]
+
+
+@dataclass
+class Ends:
+    """An inbox and both ways into it."""
+
+    inbox: StepInbox[Any]
+    steps: StepOutlet[Any]
+    others: ZmqOutlet[Any]
+
+
+@contextlib.contextmanager
+def ends(
+    tmp_path: Path, union: Any = ToScheduler, spin_s: float = 0.0, patience: Patience | None = None
+) -> Iterator[Ends]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoints = Endpoints(tmp_path)
+    zmq_inbox: ZmqInbox[Any] = ZmqInbox(context, endpoints.inbox("reader"), union)
+    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, patience or Patience(spin_s))
+    steps: StepOutlet[Any] = StepOutlet(endpoints.steps("reader"))
+    others: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("reader"))
+    try:
+        yield Ends(inbox, steps, others)
+    finally:
+        for end in (steps, others, inbox, zmq_inbox):
+            end.close()
+        context.term()
+
+
+def abort(uid: int) -> Abort:
+    return Abort(uid, AbortReason.REQUESTED)
+
+
+def plan(step_id: int, num_bytes: int) -> StepPlan:
+    chunk = bytes(range(256)) * (num_bytes // 256)
+    return StepPlan(step_id, Phase.PREFILL, [SlotWork(0, prompt_chunk=chunk)], 1)
+
+
+def open_files() -> list[str]:
+    """Those of long messages that this process holds."""
+    links = []
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the directory itself
+            links.append(os.readlink(entry.path))
+    return [link for link in links if "memfd" in link]
+
+
+@pytest.mark.parametrize("spin_s", SPINS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_reader_meets_every_message_of_both_ways(tmp_path: Path, loop: str, spin_s: float) -> None:
+    """A lost wake-up would show as a time-out: each message is sent only when the reader sleeps or polls."""
+
+    async def scenario() -> None:
+        with ends(tmp_path, spin_s=spin_s) as link:
+            for uid in range(100):
+                for way in (link.steps, link.others):
+                    sender = threading.Timer(0.0005 * (uid % 3), way.send, (abort(uid),))
+                    sender.start()
+                    assert await asyncio.wait_for(link.inbox.recv(), 5) == abort(uid)
+                    sender.join()
+
+    LOOPS[loop](scenario())
+
+
+def test_a_cancelled_reader_loses_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with ends(tmp_path) as link:
+            for uid in range(50):
+                waiting = asyncio.create_task(link.inbox.recv())
+                await asyncio.sleep(0)
+                link.steps.send(abort(uid))
+                waiting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await waiting
+                assert await asyncio.wait_for(link.inbox.recv(), 5) == abort(uid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_bytes", [0, PACKET_BYTES - 256, PACKET_BYTES, 3 * PACKET_BYTES, 4 << 20])
+def test_a_thread_reads_messages_of_any_size_in_order(tmp_path: Path, num_bytes: int) -> None:
+    """Some of them lie in files and some do not, and nobody reads before all are sent."""
+    with ends(tmp_path, ToWorker) as link:
+        sent = [plan(step, (num_bytes + 256 * step) * (step != 2)) for step in range(5)]
+        for message in sent:
+            link.steps.send(message)
+        received: list[Any] = []
+        while len(received) < len(sent):
+            received += link.inbox.poll()
+            if not received:
+                link.inbox.wait(5.0)
+        assert received == sent
+        assert not open_files(), "a file is closed when it has been sent, and when it has been read"
+
+
+def test_two_that_send_before_they_read_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """Both ends of the ring's inner loop, in one thread: plans of 128k tokens one way, results of a full batch back."""
+    for role in ("worker", "scheduler"):
+        (tmp_path / role).mkdir()
+    with ends(tmp_path / "worker", ToWorker) as plans, ends(tmp_path / "scheduler") as results:
+        long = [plan(step, 4 * 131072) for step in (1, 2)]
+        full = [StepResult(step, [[128_000] * 9] * 4096, [8] * 4096, 0.1) for step in (1, 2)]
+        for one, other in zip(long, full, strict=True):
+            plans.steps.send(one)
+            results.steps.send(other)
+        assert plans.inbox.drain() == long
+        assert results.inbox.drain() == full
+
+
+def test_a_link_that_nobody_reads_fails_and_does_not_hang(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link, pytest.raises(BlockingIOError):
+        for step in range(10_000):
+            link.steps.send(plan(step, 1024))
+
+
+def test_a_thread_that_sleeps_is_woken_by_either_way(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link:
+        for step in range(30):
+            for way in (link.steps, link.others):
+                sender = threading.Timer(0.002, way.send, (plan(step, 0),))
+                sender.start()
+                while not (received := link.inbox.poll()):
+                    link.inbox.wait(None)
+                assert received == [plan(step, 0)]
+                sender.join()
+
+
+def test_a_thread_that_polls_hears_the_others_too(tmp_path: Path) -> None:
+    """Shutdown comes by ZeroMQ, and a busy worker never sleeps."""
+    with ends(tmp_path, ToWorker) as link:
+        link.others.send(Shutdown(False))
+        deadline = time.monotonic() + 5
+        received: list[Any] = []
+        while not received and time.monotonic() < deadline:
+            received = link.inbox.poll()
+        assert received == [Shutdown(False)]
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    """An idle reader burns no CPU, however long it polled for the next message before."""
+
+    async def scenario() -> None:
+        with ends(tmp_path, spin_s=0.02) as link:
+            link.steps.send(abort(1))
+            assert await link.inbox.recv() == abort(1)
+            before = resource.getrusage(resource.RUSAGE_THREAD)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(link.inbox.recv(), 0.5)
+            after = resource.getrusage(resource.RUSAGE_THREAD)
+            assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.08
+
+    asyncio.run(scenario())
+
+
+def test_without_patience_nobody_polls() -> None:
+    patience = Patience(0.0)
+    patience.renew()
+    assert not patience.lasts
+
+
+def test_patience_lasts_from_the_last_event(tmp_path: Path) -> None:
+    times = [100.0]
+    patience = Patience(0.02, lambda: times[-1])
+    assert not patience.lasts, "nothing has happened yet"
+    patience.renew()
+    for now, lasts in ((100.019, True), (100.021, False), (200.0, False)):
+        times.append(now)
+        assert patience.lasts is lasts
+
+
+def test_a_reader_polls_while_its_patience_lasts_and_then_sleeps(tmp_path: Path, monkeypatch: Any) -> None:
+    """Whatever it waits for, a step that hangs for one. Every look at the clock takes a millisecond of its time."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    async def scenario() -> None:
+        with ends(tmp_path, patience=Patience(0.02, clock)) as link:
+            polls_before_sleep: list[int] = []
+            polls = 0
+            poll, sleep = link.inbox._poll, link.inbox._readable
+
+            def counted() -> None:
+                nonlocal polls
+                polls += 1
+                poll()
+
+            async def noted() -> None:
+                polls_before_sleep.append(polls)
+                await sleep()
+
+            monkeypatch.setattr(link.inbox, "_poll", counted)
+            monkeypatch.setattr(link.inbox, "_readable", noted)
+            for _ in range(2):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(link.inbox.recv(), 0.05)
+            assert polls_before_sleep[0] in range(15, 25)
+            assert polls in range(30, 50), "a connection that comes may wake it, but not to poll again"
+
+    asyncio.run(scenario())
+
+
+def test_a_sender_that_goes_leaves_what_it_sent(tmp_path: Path) -> None:
+    with ends(tmp_path, ToWorker) as link:
+        link.steps.send(plan(1, 0))
+        link.steps.close()
+        assert link.inbox.drain() == [plan(1, 0)]
+        assert link.inbox.drain() == []  # finds the end of the connection
+        slept = []
+        for _ in range(3):  # ZeroMQ, which is connecting, may wake it once or twice
+            started = time.monotonic()
+            link.inbox.wait(0.05)
+            link.inbox.poll()
+            slept.append(time.monotonic() - started)
+        assert max(slept) > 0.04, "a connection that has ended must not keep its reader awake"
+
+
+def test_a_reader_that_has_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first message, and after it."""
+    caplog.set_level(logging.INFO)
+    outlet: StepOutlet[Any] = StepOutlet(Endpoints(tmp_path).steps("reader"))
+    with ends(tmp_path, ToWorker) as link:
+        outlet.send(plan(1, 0))
+        assert link.inbox.drain() == [plan(1, 0)]
+    for late in (outlet, StepOutlet(Endpoints(tmp_path).steps("reader"))):
+        caplog.clear()
+        for step in range(3):
+            late.send(plan(step, 4 * PACKET_BYTES * step))
+        late.close()
+        assert [record.message.split(" (")[0] for record in caplog.records] == [
+            f"nobody reads {tmp_path / 'reader.steps'} any more"
+        ]

@@ -1,0 +1,174 @@
+"""Real child processes with fake actors: ready, failed, killed, drained, stopped."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.fake_settings import fake_settings
+
+from overlap_spec.errors import ActorDied
+from overlap_spec.runtime import supervisor as supervisor_module
+from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.supervisor import Supervisor
+
+OBEDIENT = {"tokenizer": "obedient_actor", "scheduler": "obedient_actor", "worker": "obedient_actor"}
+
+
+@contextlib.asynccontextmanager
+async def supervised(tmp_path: Path, **roles: str) -> AsyncIterator[Supervisor]:
+    run_dir = RunDirectory(tmp_path)
+    supervisor = Supervisor(run_dir, OBEDIENT | roles, lambda *line: None)
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop()
+        run_dir.remove()
+        assert list(tmp_path.iterdir()) == []
+        assert not any(is_running(pid) for pid in supervisor.pids.values())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        seen: list[tuple[str, int, int]] = []
+        run_dir = RunDirectory(tmp_path)
+        supervisor = Supervisor(run_dir, OBEDIENT, lambda *line: seen.append(line))
+        await supervisor.start(fake_settings())
+        assert supervisor.facts == {role: {"role": role} for role in OBEDIENT}
+        assert seen == [("loading", 1, 2)] * 3
+        assert run_dir.path.stat().st_mode & 0o777 == 0o700
+        assert (run_dir.path / "settings.msgpack").stat().st_mode & 0o777 == 0o600
+        assert await supervisor.drain(5)
+        began = time.monotonic()
+        await supervisor.stop()
+        await supervisor.stop()
+        assert time.monotonic() - began < supervisor_module.STOP_S, "an obedient actor is not waited out"
+        assert not supervisor.failed.done()
+        run_dir.remove()
+
+    asyncio.run(scenario())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_error_at_start_arrives_in_the_childs_own_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, worker="failing_actor") as supervisor:
+            with pytest.raises(ActorDied, match=r"worker: model.safetensors: fc.weight is \[3, 4\]") as caught:
+                await supervisor.start(fake_settings())
+            assert caught.value.actor == "worker"
+
+    asyncio.run(scenario())
+    assert capfd.readouterr().err == "", "an error raised on purpose is told once, by whoever started the engine"
+
+
+def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, scheduler="no_such_module") as supervisor:
+            with pytest.raises(ActorDied, match="scheduler: ModuleNotFoundError"):
+                await supervisor.start(fake_settings())
+
+    asyncio.run(scenario())
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("role", OBEDIENT)
+def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            await supervisor.start(fake_settings())
+            began = time.monotonic()
+            os.kill(supervisor.pids[role], signal.SIGKILL)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 2)
+            assert (error.actor, "SIGKILL" in str(error)) == (role, True)
+            await supervisor.stop()
+            assert time.monotonic() - began < 2
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_is_bounded_and_a_stubborn_actor_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STOP_S", 0.3)
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="stubborn_actor") as supervisor:
+            await supervisor.start(fake_settings())
+            assert not await supervisor.drain(0.1)
+
+    asyncio.run(scenario())
+
+
+def test_a_progress_callback_that_fails_ends_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        run_dir = RunDirectory(tmp_path)
+        supervisor = Supervisor(run_dir, OBEDIENT, lambda what, done, total: print(1 // 0))
+        with pytest.raises(ActorDied, match="supervisor: ZeroDivisionError"):
+            await supervisor.start(fake_settings())
+        await supervisor.stop()
+        run_dir.remove()
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            start = asyncio.create_task(supervisor.start(fake_settings()))
+            while len(supervisor.pids) < 2:
+                await asyncio.sleep(0.001)
+            start.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await start
+
+    asyncio.run(scenario())
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from support.fake_settings import fake_settings
+from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.supervisor import Supervisor
+
+async def main():
+    roles = dict.fromkeys(("tokenizer", "scheduler", "worker"), "stubborn_actor")
+    supervisor = Supervisor(RunDirectory(Path(sys.argv[1])), roles, print)
+    await supervisor.start(fake_settings())
+    print(*supervisor.pids.values(), flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_children_die_with_a_killed_parent_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(is_running(pid) for pid in pids)
+        RunDirectory(tmp_path).remove()
+        assert len(list(tmp_path.iterdir())) == 1, "the directory of a living owner is not touched"
+        parent.kill()
+    deadline = time.monotonic() + 2
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(list(tmp_path.iterdir())) == 1
+    RunDirectory(tmp_path).remove()
+    assert list(tmp_path.iterdir()) == []
