@@ -6,7 +6,7 @@
 
 SmolLM2 in float32 on a CPU, greedy: 20 chats of 64 tokens, for n-grams 20 prompts with a text to copy. The tests hold
 every run against a loop that is written out. With --lookup: n-grams beside transformers' prompt lookup, both counted in
-tokens a forward, which needs `-k prompt_lookup` only and no heads. Not here: measuring.
+tokens a forward, which needs `-k prompt_lookup` only and no heads.
 """
 
 import argparse

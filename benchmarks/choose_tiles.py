@@ -2,7 +2,7 @@
 
     python benchmarks/choose_tiles.py --output benchmarks/results/choosing/tiles_h200.json
 
-What `tiles_for` (kernels/overlap_spec_kernels/linear/warpgroup_linear.py) chooses, it chooses by this table. Every way is a
+`tiles_for` (kernels/overlap_spec_kernels/linear/warpgroup_linear.py) chooses by this table. Every way is a
 chain of launches in one CUDA graph over weights that the L2 cache cannot hold. Needs a Hopper GPU.
 """
 

@@ -24,8 +24,9 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
+from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.interfaces import Proposer
-from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SlotBatch
+from overlap_spec.spec.types import SlotBatch
 
 NUM_TOKENS = 64
 TEMPERATURES = (0.7, 1.0)

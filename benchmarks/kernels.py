@@ -1,7 +1,4 @@
-"""Times every kernel on one GPU and writes the report: `python benchmarks/kernels.py --output FILE`.
-
-Not here: what is timed, and how (`overlap_spec_kernels/benchmark.py`).
-"""
+"""Times every kernel on one GPU and writes the report: `python benchmarks/kernels.py --output FILE`."""
 
 import argparse
 import sys

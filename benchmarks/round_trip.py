@@ -26,7 +26,7 @@ import msgspec
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings, encode_settings
 from overlap_spec.config.resolve import SPIN_CORES, SPIN_S, resolve
-from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Admit,
     EngineLimits,
@@ -92,7 +92,7 @@ async def main(context: ActorContext) -> None:
     case = json.loads((run_dir / CASE).read_text())
     executor = FakeExecutor(case["step_us"] / 1e6)
     results = context.step_outlet("scheduler")
-    Worker(executor, inbox, results, Patience(context.settings.spin_s)).run()  # a fake
+    Worker(executor, inbox, results, SpinPolicy(context.settings.spin_s)).run()  # a fake
     (run_dir / FIGURES).write_text(json.dumps([(step.launched, step.done) for step in executor.decode_steps]))
 
 

@@ -1,7 +1,7 @@
 """overlap-spec: a single-node LLM engine built for speculative decoding that never waits.
 
-Public names: Engine, Client, SamplingParams, EngineConfig. Not here: anything at import. Every child process
-imports this package, so a public name is loaded when it is first used.
+Public names: Engine, Client, SamplingParams, EngineConfig. Every child process imports this package, so a public name
+is loaded when it is first used.
 """
 
 import importlib

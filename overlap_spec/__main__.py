@@ -1,4 +1,4 @@
-"""`python -m overlap_spec`: the command line, where its script is not on the path. Not here: anything else."""
+"""`python -m overlap_spec`: the command line, where its script is not on the path."""
 
 import sys
 

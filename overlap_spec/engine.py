@@ -1,7 +1,7 @@
 """The engine as an in-process handle: `async with Engine(EngineConfig(...)) as engine`.
 
-Not here: processes (`supervisor.py`), requests (`client.py`), HTTP (`server/`). Engine owns the run directory,
-the supervisor and one client, and frees each exactly once: on stop, on a failed start and when an actor dies.
+Engine owns the run directory, the supervisor and one client, and frees each exactly once: on stop, on a failed start
+and when an actor dies.
 """
 
 import asyncio
@@ -156,13 +156,15 @@ class Engine:
             self._supervisor.fail(ActorDied("engine", f"killed by {reason}"))
 
     def _resolve(self) -> tuple[Settings, list[str]]:
-        from overlap_spec import hub, machine, waiting  # a hub client is slow to import, and no other process needs it
+        # Here, because a hub client is slow to import and no other process needs it.
+        from overlap_spec import hub
+        from overlap_spec.runtime import machine, openmp_spin
 
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect())
         settings = replace(settings, trace_dir=self._trace_dir)
         if settings.model.device == "cpu" and not says_how_to_wait():
-            settings = replace(settings, spin_count=waiting.choose_spin(settings.num_threads, self.progress))
+            settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))
         if settings.spec.draft_path is not None:
             draft_path = hub.resolve_draft(
                 settings.spec.draft_path,

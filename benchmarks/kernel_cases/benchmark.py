@@ -1,8 +1,7 @@
 """Times every op on one GPU. `benchmarks/kernels.py` is its command line and writes the report.
 
-Not here: the steps of an engine, and what is timed (`_layer_cases.py`, `_step_cases.py`, `_tree_cases.py`). Each op is
-compared with its twin first. Bytes are those that must move once; the ceiling is a device copy measured in the same
-run. Two clocks:
+Each op is compared with its twin first. Bytes are those that must move once; the ceiling is a device copy measured in
+the same run. Two clocks:
 
     layer ops   one launch at a time with a cold L2 cache, median
     step ops    launches in a row in one CUDA graph, as in a step: each begins while the one before it ends, and they

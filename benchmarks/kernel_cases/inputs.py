@@ -1,4 +1,4 @@
-"""Seeded random arguments for the ops that read or write a paged cache. Not here: timing, comparing.
+"""Seeded random arguments for the ops that read or write a paged cache.
 
 Tests and the benchmark share them. Pages are shuffled over the pool, page 0 belongs to nobody, and every cache row
 that no request owns holds NaN: whoever reads one shows it.

@@ -1,7 +1,4 @@
-"""Calls of the ops of any forward, prefill included: timed one by one, with a cold L2 cache.
-
-Not here: the ops of a decode step alone (`_step_cases.py`), the clock (`benchmark.py`).
-"""
+"""Calls of the ops of any forward, prefill included: timed one by one, with a cold L2 cache."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""What the benchmark's cases have in common: models' shapes, bytes, and comparing an op with its twin.
-
-Not here: the cases (`_layer_cases.py`, `_step_cases.py`) and the clock (`benchmark.py`).
-"""
+"""What the benchmark's cases have in common: models' shapes, bytes, and comparing an op with its twin."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
 """Calls of the ops of a decode step, as a step makes them: many in one CUDA graph, each a dependent launch.
 
-Not here: the ops that prefill shares (`_layer_cases.py`), the clock (`benchmark.py`). A case holds one call for each
-set of weights (or cache, or tokens), which are so many that they do not stay in the L2 cache from one turn to the next.
-Activations are the same in all of them: in a step, too, the kernel before has just written them.
+A case holds one call for each set of weights (or cache, or tokens), which are so many that they do not stay in the L2
+cache from one turn to the next. Activations are the same in all of them: in a step, too, the kernel before has just
+written them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

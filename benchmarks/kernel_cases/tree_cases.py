@@ -1,4 +1,4 @@
-"""Calls of the ops on trees of guesses, as a step makes them. Not here: the ops that chains share (`_step_cases.py`).
+"""Calls of the ops on trees of guesses, as a step makes them.
 
 `num_rows` of a case are slots: a slot's window has as many rows as its tree has columns, and a level of its draft as
 many as are expanded.
@@ -79,11 +79,11 @@ def level_cases(shape: Shape, tree: Tree, place: Place) -> Iterator[StepCase]:
     """The children of a level's nodes; the next level's nodes with their features, which are a hidden state."""
     topk, device = tree.topk, place.device
     for num_slots in place.num_rows:
-        worth = torch.randn(num_slots, topk * topk, device=device)
-        tokens = torch.randint(shape.draft_vocabulary, worth.shape, device=device)
+        log_probs = torch.randn(num_slots, topk * topk, device=device)
+        tokens = torch.randint(shape.draft_vocabulary, log_probs.shape, device=device)
         mask = torch.ones(num_slots, topk, 1, dtype=torch.int64, device=device)
         logs, columns = -torch.rand(num_slots, topk, topk, device=device), tokens.view(num_slots, topk, topk)
-        candidates = Candidates.allocate(num_slots, topk * topk, worth.dtype, torch.device(device))
+        candidates = Candidates.allocate(num_slots, topk * topk, log_probs.dtype, torch.device(device))
         ids, nodes = torch.arange(shape.draft_vocabulary, device=device), columns[:, :, 0].contiguous()
         children = (candidates, 0, logs, columns, ids, logs[:, :, 0].contiguous(), nodes)
         yield StepCase(
@@ -96,7 +96,7 @@ def level_cases(shape: Shape, tree: Tree, place: Place) -> Iterator[StepCase]:
             partial(check_children, *children),
         )
         features = random_rows(device, num_slots * topk, shape.hidden)
-        level = (worth, tokens, mask, features, mask[0].clone())
+        level = (log_probs, tokens, mask, features, mask[0].clone())
         moved = bytes_of(level) + size_of(features)
         yield case_of(expand_tree, expand_tree_reference, [level], moved, f"{topk} of {topk * topk}", num_slots)
 

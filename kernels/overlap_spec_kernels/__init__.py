@@ -1,7 +1,7 @@
 """The fused operations of a decoder layer and around a decode step, each with its plain-torch twin in one file.
 
-Not here: models, page allocation, anything of `overlap_spec`. An op validates its arguments, runs its kernel on
-CUDA tensors and its twin (`op_reference`) everywhere else, so a machine without Triton serves on a CPU.
+An op validates its arguments, runs its kernel on CUDA tensors and its twin (`op_reference`) everywhere else, so a
+machine without Triton serves on a CPU.
 """
 
 from overlap_spec_kernels.attention.decode_attention import MAX_WIDTH, DecodeScratch, decode_attention
@@ -13,7 +13,7 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, l
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
-from overlap_spec_kernels.ngram.ngram_lookahead import ngram_outlook
+from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
 from overlap_spec_kernels.ngram.ngram_match import ngram_match
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
 from overlap_spec_kernels.ngram.ngram_store import ngram_store
@@ -63,7 +63,7 @@ __all__ = [
     "ngram_absorb",
     "ngram_match",
     "ngram_merge",
-    "ngram_outlook",
+    "ngram_lookahead",
     "ngram_store",
     "norm_heads",
     "normalised",

@@ -1,4 +1,4 @@
-"""What every op needs to check its arguments and to start its kernel. Not here: any arithmetic.
+"""What every op needs to check its arguments and to start its kernel.
 
 Triton is imported when a kernel is first launched, not when its module is: the package must import, and serve
 on a CPU, where Triton is not installed.

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++, for what Triton and Gluon cannot say. Not here: the kernels.
+"""Kernels in CUDA C++, for what Triton and Gluon cannot say.
 
 NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA (2.10 and later) brings both along, so
 neither nvcc nor a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do

@@ -27,7 +27,9 @@ Report = Mapping[str, Any]
 
 
 def changed_parts(report: Report, now: Source) -> list[str]:
-    """Parts of the code that a report depends on and that have changed since; all of them if none was recorded."""
+    """Parts of the code that a report depends on and that have changed since; all of them if none was
+    recorded.
+    """
     then = report.get("run", {}).get("source", {}).get("code", {})
     parts = DEPENDS_ON.get(report.get("benchmark", "kernels"), STEP_PATH)
     return [part for part in parts if then.get(part) != now.code.get(part)]

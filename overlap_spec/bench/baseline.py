@@ -1,7 +1,7 @@
 """transformers' `generate` on the same prompts: what the engine's figures are compared with in the same run.
 
-Needs the dependency group `bench`. Not here: anything of the engine. It runs in a process of its own, so that the
-engine's processes and transformers never share threads.
+Needs the dependency group `bench`. It runs in a process of its own, so that the engine's processes and transformers
+never share threads.
 
     python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR TOKENS THREADS DEVICE [RUNS] < prompts.json > figures.json
 """

@@ -1,4 +1,4 @@
-"""The engines that one benchmark compares, and what a report says of each. Not here: measuring.
+"""The engines that one benchmark compares, and what a report says of each.
 
 engine      as asked                      depth1   the same, one step in flight
 plain       the same without speculation

@@ -1,4 +1,4 @@
-"""Runs transformers' `generate` beside the engines of a benchmark, where it is fastest. Not here: the run itself.
+"""Runs transformers' `generate` beside the engines of a benchmark, where it is fastest.
 
 A process of its own (`baseline.py`), with as many threads as the worker. How its threads wait is the machine's own
 choice or the worker's: the first turn tries both, and later ones keep what was faster.

@@ -1,4 +1,4 @@
-"""One request at a time: what one user sees. Not here: load (`throughput.py`), and printing.
+"""One request at a time: what one user sees.
 
 Every figure is taken at the client, through the whole engine. Accept length is committed tokens per verify
 step, bonus included, the prefill's token not counted; each step's whole run counts, also the one a finish cut.

@@ -1,9 +1,7 @@
 """`bench methods`: every drafting method on one machine in one run, each compared with plain decoding.
 
-Not here: what is to be run (`methods_plan.py`, `methods_records.py`), one load (`methods_load.py`), tables
-(`methods_table.py`). One engine is measured at a time, and stopped before the next. A record that does not run says why
-in the report: `skipped` (what it needs was not given), `refused` (the engine does not do it) or `failed` (it was given,
-and broke).
+One engine is measured at a time, and stopped before the next. A record that does not run says why in the report:
+`skipped` (what it needs was not given), `refused` (the engine does not do it) or `failed` (it was given, and broke).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """One method under one load: a number of users who each send a prompt, read the answer and send the next.
 
-Not here: which methods and loads there are (`methods.py`). Everything is timed at the client, prompts included. Prompts
-that are sent again find nothing of their first time: the engine's caches are emptied before every run.
+Everything is timed at the client, prompts included. Prompts that are sent again find nothing of their first time: the
+engine's caches are emptied before every run.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What `bench methods` is to run: prompts, loads and sizes. Not here: running it (`methods.py`)."""
+"""What `bench methods` is to run: prompts, loads and sizes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """Which methods `bench methods` compares: each a record of flags, as a table in `data/methods.json` has them.
 
-Not here: running them (`methods.py`). Whether a record can run is for the engine to say, in its own words.
+Whether a record can run is for the engine to say, in its own words.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

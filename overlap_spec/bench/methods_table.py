@@ -1,4 +1,4 @@
-"""The tables of a methods report: every figure, or a line for each method. Not here: Markdown (`tables.py`)."""
+"""The tables of a methods report: every figure, or a line for each method."""
 
 from collections.abc import Iterator
 from typing import Any

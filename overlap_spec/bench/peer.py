@@ -2,7 +2,6 @@
 
 A configuration has up to two modes: overlap on, and off (`-sync`). The comparison is the one that is hardest on us: at
 each batch size the better mode of those that were measured. For plain decoding and trees only overlap on was measured.
-Not here: how it was measured (the README beside the lines), and what of ours stands beside it (`targets.py`).
 """
 
 import json

@@ -1,6 +1,6 @@
 """What every result file carries besides its figures: hardware, versions, commit and command.
 
-Not here: measuring. A figure without these is not worth keeping.
+A figure without these is not worth keeping.
 """
 
 import importlib.metadata

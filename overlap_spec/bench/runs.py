@@ -1,4 +1,4 @@
-"""Whole benchmark runs: start engines, measure, compare within the run. Not here: single measurements, printing.
+"""Whole benchmark runs: start engines, measure, compare within the run.
 
 Speculation is always compared with the same engine without it, and on request with one step in flight or with
 transformers, one after the other on the same machine in the same run. Throughput is measured as its peer was: token

@@ -1,7 +1,7 @@
 """What a step costs the scheduler: CPU time to settle a result, plan the next step and encode both messages.
 
-Not here: sockets and a model. A fake worker answers at once, outside of the measured time; requests that
-finish are replaced, so admission, prefill plans and the prefix cache are part of the mean.
+A fake worker answers at once, outside of the measured time; requests that finish are replaced, so admission, prefill
+plans and the prefix cache are part of the mean.
 """
 
 import random

@@ -1,6 +1,6 @@
-"""A decode workload with every process's trace: where a step's time goes, and a file to look at. Not here: the sums
+"""A decode workload with every process's trace: where a step's time goes, and a file to look at.
 
-(`step_summary.py`) and the file's format (`trace_file.py`). The engine is traced throughout; what is kept is one
+The engine is traced throughout; what is kept is one
 batch of requests, after a warm-up of the same batch.
 """
 

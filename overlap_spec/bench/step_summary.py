@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, from the records of a run. Not here: making them.
+"""Where the time of a decode step goes, from the records of a run.
 
 A step begins when its first device work begins; its period ends where the next step begins. Whatever is left of a
 period after the device's parts is the gap: the device waits for the host. Host work that is not in a gap is hidden.

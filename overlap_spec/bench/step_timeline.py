@@ -1,4 +1,4 @@
-"""A few steps as text: when each was queued, ran and was settled. Not here: the run (`step.py`).
+"""A few steps as text: when each was queued, ran and was settled.
 
 queued   |   77777777   8888888      plan sent, work not begun
 device   |66666666dd7777777dd8888    the step's digit until its tokens are out, then d: the draft works

@@ -1,8 +1,7 @@
 """What throughput is compared with: SGLang's figures (`peer.py`), and what is to be reached.
 
-Not here: our figures, which come from result files, and SGLang's, which come from its lines. Both were measured in
-bfloat16 by the same kind of call: one batch of token ids, the same prompts, prefix cache off, without a tokenizer, the
-better of two runs.
+Both were measured in bfloat16 by the same kind of call: one batch of token ids, the same prompts, prefix cache off,
+without a tokenizer, the better of two runs.
 """
 
 from collections.abc import Callable

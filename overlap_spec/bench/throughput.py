@@ -1,4 +1,4 @@
-"""Batches of requests through the whole HTTP server. Not here: one user's latency (`latency.py`).
+"""Batches of requests through the whole HTTP server.
 
 Step time is measured from outside, as other engines can be: one batched, non-streamed /generate of token ids, less the
 smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts

@@ -1,4 +1,4 @@
-"""The tables of a throughput report: batches, targets, sampling, chats. Not here: Markdown (`tables.py`)."""
+"""The tables of a throughput report: batches, targets, sampling, chats."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Records as a Chrome trace, which chrome://tracing and ui.perfetto.dev open. Not here: where records come from.
+"""Records as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
 
 One track per actor and one for the GPU, in microseconds since the first record. A step is followed by an arrow from
 its plan through its launch and its device work to its tokens: at depth 2 the arrow leaves while the step before runs.

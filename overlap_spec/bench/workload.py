@@ -1,4 +1,4 @@
-"""What a benchmark sends: chats, and prompts as token ids for an engine without a tokenizer. Not here: sending."""
+"""What a benchmark sends: chats, and prompts as token ids for an engine without a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """`overlap-spec COMMAND [flags]`: finds the command, runs it, turns an error into one sentence and a status.
 
-Not here: what a command does. A command is a module with `add_arguments(parser)` and `run(arguments) -> int`;
-only the one that is asked for is imported. Status 2: a wrong flag or value, found before any weight is read.
+A command is a module with `add_arguments(parser)` and `run(arguments) -> int`; only the one that is asked for is
+imported. Status 2: a wrong flag or value, found before any weight is read.
 """
 
 import argparse

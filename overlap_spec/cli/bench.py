@@ -1,6 +1,6 @@
 """`overlap-spec bench latency|throughput|scheduler|step|methods`: measure, print a table, write JSON.
 
-Not here: how anything is measured (`bench/`). The flags of the engine are those of `serve`.
+The flags of the engine are those of `serve`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`overlap-spec bench methods`: its own flags, and its table. Not here: the run (`bench/methods.py`)."""
+"""`overlap-spec bench methods`: its own flags, and its table."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`overlap-spec bench step`: its own flags, and its table. Not here: the run (`bench/step.py`)."""
+"""`overlap-spec bench step`: its own flags, and its table."""
 
 import argparse
 from typing import Any

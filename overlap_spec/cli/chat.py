@@ -1,7 +1,6 @@
 """`overlap-spec chat ["prompt"]`: the engine in this terminal. One answer, or a conversation without a prompt.
 
-Not here: reading lines (`repl.py`) and one turn of a conversation (`conversation.py`). Answers go to stdout,
-everything else to stderr, so that `overlap-spec chat "..." > answer.txt` holds the answer.
+Answers go to stdout, everything else to stderr, so that `overlap-spec chat "..." > answer.txt` holds the answer.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""One conversation: what has been said, one more answer, and a line of figures after it.
-
-Not here: where prompts come from (`chat.py`, `repl.py`).
-"""
+"""One conversation: what has been said, one more answer, and a line of figures after it."""
 
 import sys
 import time

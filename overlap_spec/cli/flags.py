@@ -1,7 +1,4 @@
-"""The engine's flags, made from EngineConfig's fields: `--page-size` is `page_size`.
-
-Not here: the fields, their words and their checks (`config_fields.py`).
-"""
+"""The engine's flags, made from EngineConfig's fields: `--page-size` is `page_size`."""
 
 import argparse
 

@@ -1,7 +1,4 @@
-"""What the port answers from the first moment to the last: 503 until the engine is warm, then the app.
-
-Not here: the app (`server/app.py`).
-"""
+"""What the port answers from the first moment to the last: 503 until the engine is warm, then the app."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 

@@ -1,4 +1,4 @@
-"""argparse that raises instead of exiting and never guesses an abbreviated flag. Not here: any flag."""
+"""argparse that raises instead of exiting and never guesses an abbreviated flag."""
 
 import argparse
 import difflib

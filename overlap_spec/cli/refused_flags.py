@@ -1,7 +1,4 @@
-"""SGLang's flags that cannot be honoured here: each is refused with a sentence that says what to do instead.
-
-Not here: flags that are honoured for some values (`config.py`).
-"""
+"""SGLang's flags that cannot be honoured here: each is refused with a sentence that says what to do instead."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A conversation typed line by line. Not here: answers (`conversation.py`).
+"""A conversation typed line by line.
 
 In a terminal: history, Ctrl-C stops an answer, Ctrl-D leaves. From a pipe: the same lines, without history; the first
 that is refused ends the conversation with an error.

@@ -1,4 +1,4 @@
-"""`overlap-spec serve`: the command. Not here: the life of the service (`service.py`), routes (`server/`)."""
+"""`overlap-spec serve`: the command."""
 
 import argparse
 import logging

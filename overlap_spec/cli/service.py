@@ -4,7 +4,7 @@
     one signal: new requests 503, open ones finish, status 0       a second: everything ends at once, status 1
     an actor dies: open streams get an error event, /health says 503, status 1
 
-Not here: the command (`serve.py`). The port is bound first, so that a busy one is found before a weight is read.
+The port is bound first, so that a busy one is found before a weight is read.
 """
 
 import asyncio

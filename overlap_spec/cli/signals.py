@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in an event loop: the first asks, the next insists. Not here: what stopping means."""
+"""SIGINT and SIGTERM in an event loop: the first asks, the next insists."""
 
 import asyncio
 import signal

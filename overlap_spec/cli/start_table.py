@@ -1,4 +1,4 @@
-"""What `serve` prints when it is ready: one table and a curl line that works. Not here: where the facts come from."""
+"""What `serve` prints when it is ready: one table and a curl line that works."""
 
 import json
 import shlex

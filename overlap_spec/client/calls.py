@@ -1,4 +1,4 @@
-"""The open calls of one client and what their answers become. Not here: sockets and tasks (`client.py`)."""
+"""The open calls of one client and what their answers become."""
 
 import asyncio
 from collections.abc import Sequence

@@ -4,9 +4,8 @@
         async for delta in client.generate("The sky is"):
             print(delta.text, end="")
 
-Not here: HTTP, tokenizing, retries. Leaving the loop ends the request: when the generator is closed, its
-Cancel leaves at once. One task reads the socket and puts every answer into its own request's queue, so a
-slow consumer delays nobody.
+Leaving the loop ends the request: when the generator is closed, its Cancel leaves at once. One task reads the socket
+and puts every answer into its own request's queue, so a slow consumer delays nobody.
 """
 
 import asyncio

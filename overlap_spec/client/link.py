@@ -1,5 +1,4 @@
-"""The public link: what both ends share, and the client's end. Not here: the tokenizer's end, a ROUTER
-(`tokenizer/client_router.py`), and what messages do.
+"""The public link: what both ends share, and the client's end.
 
 Every message is one frame of msgpack. An empty frame means nothing: it only finds out whether a client is
 still connected.

@@ -1,4 +1,4 @@
-"""Tells what a draft checkpoint is from the tensors that it holds. Not here: opening it, loading it.
+"""Tells what a draft checkpoint is from the tensors that it holds.
 
 Heads of every kind are published with `architectures: ["LlamaForCausalLM"]`, so the config alone does not say, and a
 head that runs under the wrong method still runs, with nothing accepted.

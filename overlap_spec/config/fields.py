@@ -1,7 +1,6 @@
 """What `EngineConfig`'s fields are, read from the struct itself: for flags, help and checks.
 
-Not here: the fields (`config.py`) and argparse (`cli/`). A field is added in one place, and its flag, its
-help line and its range check follow.
+A field is added in one place, and its flag, its help line and its range check follow.
 """
 
 from collections.abc import Mapping

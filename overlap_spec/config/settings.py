@@ -179,7 +179,7 @@ class Settings(Struct, frozen=True):
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
     threads_given: bool = False  # by the user: else fewer may do
-    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`waiting.py`)
+    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`runtime/openmp_spin.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
     spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep

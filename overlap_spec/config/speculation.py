@@ -1,7 +1,4 @@
-"""The flags of speculation, one field each, and the methods' names. `EngineConfig` is these and the rest.
-
-Not here: what becomes of them (`resolve_speculation.py`) and what the methods do (`spec/methods.py`).
-"""
+"""The flags of speculation, one field each, and the methods' names. `EngineConfig` is these and the rest."""
 
 from typing import Annotated, Literal, get_args
 

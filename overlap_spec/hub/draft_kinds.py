@@ -1,7 +1,7 @@
 """Refuses a draft where a target is wanted, and another draft than a method's, before a process is started for it.
 
 What a checkpoint is, its tensors' names say, and safetensors have those in front. A .bin needs torch to be opened: it
-is the worker that tells what is in it, before it reads the target. Not here: the rule itself (`draft_kind.py`).
+is the worker that tells what is in it, before it reads the target.
 """
 
 from collections.abc import Mapping

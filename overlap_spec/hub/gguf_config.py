@@ -1,4 +1,4 @@
-"""Reads the metadata of a .gguf file as a Hugging Face config. Not here: its tensors (`models/gguf_source.py`)."""
+"""Reads the metadata of a .gguf file as a Hugging Face config."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

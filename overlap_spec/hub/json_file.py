@@ -1,4 +1,4 @@
-"""Reads a JSON object, or says which file is none. Not here: what the files mean."""
+"""Reads a JSON object, or says which file is none."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a download or a check says how far it is. Not here: drawing bars (`cli/`)."""
+"""How a download or a check says how far it is."""
 
 import io
 from collections.abc import Callable

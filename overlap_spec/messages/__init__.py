@@ -1,9 +1,9 @@
 """What travels on each link: tagged, array-like, frozen msgspec structs, one union type per link.
 
-Not here: sockets (`transport.py`) and behaviour. A struct is named for where it goes. Times are seconds
-as float (monotonic clock of the machine), sizes are counts of tokens unless the name says otherwise.
-A new field goes last, with a default, so that old payloads still decode. Whoever uses one imports it from here;
-which file it stands in says only which link it travels on, and an actor's inbox takes the union of its links.
+A struct is named for where it goes. Times are seconds as float (monotonic clock of the machine), sizes are counts of
+tokens unless the name says otherwise. A new field goes last, with a default, so that old payloads still decode. Whoever
+uses one imports it from here; which file it stands in says only which link it travels on, and an actor's inbox takes
+the union of its links.
 
     client ==Generate,Cancel,..==> tokenizer --Admit,Abort--> scheduler --StepPlan--> worker
     client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker

@@ -1,4 +1,4 @@
-"""What every link shares: the base of all messages and the words that several of them use. Not here: any message."""
+"""What every link shares: the base of all messages and the words that several of them use."""
 
 import enum
 

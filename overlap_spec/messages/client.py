@@ -1,4 +1,4 @@
-"""The client link: between the tokenizer and whoever asks for text. Not here: the sockets (`client_link.py`)."""
+"""The client link: between the tokenizer and whoever asks for text."""
 
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt

@@ -1,4 +1,4 @@
-"""The inner links, in the order of the ring: tokenizer, scheduler, worker, and back. Not here: clients, supervisor."""
+"""The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import SamplingParams
@@ -28,7 +28,7 @@ class Abort(Message, frozen=True):
 
 
 class FlushCache(Message, frozen=True):
-    """Empty the prefix cache if nothing runs. To a worker that foresees: forget what requests have said."""
+    """Empty the prefix cache if nothing runs. To a worker that is_self_drafting: forget what requests have said."""
 
 
 # --- scheduler -> worker ----------------------------------------------------------------------------------
@@ -98,14 +98,13 @@ class StepCosts(Message, frozen=True):
 class WorkerReady(Message, frozen=True):
     """All the scheduler knows of model, method and memory.
 
-    `width`: the largest window W. `key_lookahead`: tokens after a position that its draft KV depends on
-    (with 1, prefix-cache keys are bigrams). `chunk_tokens`: prompt tokens a prefill step may hold.
-    `chunk_pairs`: (token, key) pairs of attention that take as long as so many tokens do otherwise, so that a chunk
-    deep in a context gets shorter; 0: attention is not counted.
-    Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
-    `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none.
-    `foresees`: results have outlooks, and every window is filled whole, whatever the width of the step before.
-    `branches`: guesses are no chain: results of steps with guesses have paths.
+    `width`: the largest window W. `key_lookahead`: tokens after a position that its draft KV depends on (with 1,
+    prefix-cache keys are bigrams). `chunk_tokens`: prompt tokens a prefill step may hold. `chunk_pairs`: (token, key)
+    pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
+    0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
+    `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
+    results have lookaheads, and every window is filled whole, whatever the width of the step before. `branches`:
+    guesses are no chain: results of steps with guesses have paths.
     """
 
     num_slots: int
@@ -121,7 +120,7 @@ class WorkerReady(Message, frozen=True):
     roofline: Roofline = Roofline()
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
-    foresees: bool = False
+    is_self_drafting: bool = False
     branches: bool = False
 
 
@@ -130,10 +129,10 @@ class StepResult(Message, frozen=True):
 
     `num_proposed`: how many guesses might have been accepted. `gpu_time`: seconds the device worked on the step.
     `gpu_gap`: seconds the device had nothing to do between the step before and this one, whatever the reason.
-    `launch_time`: seconds the host took to launch it; 0 where the host is the device. `outlooks`: of methods that fill
-    whole windows, by slot, what was guessed beyond the step's width too: levels of guesses in bits 0-7, how many tokens
-    they rest on in bits 8-15, and from bit 16 on the column of the guess after the accepted run that was right, 0 for
-    none. Empty: no slot had a guess. `paths`: of windows whose guesses are no chain, by slot, what narrower steps
+    `launch_time`: seconds the host took to launch it; 0 where the host is the device. `lookaheads`: of methods that
+    fill whole windows, by slot, what was guessed beyond the step's width too: levels of guesses in bits 0-7, how many
+    tokens they rest on in bits 8-15, and from bit 16 on the column of the guess after the accepted run that was right,
+    0 for none. Empty: no slot had a guess. `paths`: of windows whose guesses are no chain, by slot, what narrower steps
     would have committed: bit i - 1 for every column i > 0 that stood, and above them bit k, k being the last column
     with a guess; 64 bits, with a sign. Empty: guess i stood in column i.
     """
@@ -144,7 +143,7 @@ class StepResult(Message, frozen=True):
     gpu_time: float
     gpu_gap: float = 0.0
     launch_time: float = 0.0
-    outlooks: list[int] = []
+    lookaheads: list[int] = []
     paths: list[int] = []
 
 

@@ -1,6 +1,6 @@
-"""What bounds a decode step from below: what its forwards move and compute, and how fast the device could. Not here:
+"""What bounds a decode step from below: what its forwards move and compute, and how fast the device could.
 
-the bound itself (`metrics/roofline.py`). It travels in WorkerReady, so that the scheduler, which knows how long every
+It travels in WorkerReady, so that the scheduler, which knows how long every
 sequence is, can say how far a step is from its floor.
 """
 

@@ -1,4 +1,4 @@
-"""Between the supervisor and every actor: life, death and progress. Not here: processes and signals."""
+"""Between the supervisor and every actor: life, death and progress."""
 
 from overlap_spec.messages.base import Message
 

@@ -1,4 +1,4 @@
-"""Devices whose ceilings were measured, in one table. Not here: measuring another device's (`worker/costs.py`)."""
+"""Devices whose ceilings were measured, in one table."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A histogram that counts one observation many times at once. Not here: names and text format (`prometheus.py`).
+"""A histogram that counts one observation many times at once.
 
 prometheus-client's own cannot: its `observe` adds one. A chunk of k tokens is k inter-token latencies.
 """

@@ -1,7 +1,7 @@
 """What `/metrics` prints: the engine's `Stats` and the latencies that the HTTP server has seen, in Prometheus' format.
 
-Not here: HTTP, and how the engine counts. Names after `overlap_spec:` are SGLang's, and so are the histograms'
-bounds, roughly; the four `vllm:spec_decode_*` counters are those that `vllm bench serve` reads before and after a run.
+Names after `overlap_spec:` are SGLang's, and so are the histograms' bounds, roughly; the four `vllm:spec_decode_*`
+counters are those that `vllm bench serve` reads before and after a run.
 """
 
 import time

@@ -2,8 +2,8 @@
 
     floor = sum over the step's forwards of max((weight + KV bytes) / bytes_per_s, FLOP / flop_per_s)
 
-Not here: where the figures come from (the worker). Activations, norms, sampling and the copies of a step are not
-counted, so no step reaches 1. The forwards of a decode step of B slots at width W:
+Activations, norms, sampling and the copies of a step are not counted, so no step reaches 1. The forwards of a decode
+step of B slots at width W:
 
     target          B * W rows, logits on all of them
     draft extend    B * D rows, logits on B            (W > 1)

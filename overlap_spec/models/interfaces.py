@@ -1,4 +1,4 @@
-"""What the worker and the methods need of a model. Not here: any architecture.
+"""What the worker and the methods need of a model.
 
 A forward works on T flattened rows. Rows of one request are contiguous, at ascending positions; in
 decode every request has W rows, in prefill as many as its chunk. Rows write their K/V first, then row
@@ -80,7 +80,7 @@ class TargetOutput:
         return normalised(self.stream)
 
     @property
-    def taps(self) -> Tensor:
+    def aux_hidden(self) -> Tensor:
         """What a draft head reads of a target: what is tapped, or the hidden states. Shapes: [T, n * H]."""
         return self.aux if self.aux.shape[1] else self.hidden
 

@@ -1,4 +1,4 @@
-"""The paged KV cache of one model. Not here: who owns which page (the scheduler), and how rows are attended to.
+"""The paged KV cache of one model.
 
     k[layer]: [num_pages, page_size, num_kv_heads, head_dim], v[layer] alike
 

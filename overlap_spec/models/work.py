@@ -1,4 +1,4 @@
-"""What a forward of a Llama-shaped model reads and computes, from its loaded weights. Not here: any time."""
+"""What a forward of a Llama-shaped model reads and computes, from its loaded weights."""
 
 from dataclasses import dataclass
 

@@ -2,8 +2,8 @@
 
     python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR PARENT_PID
 
-Not here: what a role does, and who starts it (`supervisor.py`). A child dies with its parent, leaves SIGINT
-and SIGTERM to it, and reports an exception as ActorFailed before it exits with status 1.
+A child dies with its parent, leaves SIGINT and SIGTERM to it, and reports an exception as ActorFailed before it exits
+with status 1.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ import zmq
 
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.ipc.step_link import Patience, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
 from overlap_spec.runtime.tracing import recorder
@@ -67,8 +67,8 @@ class ActorContext:
     def step_inbox(self, union: Any) -> StepInbox[Any]:
         """Bind this actor's inbox for messages of `union`, some of which come over a step link."""
         others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
-        patience = Patience(self.settings.spin_s)
-        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, patience)
+        spin = SpinPolicy(self.settings.spin_s)
+        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin)
         self._links += [link, others]
         return link
 

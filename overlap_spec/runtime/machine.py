@@ -1,7 +1,4 @@
-"""What this machine offers the engine: cores and CUDA devices, found without torch.
-
-Not here: memory and everything else that only the worker can measure.
-"""
+"""What this machine offers the engine: cores and CUDA devices, found without torch."""
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept for the next start. Not here: measuring.
+"""What was measured on this machine, kept for the next start.
 
 A figure that was measured while other processes used the cores serves this start and is not kept.
 

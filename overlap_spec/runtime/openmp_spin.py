@@ -1,4 +1,4 @@
-"""How long the worker's threads spin before they sleep, chosen by what waking them costs here. Not here: environments.
+"""How long the worker's threads spin before they sleep, chosen by what waking them costs here.
 
 A step on a CPU is some 150 parallel regions with pauses of 10 to 100 microseconds between them. A thread that sleeps in
 each has to be woken: 10 microseconds on one machine, 400 on another. A thread that spins for long takes a core from

@@ -1,4 +1,4 @@
-"""The child processes of one run: started, watched, killed. Not here: messages to and from them (`supervisor.py`).
+"""The child processes of one run: started, watched, killed.
 
 Each child leads its own session: the terminal's signals reach the parent alone, which decides, and a kill
 takes what the child itself has started (compilers) along.

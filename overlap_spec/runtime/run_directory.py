@@ -1,8 +1,8 @@
 """The private directory of one run (0700): sockets and settings, named for its owner, gone with it.
 
-Not here: what is in the files. An owner that was killed cannot clean up; the next start removes what it left. A
-directory belongs to somebody as long as its lock is held: the kernel lets go of the lock when the owner ends, while
-process numbers mislead where containers share a temporary directory.
+An owner that was killed cannot clean up; the next start removes what it left. A directory belongs to somebody as long
+as its lock is held: the kernel lets go of the lock when the owner ends, while process numbers mislead where containers
+share a temporary directory.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
-Not here: how processes start (`processes.py`), requests (`client.py`). The first failure is the one that
-counts: it is kept, and every other child is killed at once, for without one actor the ring is useless.
+The first failure is the one that counts: it is kept, and every other child is killed at once, for without one actor the
+ring is useless.
 """
 
 import asyncio

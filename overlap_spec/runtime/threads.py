@@ -1,4 +1,4 @@
-"""Blocking work beside an event loop, in a thread that nobody has to wait for. Not here: pools of threads."""
+"""Blocking work beside an event loop, in a thread that nobody has to wait for."""
 
 import asyncio
 import concurrent.futures

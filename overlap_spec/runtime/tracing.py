@@ -1,7 +1,7 @@
 """What each process did when, on one clock: records kept in memory and written to a file when the process ends.
 
 Off by default: `NO_TRACE` takes every call and keeps nothing. Times are `time.monotonic()`, which all processes of a
-machine share. Not here: what the records become (`bench/`), and the device's own time (`worker/trace.py`).
+machine share.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The sampler through torch.compile: `--enable-torch-compile`. Not here: the layers, which are kernels already.
+"""The sampler through torch.compile: `--enable-torch-compile`.
 
 What is left of a step beside the kernels is drawing by temperature, a string of small torch operations; torch.compile
 fuses them before they are captured. The last bits of a score may differ, which decides only between scores that agree
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.spec.types import Sampling
+from overlap_spec.sampling.types import Sampling
 
 MOST_VARIANTS = 1024  # batch sizes, widths and kinds of sampling; torch's own limit is 8
 

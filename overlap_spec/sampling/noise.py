@@ -1,4 +1,4 @@
-"""Gumbel noise as a pure function of (seed, absolute position, token id). Not here: what it is used for.
+"""Gumbel noise as a pure function of (seed, absolute position, token id).
 
 A token drawn as argmax(logits / T + g) is a sample of softmax(logits / T); because g depends on nothing
 but its key, the same request draws the same tokens with any method, depth, batch or cache state. The

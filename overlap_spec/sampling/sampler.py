@@ -1,4 +1,4 @@
-"""Draws one token per row from logits. Not here: which rows, and what a drawn token decides.
+"""Draws one token per row from logits.
 
 Order of processing per row: stop ids masked until they may be drawn; p = softmax(logits / T); top_k, top_p
 and min_p each computed on p, without renormalising in between; argmax(logits / T + g) over what is left.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import Scores
 from overlap_spec.sampling.noise import gumbel
-from overlap_spec.spec.types import Sampling
+from overlap_spec.sampling.types import Sampling
 
 Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or what stands for it
 _SLICE = 1 << 22  # scores drawn at once: bounds the float64 workspace to a few hundred MiB

@@ -1,7 +1,7 @@
 """Whom to let in: a request is refused if it can never run, and waits if it would soon push others out.
 
-Not here: slots and pages themselves (`roster.py`, `memory.py`). How much of `max_new_tokens` a request will
-really use is a guess, the new-token ratio: it sinks while all goes well and jumps up after a preemption.
+How much of `max_new_tokens` a request will really use is a guess, the new-token ratio: it sinks while all goes well and
+jumps up after a preemption.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from overlap_spec.messages import Admit
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prefix_cache import TOKEN_BYTES
-from overlap_spec.scheduler.queues import Roster
+from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 
 INITIAL_RATIO = 0.7
@@ -64,29 +64,29 @@ class NewTokenRatio:
 class Admission:
     """Moves the head of the queue into a slot when there is room; strictly first come, first served."""
 
-    def __init__(self, roster: Roster, limits: Limits) -> None:
+    def __init__(self, queues: RequestQueues, limits: Limits) -> None:
         self.ratio = NewTokenRatio()
-        self._roster = roster
+        self._queues = queues
         self._limits = limits
 
     def admit_next(self) -> Request | None:
         """Start the oldest waiting request, or nobody if it does not fit now."""
-        roster, memory = self._roster, self._roster.memory
-        if not roster.waiting or not roster.free_slots or roster.victims_leaving:
+        queues, memory = self._queues, self._queues.memory
+        if not queues.waiting or not queues.free_slots or queues.victims_leaving:
             return None
-        if not roster.running:
+        if not queues.running:
             self.ratio.reset()
-        request = roster.waiting[0]
+        request = queues.waiting[0]
         match = memory.match(request)
         needed = memory.pages_to_start(request) - len(match.pages)
         spare = memory.num_available - match.num_evictable - needed
-        if spare < 0 or (roster.running and spare * self._limits.page_size < self._growth(request)):
+        if spare < 0 or (queues.running and spare * self._limits.page_size < self._growth(request)):
             return None
-        return roster.start(match)
+        return queues.start(match)
 
     def _growth(self, newcomer: Request) -> float:
         """Tokens that the running requests and this one are expected to add."""
         left = min(newcomer.committed_limit - len(newcomer.tokens), MAX_GROWTH)
-        for request in self._roster.running:
+        for request in self._queues.running:
             left += min(request.committed_limit - len(request.tokens), MAX_GROWTH)
         return left * self.ratio.value

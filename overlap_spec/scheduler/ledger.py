@@ -1,6 +1,6 @@
 """Settling: what a step committed goes to its requests' accounts, ends some of them, and becomes deltas.
 
-Not here: planning. After every settled or aborted event, for each request with a slot:
+After every settled or aborted event, for each request with a slot:
 
     committed_len <= device length <= reserved_len = committed_len + widths of the decode steps in flight
                                                                    + 1 if its prompt's last chunk is in flight
@@ -13,17 +13,17 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
 from overlap_spec.metrics.roofline import step_floor
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.queues import Roster
+from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.policy import WidthPolicy
 
 
 class Ledger:
-    """Applies results and aborts to the roster."""
+    """Applies results and aborts to the queues."""
 
-    def __init__(self, roster: Roster, limits: Limits, counters: Counters, widths: WidthPolicy) -> None:
-        self._roster = roster
+    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, widths: WidthPolicy) -> None:
+        self._queues = queues
         self._counters = counters
         self._limits = limits
         self._widths = widths
@@ -41,16 +41,16 @@ class Ledger:
             self._settle_decode(step, result, deltas)
         else:
             self._settle_prefill(step, result, deltas)
-        self._had_work = not self._roster.idle
+        self._had_work = not self._queues.idle
         return deltas if deltas.uids else None
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
         """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
-        request = self._roster.open.get(uid)
+        request = self._queues.open.get(uid)
         if request is None:
             return None
         request.finish = Finish(FinishKind.ABORT, message=reason.value)
-        self._roster.close(request)
+        self._queues.close(request)
         if reason is AbortReason.STOP_STRING:
             return None
         self._counters.aborted += 1
@@ -77,7 +77,7 @@ class Ledger:
                 self._commit(request, run, deltas)
             request.in_flight -= 1  # last: until here the step holds slot and pages
             if not request.running:
-                self._roster.step_settled(request)
+                self._queues.step_settled(request)
 
     def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
         for request, end, run in zip(step.requests, step.chunk_ends, result.tokens, strict=True):
@@ -90,9 +90,9 @@ class Ledger:
                     self._commit(request, run, deltas)
             request.in_flight -= 1
             if request.running:
-                self._roster.memory.share(request)
+                self._queues.memory.share(request)
             else:
-                self._roster.step_settled(request)
+                self._queues.step_settled(request)
 
     def _commit(self, request: Request, run: list[int], deltas: TokenDeltas) -> None:
         """Append a run to an unfinished request, up to the token that finishes it."""
@@ -106,7 +106,7 @@ class Ledger:
         deltas.usages.append(request.usage(self._speculative))
         if finish is not None:
             request.finish = finish
-            self._roster.close(request)
+            self._queues.close(request)
 
 
 def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:

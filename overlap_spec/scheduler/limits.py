@@ -1,6 +1,6 @@
 """The sizes that the scheduler plans with: what the worker reported, narrowed by the settings.
 
-Not here: any decision. One object, made once when the worker is ready, never changed.
+One object, made once when the worker is ready, never changed.
 """
 
 import math
@@ -16,7 +16,7 @@ class Limits:
     def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
         self.width = ready.width
         self.max_deferred = ready.max_deferred
-        self.foresees = ready.foresees
+        self.is_self_drafting = ready.is_self_drafting
         self.page_size = ready.page_size
         self.num_pages = ready.num_pages
         self.key_lookahead = ready.key_lookahead

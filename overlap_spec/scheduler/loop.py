@@ -1,7 +1,7 @@
 """The scheduler's loop: plan ahead, speak, sleep, then settle what has arrived.
 
-Not here: sockets (`actor.py`) and every decision (`planner.py`, `ledger.py`, `admission.py`). Depth is the
-number of steps in flight: at 2, plan N+1 is sent before result N is dispatched; 1 is the synchronous engine.
+Depth is the number of steps in flight: at 2, plan N+1 is sent before result N is dispatched; 1 is the synchronous
+engine.
 """
 
 import time
@@ -33,12 +33,12 @@ from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.planner import Planner
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
-from overlap_spec.scheduler.queues import Roster
-from overlap_spec.scheduler.request_pages import KvMemory
+from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance
-from overlap_spec.scheduler.width.lookahead import MatchedWidth, OutlookWidth
+from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
 from overlap_spec.scheduler.width.rules import RuledWidth
 
@@ -56,8 +56,10 @@ class Links:
 class Scheduler:
     """Runs requests on the worker, as many steps ahead as the depth allows."""
 
-    def __init__(self, roster: Roster, planner: Planner, ledger: Ledger, reporter: Reporter, links: Links) -> None:
-        self.roster = roster
+    def __init__(
+        self, queues: RequestQueues, planner: Planner, ledger: Ledger, reporter: Reporter, links: Links
+    ) -> None:
+        self.queues = queues
         self.planner = planner
         self.ledger = ledger
         self.reporter = reporter
@@ -73,7 +75,7 @@ class Scheduler:
         while not self.stopping:
             self.plan_ahead()
             self.speak()  # deltas leave after the plan has left
-            assert self.inflight or self.roster.idle, "asleep with work that nothing will wake"
+            assert self.inflight or self.queues.idle, "asleep with work that nothing will wake"
             self.reporter.asleep()
             message = await self.links.inbox.recv()
             self.reporter.awake()
@@ -136,16 +138,16 @@ class Scheduler:
             self._say(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
         self._num_arrived += 1
-        self.roster.enqueue(Request(admit, self._num_arrived, self.roster.memory.cache.root))
+        self.queues.enqueue(Request(admit, self._num_arrived, self.queues.memory.cache.root))
         self.planner.counters.requests += 1
 
     def _flush(self) -> None:
         """Empty the prefix cache, unless something runs or waits."""
-        can = self.roster.idle and not self.inflight
+        can = self.queues.idle and not self.inflight
         if can:
-            cache = self.roster.memory.cache
+            cache = self.queues.memory.cache
             cache.evict(cache.num_evictable)
-            if self.limits.foresees:
+            if self.limits.is_self_drafting:
                 self.links.worker.send(FlushCache())
             self._say(self.reporter.snapshot())  # before the answer: who asks for figures after it sees an empty cache
         self._say(Flushed(can))
@@ -154,12 +156,12 @@ class Scheduler:
 def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callable[[], float]) -> WidthPolicy:
     if settings.width_rules:
         return RuledWidth(settings.width_rules, settings.width_padding)
-    if ready.foresees and settings.keeps_width:
+    if ready.is_self_drafting and settings.keeps_width:
         return MatchedWidth(ready.width)
     if not ready.step_costs.widths:
         return FixedWidth(ready.width)
-    if ready.foresees:
-        return OutlookWidth(ready.step_costs)
+    if ready.is_self_drafting:
+        return LookaheadWidth(ready.step_costs)
     acceptance = ColumnAcceptance if ready.branches else ChainAcceptance
     return MeasuredWidth(ready.step_costs, acceptance(ready.step_costs.widths[-1] - 1), clock)
 
@@ -175,11 +177,11 @@ def build_scheduler(
     limits = Limits(ready, settings)
     pool = PagePool(limits.num_pages)
     kind = PrefixCache if cache.prefix_cache else NoPrefixCache
-    memory = KvMemory(pool, kind(pool, limits.page_size, limits.key_lookahead), limits)
-    roster = Roster(memory, limits.num_slots)
+    memory = RequestPages(pool, kind(pool, limits.page_size, limits.key_lookahead), limits)
+    queues = RequestQueues(memory, limits.num_slots)
     counters = Counters(runs=[0] * (limits.width + 1))
     widths = _width_policy(ready, settings, clock)
-    planner = Planner(roster, Admission(roster, limits), limits, counters, widths)
+    planner = Planner(queues, Admission(queues, limits), limits, counters, widths)
     return Scheduler(
-        roster, planner, Ledger(roster, limits, counters, widths), Reporter(roster, limits, counters, clock), links
+        queues, planner, Ledger(queues, limits, counters, widths), Reporter(queues, limits, counters, clock), links
     )

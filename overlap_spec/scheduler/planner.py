@@ -1,12 +1,12 @@
 """What runs next: builds one step at a time from who runs, who waits and how many pages there are.
 
-Not here: results (`ledger.py`). The planner never knows an accept length of a step in flight; it plans with
-upper bounds. Two promises: pages of a planned slot cover `reserved_len` + w positions (w: the step's own width,
-`reserved_len` with its window; the w more are for what it proposes from its end), and nothing is planned for a request
-that its steps in flight must finish, each of which commits at least one token.
+The planner never knows an accept length of a step in flight; it plans with upper bounds. Two promises: pages of a
+planned slot cover `reserved_len` + w positions (w: the step's own width, `reserved_len` with its window; the w more are
+for what it proposes from its end), and nothing is planned for a request that its steps in flight must finish, each of
+which commits at least one token.
 
-How wide a decode step is, is `width.py`'s decision. At width 1 the draft defers a row of each slot; a step catches up
-when it is wider than that, or when somebody's deferred rows would become more than the worker keeps.
+How wide a decode step is, is `width/policy.py`'s decision. At width 1 the draft defers a row of each slot; a step
+catches up when it is wider than that, or when somebody's deferred rows would become more than the worker keeps.
 """
 
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.scheduler.admission import Admission
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.queues import Roster
+from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.policy import WidthPolicy
@@ -24,11 +24,11 @@ class Planner:
     """Prefill chunks and decode steps take turns while there is work for both."""
 
     def __init__(
-        self, roster: Roster, admission: Admission, limits: Limits, counters: Counters, widths: WidthPolicy
+        self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, widths: WidthPolicy
     ) -> None:
         self.limits = limits
         self.widths = widths
-        self._roster = roster
+        self._queues = queues
         self._admission = admission
         self.counters = counters
         self._next_step_id = 0
@@ -62,7 +62,7 @@ class Planner:
 
     def _next_to_prefill(self) -> Request | None:
         """The request whose prompt is unfinished (the youngest that runs, as nobody passes it), or a new one."""
-        running = self._roster.running
+        running = self._queues.running
         if running and running[-1].planned_len < running[-1].target:
             return running[-1]
         request = self._admission.admit_next()
@@ -103,13 +103,13 @@ class Planner:
 
     def _decode(self) -> Step | None:
         """One window for everybody who can take one, oldest first: who is short of pages makes the younger wait."""
-        if not self._roster.running:
+        if not self._queues.running:
             return None
-        width, page_size = self.widths.choose(len(self._roster.running)), self.limits.page_size
+        width, page_size = self.widths.choose(len(self._queues.running)), self.limits.page_size
         work: list[SlotWork] = []
         requests: list[Request] = []
         short = False
-        for request in tuple(self._roster.running):
+        for request in tuple(self._queues.running):
             committed = len(request.tokens)
             if not request.running or request.planned_len < request.target:
                 continue  # preempted just now, or still in prefill
@@ -147,26 +147,26 @@ class Planner:
     def _grow(self, request: Request, upto: int) -> list[int]:
         """Append pages so that positions 0..upto-1 are covered. Returns them; none if the request must wait."""
         count = self.limits.pages_for(upto) - len(request.pages)
-        return self._roster.memory.extend(request, count) if self._make_room(request, count) else []
+        return self._queues.memory.extend(request, count) if self._make_room(request, count) else []
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Preempt the youngest until `count` pages can be had; False if they come later, or went to somebody older."""
-        roster, memory = self._roster, self._roster.memory
+        queues, memory = self._queues, self._queues.memory
         while memory.num_available < count:
-            if memory.num_available + sum(len(other.pages) for other in roster.leaving) >= count:
+            if memory.num_available + sum(len(other.pages) for other in queues.leaving) >= count:
                 return False  # they come when steps in flight settle
-            if roster.running == [request]:
+            if queues.running == [request]:
                 assert request.in_flight, "a request that is alone always fits"
                 return False
-            victim = roster.running[-1]
+            victim = queues.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
     def _preempt(self, victim: Request) -> None:
-        self._roster.leave(victim)
-        self._admission.ratio.raise_after_preemption(self._roster.running)
+        self._queues.leave(victim)
+        self._admission.ratio.raise_after_preemption(self._queues.running)
         self.counters.preempted += 1
 
     def _step(

@@ -1,8 +1,8 @@
 """Which pages hold the KV of which token prefix: a radix tree whose edges are runs of whole pages.
 
-Not here: who uses the pages (`memory.py`). The key of a page is the tokens at its positions, and, when a
-position's draft KV depends on the next token (`lookahead` 1), the token after them too: then the key of
-position i is the bigram (t_i, t_i+1), and n tokens make n - 1 cacheable positions. With more lookahead, so many more.
+The key of a page is the tokens at its positions, and, when a position's draft KV depends on the next token (`lookahead`
+1), the token after them too: then the key of position i is the bigram (t_i, t_i+1), and n tokens make n - 1 cacheable
+positions. With more lookahead, so many more.
 
     tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, lookahead 1
     page 0   [t0 t1 t2 t3 t4]

@@ -1,7 +1,7 @@
 """Who waits, who runs and who is on the way out, with the slots.
 
-Not here: why somebody moves. Everyone is ordered by arrival, so a preempted request comes back in front of
-all that wait. A slot and its pages are free only when their request is done *and* in no step in flight:
+Everyone is ordered by arrival, so a preempted request comes back in front of all that wait. A slot and its pages are
+free only when their request is done *and* in no step in flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
 """
@@ -11,16 +11,16 @@ from collections import deque
 from operator import attrgetter
 
 from overlap_spec.scheduler.prefix_cache import Match
-from overlap_spec.scheduler.request_pages import KvMemory
+from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request
 
 ARRIVAL = attrgetter("order")
 
 
-class Roster:
+class RequestQueues:
     """Owner of the requests' states and of the slots."""
 
-    def __init__(self, memory: KvMemory, num_slots: int) -> None:
+    def __init__(self, memory: RequestPages, num_slots: int) -> None:
         self.memory = memory
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
         self.waiting: deque[Request] = deque()

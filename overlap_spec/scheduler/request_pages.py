@@ -1,7 +1,7 @@
 """Pages of requests: what a request takes when it gets a slot, grows by, shares and gives back.
 
-Not here: when (`planner.py`, `ledger.py`). Pages of the cached prefix come first in a request's table and
-are never written by it: it starts to write at `cached_len`, a multiple of the page size.
+Pages of the cached prefix come first in a request's table and are never written by it: it starts to write at
+`cached_len`, a multiple of the page size.
 
     table of a request:   [ shared with the cache | its own .................... ]
                           0                 num_shared                      len(pages)
@@ -13,7 +13,7 @@ from overlap_spec.scheduler.prefix_cache import Match, PrefixCache
 from overlap_spec.scheduler.requests import Request
 
 
-class KvMemory:
+class RequestPages:
     """The page pool together with the prefix cache that gives way when pages run out."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache, limits: Limits) -> None:

@@ -1,6 +1,6 @@
 """One request as the scheduler sees it, and one step in flight.
 
-Not here: decisions. Lengths are absolute positions in prompt + output:
+Lengths are absolute positions in prompt + output:
 
     0        cached_len      planned_len        target       len(tokens)     reserved_len
     |--hit-----|---chunks------|-----to plan------|---output---|---in flight---|

@@ -1,6 +1,6 @@
 """The scheduler process: waits for the worker, tells the tokenizer what fits, then runs the loop.
 
-Not here: the loop (`loop.py`). Draining is the tokenizer's: it holds Shutdown back until its requests are done.
+Draining is the tokenizer's: it holds Shutdown back until its requests are done.
 """
 
 from overlap_spec.ipc.transport import Inbox

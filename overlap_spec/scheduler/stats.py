@@ -1,7 +1,7 @@
 """What the scheduler counts, and the reports made of it: a Stats message and the log lines.
 
-Not here: who reads them. There is no timer: reports leave about once a second while there is work, and once
-when it ends, so an idle scheduler sleeps.
+There is no timer: reports leave about once a second while there is work, and once when it ends, so an idle scheduler
+sleeps.
 """
 
 import copy
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from overlap_spec.messages import Stats, StepResult
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.queues import Roster
+from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 
 REPORT_S = 1.0
@@ -125,8 +125,8 @@ class Interval:
 class Reporter:
     """Decides when a report is due and makes it."""
 
-    def __init__(self, roster: Roster, limits: Limits, counters: Counters, clock: Callable[[], float]) -> None:
-        self._roster = roster
+    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, clock: Callable[[], float]) -> None:
+        self._queues = queues
         self._limits = limits
         self._counters = counters
         self._clock = clock
@@ -146,7 +146,7 @@ class Reporter:
 
     def poll(self) -> Stats | None:
         """Call after every event. Returns a report when one is due."""
-        busy = not self._roster.idle
+        busy = not self._queues.idle
         if not busy and not self._active:
             return None
         now = self._clock()
@@ -166,16 +166,16 @@ class Reporter:
 
     def snapshot(self) -> Stats:
         """The report as of now."""
-        roster, counters, page_size = self._roster, self._counters, self._limits.page_size
-        num_used = roster.memory.num_used
+        queues, counters, page_size = self._queues, self._counters, self._limits.page_size
+        num_used = queues.memory.num_used
         host_time, gpu_gap = self._reported.host_time(), self._reported.gpu_gap()
         return Stats(
-            num_running=len(roster.running),
-            num_queued=len(roster.waiting),
+            num_running=len(queues.running),
+            num_queued=len(queues.waiting),
             num_used_tokens=num_used * page_size,
-            num_cached_tokens=roster.memory.cache.num_evictable * page_size,
+            num_cached_tokens=queues.memory.cache.num_evictable * page_size,
             max_total_tokens=self._limits.pool_tokens,
-            token_usage=num_used / roster.memory.pool.num_total,
+            token_usage=num_used / queues.memory.pool.num_total,
             gen_throughput=self._reported.throughput(self._clock()),
             accept_length=self._reported.accept_length(),
             step_time=self._reported.step_time(),
@@ -200,10 +200,10 @@ class Reporter:
 
     def _write_log(self, now: float) -> None:
         """Write what happened since the last line, in the words that SGLang's users search for."""
-        since, counters, roster = self._logged, self._counters, self._roster
-        num_used = roster.memory.num_used
-        usage = f"token usage: {num_used / roster.memory.pool.num_total:.2f}"
-        running, queued = f"#running-req: {len(roster.running)}", f"#queue-req: {len(roster.waiting)}"
+        since, counters, queues = self._logged, self._counters, self._queues
+        num_used = queues.memory.num_used
+        usage = f"token usage: {num_used / queues.memory.pool.num_total:.2f}"
+        running, queued = f"#running-req: {len(queues.running)}", f"#queue-req: {len(queues.waiting)}"
         if new_seqs := counters.prefilled_requests - since.before.prefilled_requests:
             num_cached = counters.cached_tokens - since.before.cached_tokens
             num_new = counters.prompt_tokens - since.before.prompt_tokens - num_cached

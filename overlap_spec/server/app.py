@@ -1,4 +1,4 @@
-"""The Starlette app: routes, gate and error shapes together. Not here: sockets (`serve.py`), what endpoints do."""
+"""The Starlette app: routes, gate and error shapes together."""
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware

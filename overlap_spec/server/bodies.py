@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked struct. Not here: which fields there are.
+"""From the bytes of a request body to a checked struct.
 
 The rules are the same everywhere: unknown fields are accepted, a null field counts as left out, a known field
 with a bad value is a 400 whose `param` names it.

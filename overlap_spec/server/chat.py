@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`. Not here: the chat template, which the engine's tokenizer applies."""
+"""`POST /v1/chat/completions`."""
 
 import time
 from collections.abc import AsyncGenerator

@@ -1,6 +1,6 @@
 """What the HTTP server is given: a client of the engine, facts to print and a way to ask whether the engine lives.
 
-Not here: HTTP. `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
+`EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
 """
 
 from collections.abc import AsyncGenerator, Callable

@@ -1,7 +1,4 @@
-"""What the server says of itself: models, settings, measured figures. Also the prefix cache's flush, which resets some.
-
-Not here: health and metrics (`probes.py`).
-"""
+"""What the server says of itself: models, settings, measured figures; and the flush of the prefix cache."""
 
 import asyncio
 import time

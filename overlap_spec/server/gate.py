@@ -1,4 +1,4 @@
-"""Who may come in, and when: the API key first, then whether the engine takes requests. Not here: what they ask."""
+"""Who may come in, and when: the API key first, then whether the engine takes requests."""
 
 import hmac
 

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints take, with the extensions of SGLang and vLLM that are built. Not here: running requests.
+"""What OpenAI's endpoints take, with the extensions of SGLang and vLLM that are built.
 
 A field that is missing here is unknown (accepted) or in `unsupported.py` (refused).
 """

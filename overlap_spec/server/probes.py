@@ -1,4 +1,4 @@
-"""Health, metrics and aborts: what an operator and a load balancer ask. Not here: what the server is (`facts.py`)."""
+"""Health, metrics and aborts: what an operator and a load balancer ask."""
 
 import asyncio
 import uuid

@@ -1,6 +1,6 @@
 """Errors as HTTP shows them: `{"error": {message, type, param, code}}` with a status, or the same in an event stream.
 
-Not here: who raises them. The engine's errors are mapped in one place, `as_problem`.
+The engine's errors are mapped in one place, `as_problem`.
 """
 
 from collections.abc import Mapping

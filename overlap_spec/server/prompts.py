@@ -1,4 +1,4 @@
-"""From a body's prompt to the engine's prompt messages. Not here: tokenizing, which the engine does."""
+"""From a body's prompt to the engine's prompt messages."""
 
 import struct
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Runs requests at the engine for as long as somebody wants the answer. Not here: JSON, HTTP's framing.
+"""Runs requests at the engine for as long as somebody wants the answer.
 
     Group of Jobs --Runner.run--> lists of (job index, delta), one list for all that has arrived --> collect | a stream
 

@@ -1,4 +1,4 @@
-"""Serves an app on a socket from inside a running event loop, by uvicorn. Not here: routes, signals, the engine.
+"""Serves an app on a socket from inside a running event loop, by uvicorn.
 
 The caller owns signals and decides when to stop. The socket is bound before anything is announced.
 """

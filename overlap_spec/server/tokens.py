@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`. Not here: the tokenizer, which is a process of the engine."""
+"""`POST /tokenize` and `/detokenize`."""
 
 from typing import Any
 

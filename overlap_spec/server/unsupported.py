@@ -1,7 +1,7 @@
 """The parameters of OpenAI's, SGLang's and vLLM's APIs that are known here and not built.
 
-Not here: what is built (the endpoints' structs), and unknown fields, which are accepted. A parameter of this
-table is refused with a 400 that names it, unless its value asks for nothing: it is never ignored silently.
+A parameter of this table is refused with a 400 that names it, unless its value asks for nothing: it is never ignored
+silently.
 """
 
 import json

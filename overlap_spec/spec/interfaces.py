@@ -1,4 +1,4 @@
-"""The two roles of speculation and what the worker hands them. Not here: any method.
+"""The two roles of speculation and what the worker hands them.
 
 One decode step calls verify, then extend, then propose; a prefill calls `prefill` for every chunk and `propose`
 for the prompts that it completed; what they learnt goes to `propose` as it is. A step of width 1, which needs no
@@ -65,14 +65,15 @@ class Verifier(Protocol):
 
 
 @runtime_checkable
-class Foreseer(Protocol):
+class SelfDrafting(Protocol):
     """A proposer whose guesses cost next to nothing. It fills a whole window after every step, whatever its width.
 
     `extend` and `propose` are called after steps of width 1 too, `defer` and `catch_up` never.
     """
 
-    def outlook(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
-        """What the whole windows of a step promised, and what the verdict says of it (`messages.StepResult.outlooks`).
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
+        """What the whole windows of a step promised, and what the verdict says of it
+        (`messages.StepResult.lookaheads`).
 
         Called before `extend`. Shapes: last [B] i64, the window columns where accepted runs end -> [B] i64.
         """

@@ -1,7 +1,7 @@
-"""The table of drafting methods: the one place, beside `config.py`, that knows their names.
+"""The table of drafting methods: the one place, beside `config/speculation.py`, that knows their names.
 
-A method is a record: what its prefix-cache keys depend on, and how its proposer is loaded. Nothing else in the
-engine asks which method runs. Not here: what the proposers do.
+A method is a record: what its prefix-cache keys depend on, and how its proposer is loaded. Nothing else in the engine
+asks which method runs.
 """
 
 import importlib
@@ -104,7 +104,7 @@ class Method:
     name: str
     key_lookahead: int  # tokens after a position that its draft KV depends on; 1: cache keys are bigrams
     load: Callable[[SpecSettings, LoadedTarget, Progress], LoadedProposer]
-    foresees: bool = False  # its proposer is a `Foreseer`
+    is_self_drafting: bool = False  # its proposer is a `SelfDrafting`
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class ChainDraft:
 
     def attach(self, cache: KVCache, shape: EngineShape) -> AutoregressiveProposer:
         head = self.head.attach(cache, shape.num_positions, shape.attention)
-        tap_size = max(1, len(self.head.aux_layers)) * shape.hidden_size
-        deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, tap_size, shape.dtype, shape.device)
+        aux_size = max(1, len(self.head.aux_layers)) * shape.hidden_size
+        deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, aux_size, shape.dtype, shape.device)
         if shape.probs is not None:
             shape.probs.allocate(shape.num_rows, self.num_steps, head.target_ids)
         return AutoregressiveProposer(head, shape.page_size, deferred, shape.probs)
@@ -351,7 +351,7 @@ METHODS = (
     Method("EAGLE3", key_lookahead=1, load=_load_eagle3),
     Method("NEXTN", key_lookahead=1, load=_load_mtp),
     Method("STANDALONE", key_lookahead=0, load=_load_standalone),
-    Method("NGRAM", key_lookahead=0, load=_load_ngram, foresees=True),
+    Method("NGRAM", key_lookahead=0, load=_load_ngram, is_self_drafting=True),
 )
 
 

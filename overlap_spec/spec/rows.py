@@ -1,4 +1,4 @@
-"""Where the rows of a forward stand: positions, cache rows, page tables. Not here: what the rows hold."""
+"""Where the rows of a forward stand: positions, cache rows, page tables."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The shapes of speculation. Not here: how guesses are made or judged.
+"""The shapes of speculation.
 
 Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
 
@@ -11,6 +11,8 @@ Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from overlap_spec.sampling.types import Sampling
 
 
 @dataclass(frozen=True)
@@ -58,37 +60,6 @@ class Verdict:
     tokens: Tensor  # [B, D] i64, committed, left-aligned, padded with -1
     follow: Tensor  # [B * D] i64, the token committed after each row that is kept; 0 where none was
     accept_len: Tensor  # [B] i64, 0..D - 1: guesses accepted, the bonus not counted
-
-
-@dataclass(frozen=True)
-class SamplingWork:
-    """What kinds of sampling a step has to do, known to the host: greedy requests alone launch none of it."""
-
-    sampled: bool
-    filtered: bool  # some request has top_k, top_p or min_p
-    masked: bool  # some request has min_new_tokens
-
-
-# What a step can be prepared for: greedy, sampled, and everything (which does the others' work too, at its price).
-SAMPLING_WORK = (
-    SamplingWork(False, False, False),
-    SamplingWork(True, False, False),
-    SamplingWork(True, True, True),
-)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How each slot of a step draws its tokens, gathered from the slot rows."""
-
-    temperature: Tensor  # [B] f64, 0 = greedy
-    top_k: Tensor  # [B] i64, V or more = all
-    top_p: Tensor  # [B] f64
-    min_p: Tensor  # [B] f64
-    seed: Tensor  # [B] i64
-    stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
-    stop_ids: Tensor  # [B, M] i64, padded with -1
-    work: SamplingWork
 
 
 @dataclass(frozen=True)

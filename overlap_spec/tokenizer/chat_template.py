@@ -1,4 +1,4 @@
-"""Renders chat messages with the template that comes with a model. Not here: which files it comes from (`codec.py`).
+"""Renders chat messages with the template that comes with a model.
 
 The environment is what templates on the Hugging Face hub are written for: a sandboxed Jinja with trimmed
 blocks, `break` and `continue`, `raise_exception`, `strftime_now`, a plain `tojson`, `{% generation %}`.

@@ -1,4 +1,4 @@
-"""Binds the public endpoint: addresses, stale files, the API key. Not here: messages (`client_router.py`).
+"""Binds the public endpoint: addresses, stale files, the API key.
 
 An ipc endpoint is guarded by file permissions. A tcp endpoint with an API key speaks ZeroMQ's PLAIN
 mechanism: the key is the password, and the ZAP handler of pyzmq compares it.

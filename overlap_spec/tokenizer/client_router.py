@@ -1,4 +1,4 @@
-"""The tokenizer's end of the public link: a ROUTER that no client can slow down. Not here: what messages do.
+"""The tokenizer's end of the public link: a ROUTER that no client can slow down.
 
 A client is known by a number that is never used twice. It is gone when it closes its connection, is silent
 for too long, or leaves more than `max_queued_bytes` unread; the service then hears `Gone`, once, and what

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the files in a model's directory. Not here: requests and messages of a link.
+"""Text to token ids and back, from the files in a model's directory.
 
 tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.jinja
 """

@@ -1,4 +1,4 @@
-"""Turns the token ids of one request into text as they arrive. Not here: stop strings (`stop_strings.py`).
+"""Turns the token ids of one request into text as they arrive.
 
 The pieces, joined, are `tokenizer.decode` of all ids: a piece is given out only when it can no longer
 change, and `flush` gives the rest (an incomplete UTF-8 sequence becomes U+FFFD, as the library does).

@@ -1,4 +1,4 @@
-"""The requests that are open at the tokenizer, by uid and by client. Not here: what is done with them."""
+"""The requests that are open at the tokenizer, by uid and by client."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Decides where one request's output ends, and what its text and ids are. Not here: messages.
+"""Decides where one request's output ends, and what its text and ids are.
 
 The scheduler proposes, this has the last word. A run is walked token by token; for each token the order is
 stop token, stop string, length, and everything is cut at the same token:

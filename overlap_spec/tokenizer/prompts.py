@@ -1,4 +1,4 @@
-"""Turns the three kinds of prompt into token ids, long ones in a thread. Not here: limits (`admission.py`)."""
+"""Turns the three kinds of prompt into token ids, long ones in a thread."""
 
 import asyncio
 from typing import Any, assert_never

@@ -1,4 +1,4 @@
-"""Questions that are no requests: tokenize, detokenize, flush the cache, statistics. Not here: generation."""
+"""Questions that are no requests: tokenize, detokenize, flush the cache, statistics."""
 
 from collections import deque
 from typing import assert_never

@@ -1,4 +1,4 @@
-"""Checks a request against the engine's limits and settles what it left open. Not here: tokenizing, messages."""
+"""Checks a request against the engine's limits and settles what it left open."""
 
 import random
 from collections.abc import Sequence

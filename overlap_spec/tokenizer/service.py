@@ -1,4 +1,4 @@
-"""What the tokenizer does with each message. Not here: sockets; it is given links, which tests make of lists.
+"""What the tokenizer does with each message.
 
 It owns every open request from Generate to its last row, and has the last word on finish, text, ids and
 usage. A request that ends here while the scheduler still runs it costs an Abort; rows that the scheduler

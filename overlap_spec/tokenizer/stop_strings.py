@@ -1,4 +1,4 @@
-"""Finds the first stop string in a text that arrives in pieces. Not here: tokens, and what ends with the match.
+"""Finds the first stop string in a text that arrives in pieces.
 
 The first is the one that ends first (of those the longest), so the answer does not depend on where the
 pieces are cut. Text that may still become a stop string is held back:

@@ -1,4 +1,4 @@
-"""The tokenizer process: loads the codec, binds both links, and serves. Not here: what it does (`service.py`)."""
+"""The tokenizer process: loads the codec, binds both links, and serves."""
 
 from pathlib import Path
 

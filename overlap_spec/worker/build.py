@@ -1,4 +1,4 @@
-"""Puts a worker together: weights, then sizes, then caches, then the executor. Not here: what steps do."""
+"""Puts a worker together: weights, then sizes, then caches, then the executor."""
 
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.spec.interfaces import SpecMethod, Tree, Verifier
 from overlap_spec.spec.methods import EngineShape, method_of
 from overlap_spec.spec.verifiers.match import ChainVerifier, GreedyVerifier
-from overlap_spec.spec.verifiers.rejection import CoinVerifier, DraftProbs, Rejection, Thresholds
+from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
-from overlap_spec.spec.verifiers.tree_thresholds import TreeCoinVerifier
+from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
@@ -114,13 +114,13 @@ def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, Att
 def _verifier(accept: AcceptSettings | None, probs: DraftProbs | None, token_ids: Tensor, draw: Draw) -> Verifier:
     """Who judges guesses. Shapes: token_ids [V] i64."""
     if accept is not None and accept.thresholds:
-        return CoinVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
+        return ResidualVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
     if probs is None:
         matching = ChainVerifier(token_ids, draw)
         return GreedyVerifier(matching) if accept is not None and accept.ngram_force_greedy_verify else matching
     if not probs.allocated:
         raise ConfigError("speculative_use_rejection_sampling", "this method's guesses are not drawn at random")
-    return CoinVerifier(Rejection(probs), token_ids)
+    return ResidualVerifier(Rejection(probs), token_ids)
 
 
 def _tree_verifier(accept: AcceptSettings | None, token_ids: Tensor, draw: Draw) -> Verifier:
@@ -128,7 +128,7 @@ def _tree_verifier(accept: AcceptSettings | None, token_ids: Tensor, draw: Draw)
     if accept is not None and accept.rejection:
         raise ConfigError("speculative_use_rejection_sampling", "judges chains: use --speculative-eagle-topk 1")
     if accept is not None and accept.thresholds:
-        return TreeCoinVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
+        return TreeThresholdVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
     return _verifier(accept, None, token_ids, draw)
 
 

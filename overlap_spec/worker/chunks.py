@@ -1,4 +1,4 @@
-"""The host's part of a prefill step: chunks flattened into rows, in one run of integers. Not here: any tensor work.
+"""The host's part of a prefill step: chunks flattened into rows, in one run of integers.
 
 A step has rows (prompt tokens) and seats (requests). It may be laid out for more of both than it has, so that one
 captured graph serves many steps: the rows left over belong to the last seat, and a seat left over to the dummy slot.
@@ -51,20 +51,20 @@ class Chunks:
         1 where a request takes its slot
         first rows, and the end
         """
-        num_rows, num_seats = self._row_starts[-1], len(self._work)
-        spare_rows, spare_seats = shape.rows - num_rows, shape.seats - num_seats
-        assert spare_rows == 0 or spare_seats > 0, "rows that are left over need a seat that is"
+        num_rows, num_slots_used = self._row_starts[-1], len(self._work)
+        spare_rows, spare_slots = shape.rows - num_rows, shape.seats - num_slots_used
+        assert spare_rows == 0 or spare_slots > 0, "rows that are left over need a seat that is"
         fields = (
             [token for tokens in self._tokens for token in tokens] + [0] * spare_rows,
             self._next_tokens() + [0] * spare_rows,
             self._positions() + list(range(spare_rows)),
             self._owners() + [shape.seats - 1] * spare_rows,
-            [work.slot for work in self._work] + [dummy] * spare_seats,
-            [work.slot if work.next_token < 0 else dummy for work in self._work] + [dummy] * spare_seats,
-            [end - 1 for end in self._row_starts[1:]] + [0] * spare_seats,
-            self._lengths() + [0] * spare_seats,
-            [int(work.reset is not None) for work in self._work] + [0] * spare_seats,
-            (self._row_starts + [num_rows] * spare_seats)[: shape.seats] + [shape.rows],
+            [work.slot for work in self._work] + [dummy] * spare_slots,
+            [work.slot if work.next_token < 0 else dummy for work in self._work] + [dummy] * spare_slots,
+            [end - 1 for end in self._row_starts[1:]] + [0] * spare_slots,
+            self._lengths() + [0] * spare_slots,
+            [int(work.reset is not None) for work in self._work] + [0] * spare_slots,
+            (self._row_starts + [num_rows] * spare_slots)[: shape.seats] + [shape.rows],
         )
         return _even(fields)
 

@@ -1,7 +1,7 @@
-"""One decode step, as device work alone: verify the window, commit, draft the next one. Not here: plans and copies.
+"""One decode step, as device work alone: verify the window, commit, draft the next one.
 
 It is cut in two where tokens may leave: `verify` ends with what is to be published, `draft` works after it. Both
-take nothing from the host but the slots, so that either can be captured as a CUDA graph (`graphs.py`).
+take nothing from the host but the slots, so that either can be captured as a CUDA graph (`decode_graphs.py`).
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 all of it is in
 `verify`, and the draft does not run; `catch_up` lets it absorb what it missed, before a step that the plan says. How
@@ -13,10 +13,10 @@ from typing import Protocol
 from torch import Tensor
 
 from overlap_spec.models.interfaces import TargetModel
-from overlap_spec.spec.interfaces import Foreseer, SpecMethod
-from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
-from overlap_spec.worker.handle import OUTLOOK_SHIFT
-from overlap_spec.worker.profile_marks import NO_PARTS, Parts
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.spec.interfaces import SelfDrafting, SpecMethod
+from overlap_spec.worker.handle import LOOKAHEAD_SHIFT
+from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.windows import ChainWindows, TreeWindows, Verified, Windows
 
@@ -44,8 +44,8 @@ class DecodeStep:
         self._slots = slots
         self._target = target
         self.method = method
-        self.parts: Parts = NO_PARTS  # replaced before the capture by who wants to know
-        self.foreseer = method.proposer if isinstance(method.proposer, Foreseer) else None
+        self.parts: ProfileMarks = NO_MARKS  # replaced before the capture by who wants to know
+        self.self_drafting = method.proposer if isinstance(method.proposer, SelfDrafting) else None
         tree = method.tree
         self._windows: Windows = ChainWindows(slots, page_size) if tree is None else TreeWindows(slots, page_size, tree)
 
@@ -61,9 +61,9 @@ class DecodeStep:
         self.parts.mark("verify")  # after the head, which computes scores only when they are asked for
         verified = self._windows.settle(read, drawn, output)
         committed = verified.committed
-        if self.foreseer is not None:
-            outlook = self.foreseer.outlook(read.batch, committed.verdict, verified.last)
-            committed.published[:, -1] += outlook << OUTLOOK_SHIFT
+        if self.self_drafting is not None:
+            lookahead = self.self_drafting.lookahead(read.batch, committed.verdict, verified.last)
+            committed.published[:, -1] += lookahead << LOOKAHEAD_SHIFT
         elif width == 1 < self._slots.width:
             self.method.proposer.defer(read.batch, output, committed.verdict)
         return verified
@@ -75,9 +75,9 @@ class DecodeStep:
             verified = self._windows.keep(verified)
             learnt = proposer.extend(verified.before, verified.rows, verified.output, committed.verdict)
             self.parts.mark("extend")
-            width = verified.width if self.foreseer is None else self._slots.width
+            width = verified.width if self.self_drafting is None else self._slots.width
             self._slots.set_guesses(committed.after, proposer.propose(committed.after, learnt, width - 1))
 
     def drafts_after(self, width: int) -> bool:
         """Whether `draft` does anything after a step of this width."""
-        return width > 1 or (self.foreseer is not None and self._slots.width > 1)
+        return width > 1 or (self.self_drafting is not None and self._slots.width > 1)

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: what a step launches is recorded once and replayed. Not here: what it launches.
+"""Decode steps as CUDA graphs: what a step launches is recorded once and replayed.
 
 Two graphs a step, cut where tokens leave, so that an ordinary event between them tells the host that results are out;
 one captured event could not tell replay N from N + 1. Everything is on one stream: the copy of slots into a graph's
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.profile_marks import GraphMarks
 from overlap_spec.worker.slots import SlotRows
@@ -63,7 +63,7 @@ class GraphDecoder:
 
     def capture(self, pool: Any) -> None:
         """Capture every batch size, width and kind of sampling, largest first, in one memory pool."""
-        defers = self._widths[0] == 1 < self._rows.width and self._step.foreseer is None
+        defers = self._widths[0] == 1 < self._rows.width and self._step.self_drafting is None
         with torch.inference_mode(), no_garbage_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):

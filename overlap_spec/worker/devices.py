@@ -1,9 +1,8 @@
 """The two machines a step can run on: how inputs get there, how results come back, what time it took.
 
-Not here: what a step computes. On CUDA everything is enqueued on one stream; inputs travel through a ring of
-pinned buffers, each guarded by an event, so the host never waits while it launches. Result buffers and events are
-used again when the last who could ask for them has let go. On a CPU a tensor is where it is and work is done when the
-call returns.
+On CUDA everything is enqueued on one stream; inputs travel through a ring of pinned buffers, each guarded by an event,
+so the host never waits while it launches. Result buffers and events are used again when the last who could ask for them
+has let go. On a CPU a tensor is where it is and work is done when the call returns.
 """
 
 import time
@@ -17,10 +16,10 @@ FIRST_BUFFER_INTS = 1 << 16  # of a pinned upload buffer: half a MiB
 RESULT_INTS = 1 << 12  # of a pinned result buffer, at least
 
 
-class Moment(Protocol):
+class DeviceEvent(Protocol):
     """A point in the device's own time."""
 
-    def since(self, earlier: "Moment") -> float:
+    def since(self, earlier: "DeviceEvent") -> float:
         """Seconds from `earlier` to this moment; both must have passed."""
         ...
 
@@ -29,7 +28,7 @@ class Download(Protocol):
     """A device-to-host copy under way. `done`: when it is through."""
 
     asynchronous: bool
-    done: Moment
+    done: DeviceEvent
 
     def ready(self) -> bool:
         """Whether it is through. Sync: never."""
@@ -53,7 +52,7 @@ class Device(Protocol):
         """Start a copy out. Shapes: [B, n] i64, contiguous. Sync: never."""
         ...
 
-    def now(self) -> Moment:
+    def now(self) -> DeviceEvent:
         """Mark this point of the stream. Sync: never."""
         ...
 
@@ -62,14 +61,14 @@ class Device(Protocol):
         ...
 
 
-class CpuMoment:
+class CpuEvent:
     """A reading of the host's clock."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
 
-    def since(self, earlier: Moment) -> float:
-        assert isinstance(earlier, CpuMoment)
+    def since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, CpuEvent)
         return self.at - earlier.at
 
 
@@ -80,7 +79,7 @@ class CpuDownload:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self.done: Moment = CpuMoment()
+        self.done: DeviceEvent = CpuEvent()
 
     def ready(self) -> bool:
         return True
@@ -101,14 +100,14 @@ class CpuDevice:
     def download(self, tensor: Tensor) -> Download:
         return CpuDownload(tensor)
 
-    def now(self) -> Moment:
-        return CpuMoment()
+    def now(self) -> DeviceEvent:
+        return CpuEvent()
 
     def finish(self) -> None:
         """It is."""
 
 
-class CudaMoment:
+class CudaEvent:
     """A timing event on the stream, lent by `pool`; it goes back when nobody can ask for this moment any more."""
 
     def __init__(self, pool: list[torch.cuda.Event]) -> None:
@@ -119,8 +118,8 @@ class CudaMoment:
     def __del__(self) -> None:
         self._pool.append(self.event)
 
-    def since(self, earlier: Moment) -> float:
-        assert isinstance(earlier, CudaMoment)
+    def since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, CudaEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
@@ -139,8 +138,8 @@ class CudaDownload:
             self._buffer = _pinned(2 * tensor.numel())
         self._host = self._buffer[: tensor.numel()].view(tensor.shape)
         self._host.copy_(tensor, non_blocking=True)
-        self._event = CudaMoment(events)
-        self.done: Moment = self._event
+        self._event = CudaEvent(events)
+        self.done: DeviceEvent = self._event
 
     def __del__(self) -> None:
         self._pool.append(self._buffer)
@@ -180,8 +179,8 @@ class CudaDevice:
     def download(self, tensor: Tensor) -> Download:
         return CudaDownload(tensor, self._results, self._events)
 
-    def now(self) -> Moment:
-        return CudaMoment(self._events)
+    def now(self) -> DeviceEvent:
+        return CudaEvent(self._events)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -1,4 +1,4 @@
-"""Runs plans, one step after another, on the device. Not here: sockets, and deciding what to run.
+"""Runs plans, one step after another, on the device.
 
 One thread calls `launch`, which enqueues a step's work. On CUDA it never waits for the device; on a CPU it is the
 device. What a step needs of the one before it is in the slot rows. What the host would say again, it does not: a step
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.models.interfaces import TargetModel
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.spec.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
@@ -28,7 +28,7 @@ OnPublished = Callable[[StepHandle], None]
 
 
 @dataclass(frozen=True)
-class Seating:
+class ChunkSlots:
     """The slots of a decode step, on the device. The same object as long as the slots are the same."""
 
     slots: list[int]
@@ -48,7 +48,7 @@ class Executor:
         self.decoder: Decoder = self.decode_step
         self.prefiller: Prefiller = self.prefill_step
         self.device = device
-        self._seating: Seating | None = None
+        self._chunk_slots: ChunkSlots | None = None
         self._before: DeviceTimes | None = None
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> StepHandle:
@@ -69,9 +69,9 @@ class Executor:
 
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""
-        if self.decode_step.foreseer is not None:
+        if self.decode_step.self_drafting is not None:
             with torch.inference_mode():
-                self.decode_step.foreseer.forget()
+                self.decode_step.self_drafting.forget()
 
     def close(self) -> None:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
@@ -81,8 +81,8 @@ class Executor:
     def _decode(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         plan = handle.plan
-        seating = self._seated(handle)
-        verified = self.decoder.verify(seating.on_device, plan.width, seating.sampling)
+        chunk_slots = self._seated(handle)
+        verified = self.decoder.verify(chunk_slots.on_device, plan.width, chunk_slots.sampling)
         handle.has_paths = verified.path is not None
         self._publish(handle, verified.committed.published[: len(plan.work)])  # tokens leave before the draft works
         on_published(handle)
@@ -92,25 +92,25 @@ class Executor:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
         plan, chunks = handle.plan, Chunks(handle.plan.work)
         shape = self.prefiller.shape_for(chunks.shape)
-        self._seating = None  # a slot may have got a new owner, who samples otherwise
+        self._chunk_slots = None  # a slot may have got a new owner, who samples otherwise
         (packed,) = self._load(handle, chunks.laid_out(shape, self.slots.dummy))
         prefilled = self.prefiller.draw(packed, shape, self.slots.sampling_work(chunks.completed_work()))
         self._publish(handle, prefilled.published[: len(plan.work)])
         on_published(handle)
         self.prefiller.draft(prefilled)
 
-    def _seated(self, handle: StepHandle) -> Seating:
+    def _seated(self, handle: StepHandle) -> ChunkSlots:
         """The step's slots on the device, which most often they are already."""
         work = handle.plan.work
         slots = [item.slot for item in work]
-        if self._seating is not None and self._seating.slots == slots and not handle.plan.catch_up:
+        if self._chunk_slots is not None and self._chunk_slots.slots == slots and not handle.plan.catch_up:
             self._load(handle)
-            return self._seating
+            return self._chunk_slots
         on_device, deferred = self._load(handle, slots, [item.deferred for item in work])
-        self._seating = Seating(slots, on_device, self.slots.sampling_work(work))
+        self._chunk_slots = ChunkSlots(slots, on_device, self.slots.sampling_work(work))
         if handle.plan.catch_up:
             self.decoder.catch_up(on_device, deferred)
-        return self._seating
+        return self._chunk_slots
 
     def _load(self, handle: StepHandle, *runs: Iterable[int]) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""

@@ -1,12 +1,12 @@
-"""A launched step: its tokens, and when what happened to it. Not here: launching it (`executor.py`)."""
+"""A launched step: its tokens, and when what happened to it."""
 
 import time
 from dataclasses import dataclass
 
 from overlap_spec.messages import StepPlan, StepResult
-from overlap_spec.worker.devices import Download, Moment
+from overlap_spec.worker.devices import DeviceEvent, Download
 
-OUTLOOK_SHIFT = 8  # bits of the published number of guesses; above it there is the outlook, where a method has one
+LOOKAHEAD_SHIFT = 8  # bits of the published number of guesses; above it there is the lookahead, where a method has one
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class DeviceTimes:
 
     __slots__ = ("begin", "decided", "end")
 
-    begin: Moment
-    decided: Moment  # tokens are out; what follows is the draft's
-    end: Moment
+    begin: DeviceEvent
+    decided: DeviceEvent  # tokens are out; what follows is the draft's
+    end: DeviceEvent
 
 
 class StepHandle:
@@ -58,11 +58,11 @@ class StepHandle:
         return StepResult(
             self.plan.step_id,
             tokens,
-            [row[-1] & (1 << OUTLOOK_SHIFT) - 1 for row in rows],
+            [row[-1] & (1 << LOOKAHEAD_SHIFT) - 1 for row in rows],
             gpu_time,
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
-            [row[-1] >> OUTLOOK_SHIFT for row in rows] if any(row[-1] >> OUTLOOK_SHIFT for row in rows) else [],
+            [row[-1] >> LOOKAHEAD_SHIFT for row in rows] if any(row[-1] >> LOOKAHEAD_SHIFT for row in rows) else [],
             [row[-2] for row in rows] if self.has_paths else [],
         )
 

@@ -1,4 +1,4 @@
-"""The worker's loop: launch what has come, send what is done, and look again. Not here: loading and warming up.
+"""The worker's loop: launch what has come, send what is done, and look again.
 
 One thread does it all, and talks to the scheduler's sockets itself. A step's result passes no other thread on its way
 out, nor does the plan that answers it on its way in: waking a thread takes longer than a decode step of a small model
@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Protocol, assert_never
 
-from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
 from overlap_spec.worker.executor import Executor
@@ -39,13 +39,13 @@ class Worker:
         executor: Executor,
         inbox: PlanInbox,
         scheduler: Outlet[ToScheduler],
-        patience: Patience,
+        spin: SpinPolicy,
         tracer: StepTracer = NO_TRACER,
     ) -> None:
         self._executor = executor
         self._inbox = inbox
         self._scheduler = scheduler
-        self._patience = patience
+        self._spin = spin
         self._tracer = tracer
         self._launched: deque[StepHandle] = deque()  # and not published
 
@@ -66,8 +66,8 @@ class Worker:
                     case _:
                         assert_never(message)
             if self._publish() or messages:
-                self._patience.renew()
-            elif not self._patience.lasts:
+                self._spin.renew()
+            elif not self._spin.lasts:
                 self._inbox.wait(GLANCE_S if self._launched else None)
 
     def _on_published(self, handle: StepHandle) -> None:

@@ -1,4 +1,4 @@
-"""One step's integers in one buffer, so that a step costs one host-to-device copy. Not here: their meaning."""
+"""One step's integers in one buffer, so that a step costs one host-to-device copy."""
 
 from array import array
 from collections.abc import Iterable

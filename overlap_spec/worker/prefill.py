@@ -1,4 +1,4 @@
-"""One prefill step, as device work alone: run chunks, draw first tokens, propose first windows. Not here: plans.
+"""One prefill step, as device work alone: run chunks, draw first tokens, propose first windows.
 
 It is cut in two where tokens may leave, as a decode step is (`decode.py`): `draw` ends with what is to be published,
 `draft` works after it. A seat whose prompt goes on, or that is nobody's, draws for the dummy slot: nothing comes of it.
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
 from overlap_spec.sampling.sampler import draw_after
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
 from overlap_spec.spec.rows import chunk_rows
-from overlap_spec.spec.types import SamplingWork, SlotBatch
+from overlap_spec.spec.types import SlotBatch
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.slots import SlotRows
 

@@ -1,8 +1,7 @@
 """Prefill steps of a few sizes as CUDA graphs, so that a short prompt is not bound by its launches.
 
-Two graphs a step, cut where tokens leave, as in `graphs.py`. Not here: what they launch (`prefill.py`) and how a step
-is laid out for more rows and seats than it has (`chunks.py`). What no captured size holds is launched operation by
-operation: it has enough work for the device to hide that.
+Two graphs a step, cut where tokens leave, as in `decode_graphs.py`. What no captured size holds is launched operation
+by operation: it has enough work for the device to hide that.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.decode_graphs import no_garbage_collection
 from overlap_spec.worker.prefill import Prefilled, PrefillStep

@@ -1,21 +1,21 @@
-"""Points inside a step, for who wants to know where its time goes. Off by default: `NO_PARTS` marks nothing.
+"""Points inside a step, for who wants to know where its time goes. Off by default: `NO_MARKS` marks nothing.
 
 Steps that are launched operation by operation leave a moment at every mark. A CUDA graph records its marks anew with
-every replay, so only those of its last replay can be read, and only when nothing follows it. Not here: steps.
+every replay, so only those of its last replay can be read, and only when nothing follows it.
 """
 
 from typing import Protocol
 
 import torch
 
-from overlap_spec.worker.devices import CudaMoment, Device, Moment
+from overlap_spec.worker.devices import CudaEvent, Device, DeviceEvent
 from overlap_spec.worker.handle import DeviceTimes
 
-Marks = tuple[tuple[str, Moment], ...]
+Marks = tuple[tuple[str, DeviceEvent], ...]
 GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]
 
 
-class Parts(Protocol):
+class ProfileMarks(Protocol):
     """Where a step says how far it is. `mark(name)` ends the part `name`."""
 
     def mark(self, name: str) -> None:
@@ -39,7 +39,7 @@ class Parts(Protocol):
         ...
 
 
-class NoParts:
+class NoMarks:
     """Marks nothing."""
 
     def mark(self, name: str) -> None:
@@ -58,21 +58,21 @@ class NoParts:
         return {}
 
 
-NO_PARTS = NoParts()
+NO_MARKS = NoMarks()
 
 
-class TimedParts:
+class TimedMarks:
     """Marks on one device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._on_cuda = device.torch_device.type == "cuda"
-        self._marks: list[tuple[str, Moment]] = []
+        self._marks: list[tuple[str, DeviceEvent]] = []
         self._captured: list[tuple[str, torch.cuda.Event]] = []
         self._last: GraphMarks = ()
 
     def mark(self, name: str) -> None:
-        """See `Parts`."""
+        """See `ProfileMarks`."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True, external=True)  # a node of the graph
             event.record()
@@ -81,21 +81,21 @@ class TimedParts:
             self._marks.append((name, self._device.now()))
 
     def take(self) -> Marks:
-        """See `Parts`."""
+        """See `ProfileMarks`."""
         marks, self._marks = tuple(self._marks), []
         return marks
 
     def captured(self) -> GraphMarks:
-        """See `Parts`."""
+        """See `ProfileMarks`."""
         marks, self._captured = tuple(self._captured), []
         return marks
 
     def replayed(self, marks: GraphMarks) -> None:
-        """See `Parts`."""
+        """See `ProfileMarks`."""
         self._last = marks
 
     def split(self, device: DeviceTimes) -> dict[str, float]:
-        """See `Parts`. Everything must have passed."""
+        """See `ProfileMarks`. Everything must have passed."""
         if not self._last:
             return {}
         events = dict(self._last)
@@ -107,6 +107,6 @@ class TimedParts:
         return parts
 
 
-def _event(moment: Moment) -> torch.cuda.Event:
-    assert isinstance(moment, CudaMoment), "graphs run on CUDA"
+def _event(moment: DeviceEvent) -> torch.cuda.Event:
+    assert isinstance(moment, CudaEvent), "graphs run on CUDA"
     return moment.event

@@ -1,7 +1,7 @@
 """What two steps share: one device row per running request, and the little the host remembers of it.
 
-Not here: the forward passes. Rows are only written by work that travels in the same queue as the steps, so a
-slot's new owner cannot see its predecessor, and a step in flight cannot see its successor.
+Rows are only written by work that travels in the same queue as the steps, so a slot's new owner cannot see its
+predecessor, and a step in flight cannot see its successor.
 """
 
 import struct
@@ -13,7 +13,8 @@ from overlap_spec_kernels import gather_tree, gather_window, judge_chain, judge_
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
-from overlap_spec.spec.types import SAMPLING_WORK, Drawn, Guesses, Sampling, SamplingWork, SlotBatch, Verdict, Window
+from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
+from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
 _RESET_INTS = 4

@@ -1,7 +1,7 @@
 """When the worker received, launched and published each step, and when the device worked on it, on the host's clock.
 
-Not here: the records (`tracing.py`). Steps leave points in the device's own time (`Moment`) as they are launched; all
-are turned into host time at the end, so that nothing is asked of the device meanwhile.
+Steps leave points in the device's own time (`DeviceEvent`) as they are launched; all are turned into host time at the
+end, so that nothing is asked of the device meanwhile.
 """
 
 import time
@@ -13,9 +13,9 @@ import torch
 
 from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import GPU, LAST_STEP_SPLIT, WORKER, Record, Recorder, Value
-from overlap_spec.worker.devices import Device, Moment
+from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.profile_marks import Marks, Parts
+from overlap_spec.worker.profile_marks import Marks, ProfileMarks
 
 MOST_STEPS = 20_000  # older ones make room
 REANCHOR_S = 1.0  # CUDA measures in float32 milliseconds: long distances lose microseconds
@@ -79,7 +79,7 @@ class DeviceClock:
         if elapsed > REANCHOR_S:
             self._scale = (at - self._begin) / elapsed
 
-    def at(self, moment: Moment) -> float:
+    def at(self, moment: DeviceEvent) -> float:
         """Seconds of time.monotonic()."""
         since = moment.since(self._anchor)
         seconds = self._anchor_s + since
@@ -91,7 +91,7 @@ class DeviceClock:
 class DeviceTracer:
     """Keeps the newest steps until the end. Made while the device is idle, after the warm-up."""
 
-    def __init__(self, trace: Recorder, device: Device, parts: Parts) -> None:
+    def __init__(self, trace: Recorder, device: Device, parts: ProfileMarks) -> None:
         self._trace = trace
         self._track = GPU if device.torch_device.type == "cuda" else WORKER  # a CPU's work is within its launch
         self._parts = parts
@@ -146,7 +146,7 @@ class DeviceTracer:
         self._trace.add(Record(track, name, begin, end, step, args or {}))
 
 
-def _reference(device: Device) -> tuple[Moment, float]:
+def _reference(device: Device) -> tuple[DeviceEvent, float]:
     """A moment and the host's time at it, off by at most half the quickest way there and back."""
     tries = []
     for _ in range(TRIES):

@@ -1,7 +1,7 @@
 """What is between a decode step's slots and its forward: windows read, judged and kept, as chains or as trees.
 
-Not here: the slot rows (`slots.py`), drawing, guessing. A chain's KV stands where it belongs. A tree's columns stand
-side by side in the places after the length, each attends to its ancestors alone, and what survives is moved:
+A chain's KV stands where it belongs. A tree's columns stand side by side in the places after the length, each attends
+to its ancestors alone, and what survives is moved:
 
     window   0 a b c d    a and b follow the root, c follows a, d follows b      places  L L+1 L+2 L+3 L+4
     path     0 b d        stands: the KV of b moves to L + 1, that of d to L + 2; the next root stands at L + 3
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput, TreeKeys
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.spec.rows import tree_rows, window_rows
-from overlap_spec.spec.types import Drawn, SamplingWork, SlotBatch, Window
+from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.worker.slots import Committed, SlotRows
 
 
@@ -133,6 +134,6 @@ class TreeWindows:
 
 def _along(path: Tensor, output: TargetOutput) -> TargetOutput:
     """What heads read of the columns of a path. Shapes: path [B, D] i64; rows [B * W, ..] -> [B * D, ..]."""
-    taps = output.taps.view(len(path), -1, output.taps.shape[1])
-    kept = taps.gather(1, path[:, :, None].expand(-1, -1, taps.shape[2])).flatten(0, 1)
+    aux_hidden = output.aux_hidden.view(len(path), -1, output.aux_hidden.shape[1])
+    kept = aux_hidden.gather(1, path[:, :, None].expand(-1, -1, aux_hidden.shape[2])).flatten(0, 1)
     return TargetOutput(kept, kept if output.aux.shape[1] else output.aux[:0])

@@ -1,4 +1,4 @@
-"""The worker process: loads, warms up, says so, then runs its loop. Not here: the loop (`loop.py`)."""
+"""The worker process: loads, warms up, says so, then runs its loop."""
 
 import time
 from functools import partial
@@ -6,14 +6,14 @@ from functools import partial
 import torch
 
 from overlap_spec.config import Settings, SpecSettings, synthetic_acceptance, waiting_fact
-from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import Roofline, StepCosts, ToWorker, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.profile_marks import TimedParts
+from overlap_spec.worker.profile_marks import TimedMarks
 from overlap_spec.worker.sizing.costs import roofline
 from overlap_spec.worker.sizing.geometry import (
     MAX_DEPTH,
@@ -53,7 +53,7 @@ def worker_ready(
         step_costs=costs,
         max_deferred=geometry.max_deferred,
         roofline=ceiling,
-        foresees=models.method.foresees,
+        is_self_drafting=models.method.is_self_drafting,
         branches=models.proposer.tree is not None,
     )
 
@@ -100,7 +100,7 @@ async def main(context: ActorContext) -> None:
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     if settings.trace_dir is not None:
-        executor.decode_step.parts = TimedParts(executor.device)
+        executor.decode_step.parts = TimedMarks(executor.device)
     context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
     warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
@@ -137,7 +137,7 @@ async def main(context: ActorContext) -> None:
         }
     )
     tracer = _step_tracer(context, executor)
-    Worker(executor, inbox, context.step_outlet("scheduler"), Patience(settings.spin_s), tracer).run()
+    Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer).run()
     tracer.finish()
     executor.close()
 

@@ -27,14 +27,14 @@ def main(gguf: str, head_dir: str, output: str) -> None:
     config = json.loads((head_path / "config.json").read_text())
     tensors = load_file(head_path / "model.safetensors")
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
-    taps = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    aux_hidden = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     prompts = json.loads((Path(__file__).parent / "greedy64.json").read_text())["rows"][:NUM_PROMPTS]
     chains: dict[str, list[object]] = {}
     for num_guesses in (3, 5):
         rows = []
         for prompt in prompts:
             head = ReferenceHead(tensors, config, target.get_input_embeddings().weight)
-            first, steps = generate(target, head, taps, prompt["prompt_ids"], num_guesses, NUM_TOKENS)
+            first, steps = generate(target, head, aux_hidden, prompt["prompt_ids"], num_guesses, NUM_TOKENS)
             rows.append({"first": first, "steps": [asdict(step) for step in to_end_of_turn(first, steps)]})
         chains[str(num_guesses)] = rows
         runs = [len(step["committed"]) for row in rows for step in row["steps"]]

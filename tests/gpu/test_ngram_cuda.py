@@ -5,9 +5,9 @@ import torch
 from overlap_spec_kernels import (
     allocate_log,
     ngram_absorb,
+    ngram_lookahead,
     ngram_match,
     ngram_merge,
-    ngram_outlook,
     ngram_store,
     with_slots,
 )
@@ -15,10 +15,11 @@ from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
-from overlap_spec.spec.types import SAMPLING_WORK, Guesses, Sampling, SlotBatch, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
-OPS = NgramOps(ngram_store, ngram_absorb, ngram_match, ngram_merge, ngram_outlook)
+OPS = NgramOps(ngram_store, ngram_absorb, ngram_match, ngram_merge, ngram_lookahead)
 LONG = NgramCase(LIMITS["by recency"], capacity=1 << 20, most=9000, num_steps=5, num_guesses=15)
 PAGE_SIZE, NUM_PAGES, WIDTH = 16, 130, 12
 
@@ -59,13 +60,13 @@ class Steps:
         """Absorb what is committed, guess, move on."""
         verdict = Verdict(self.committed, self.committed, self.accept_len)
         before, nothing = self.batch(self.lengths), self.committed[:0]
-        outlook = self.proposer.outlook(before, verdict, self.accept_len)
+        lookahead = self.proposer.lookahead(before, verdict, self.accept_len)
         rows, output = RowBatch(nothing, None, self.table, None, 1, True), TargetOutput(nothing, nothing)
         learnt = self.proposer.extend(before, rows, output, verdict)
         after = self.lengths + self.accept_len + 1
         guesses = self.proposer.propose(self.batch(after), learnt, WIDTH - 1)
         self.lengths.copy_(after)
-        return guesses, outlook
+        return guesses, lookahead
 
     def commit(self, committed: torch.Tensor, accept_len: torch.Tensor) -> None:
         columns = torch.arange(WIDTH)
@@ -87,18 +88,18 @@ def test_captured_steps_guess_as_the_oracle_does(batch_size: int, max_breadth: i
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        guesses, outlook = captured.step()
+        guesses, lookahead = captured.step()
     for _ in range(60):
         run = torch.randint(0, 5, (batch_size, WIDTH)), torch.randint(0, WIDTH, (batch_size,))
         for steps in (oracle, captured):
             steps.commit(*run)
         graph.replay()
-        expected, expected_outlook = oracle.step()
+        expected, expected_lookahead = oracle.step()
         assert torch.equal(guesses.tokens.cpu(), expected.tokens)
         assert (guesses.parents is None) == (max_breadth == 1)
         if guesses.parents is not None and expected.parents is not None:
             assert torch.equal(guesses.parents.cpu(), expected.parents)
-        assert torch.equal(outlook.cpu(), expected_outlook)
+        assert torch.equal(lookahead.cpu(), expected_lookahead)
 
 
 @sync_mode_warns

@@ -117,7 +117,7 @@ def test_top_tokens(num_rows: int, k: int, size: int, dtype: torch.dtype) -> Non
     for logits in (tied_logits(num_rows, size).to(dtype), wider[:, :size]):
         actual, expected = top_tokens(*on_gpu(logits), k), top_tokens(logits, k)
         same(actual.columns, expected.columns, "columns")
-        assert (actual.log_probs <= 0).all(), "a child is worth no more than its parent"
+        assert (actual.log_probs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(actual.log_probs.cpu(), expected.log_probs, rtol=1e-5, atol=2e-5)
 
 
@@ -126,7 +126,7 @@ def test_top_tokens_of_float64(num_rows: int, k: int, size: int) -> None:
     for logits in (tied_logits(num_rows, size).double(), torch.randn(num_rows, size, dtype=torch.float64)):
         actual, expected = top_tokens(logits.cuda(), k), top_tokens(logits, k)
         same(actual.columns, expected.columns, "columns")
-        assert (actual.log_probs <= 0).all(), "a child is worth no more than its parent"
+        assert (actual.log_probs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(actual.log_probs.cpu(), expected.log_probs, rtol=1e-12, atol=1e-12)
 
 
@@ -147,7 +147,7 @@ def test_expand_tree(num_nodes: int, topk: int, size: int, dtype: torch.dtype) -
         inputs = level_inputs(num_rows, num_nodes, topk, size, num_words=2)
         inputs = inputs._replace(features=inputs.features.to(dtype))
         if num_rows == 1:  # as sampled drafts give it
-            inputs = inputs._replace(worth=inputs.worth_in(torch.float64))
+            inputs = inputs._replace(log_probs=inputs.worth_in(torch.float64))
         actual, expected = expand_tree(*on_gpu(*inputs), 11), expand_tree(*inputs, 11)
         for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
             same(value, wanted, name)

@@ -1,4 +1,4 @@
-"""MTP layers found in their target's checkpoint: guesses and runs are those of tests/support/reference/mtp.py, step by step.
+"""MTP layers found in their target's checkpoint: guesses and runs are those of support/reference/mtp.py, step by step.
 
 On a tiny random checkpoint in float64, with transformers' Qwen2 as the loop's target; and in float32 on the default
 target with a layer trained for it (`--heads DIR` with `mtp/`), where what the loop did is committed

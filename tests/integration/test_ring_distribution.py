@@ -17,8 +17,8 @@ from support.sampling_oracle import softmax
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
-from overlap_spec.spec.verifiers.rejection import CoinVerifier, Rejection, Thresholds
-from overlap_spec.spec.verifiers.tree_thresholds import TreeCoinVerifier
+from overlap_spec.spec.verifiers.rejection import Rejection, ResidualVerifier, Thresholds
+from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
 from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
@@ -45,7 +45,7 @@ class Way:
 def at_one(ring: Ring) -> None:
     """Thresholds that keep the distribution: the flags mean matching then, which is the same and cheaper."""
     step = ring.executor.decode_step
-    kind = CoinVerifier if step.method.tree is None else TreeCoinVerifier
+    kind = ResidualVerifier if step.method.tree is None else TreeThresholdVerifier
     step.method = replace(step.method, verifier=kind(Thresholds(1.0, 1.0), torch.arange(VOCAB)))
 
 

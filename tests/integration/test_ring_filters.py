@@ -1,6 +1,6 @@
 """Every pair of filters, and all three, through the whole ring: plain decoding, chains and trees.
 
-What each token must be is worked out in plain Python from one row of logits (tests/support/sampling_oracle.py, by way of
+What each token must be is worked out in plain Python from one row of logits (support/sampling_oracle.py, by way of
 tests/support/plain_oracle.py); the ring's answers must be those tokens, however they were guessed.
 """
 

@@ -1,7 +1,4 @@
-"""N-grams in a whole ring: as many steps as tests/support/reference/ngram.py takes, and a log that is flushed with the cache.
-
-Not here: storms (`test_ring_methods.py`), guesses one by one (tests/unit/spec/test_spec_ngram.py).
-"""
+"""N-grams in a whole ring: as many steps as support/reference/ngram.py takes, and a log flushed with the cache."""
 
 import asyncio
 import random
@@ -13,7 +10,7 @@ from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
 
 from overlap_spec.messages import Flush, FlushCache, SamplingParams, StepCosts
-from overlap_spec.scheduler.width.lookahead import OutlookWidth
+from overlap_spec.scheduler.width.lookahead import LookaheadWidth
 from overlap_spec.spec.proposers.ngram import NgramProposer
 from overlap_spec.tokenizer.codec import TextCodec
 
@@ -62,7 +59,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
     costs = StepCosts((1,), (1, 2, 4, 8), ((1.0, 1.1, 1.2, 1.3),))
     prompt = [40 + i for i in range(20)]
 
-    async def main(policy: OutlookWidth | None) -> tuple[Answer, Counter[int]]:
+    async def main(policy: LookaheadWidth | None) -> tuple[Answer, Counter[int]]:
         models = tiny_loaded(3, config.num_steps, method=config.method)
         async with running(models, config, codec) as ring:
             if policy is not None:
@@ -70,7 +67,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
             answer = await ring.ask(prompt, GREEDY)
             return answer, ring.plans.widths
 
-    answer, widths = asyncio.run(main(OutlookWidth(costs)))
+    answer, widths = asyncio.run(main(LookaheadWidth(costs)))
     fixed, all_wide = asyncio.run(main(None))
     assert answer.token_ids == fixed.token_ids and set(all_wide) == {8}
     assert widths[1] >= 3 and widths[8] >= 3, widths

@@ -1,7 +1,7 @@
 """A language model as draft in a whole ring: what the prefix cache hands on is as good as what was just computed.
 
 Guesses follow from the tokens alone where the draft's KV is right, so a request takes as many verify steps with cached
-pages as without: pages of prompts, and pages that decode steps wrote. Not here: storms (`test_ring_methods.py`).
+pages as without: pages of prompts, and pages that decode steps wrote.
 """
 
 import asyncio

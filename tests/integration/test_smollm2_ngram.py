@@ -1,4 +1,4 @@
-"""N-grams on real weights in float32: guesses are tests/support/reference/ngram.py's, and more stand than in prompt lookup.
+"""N-grams on real weights in float32: guesses are support/reference/ngram.py's, and more stand than in prompt lookup.
 
 The prompts are those that copy (`overlap_spec/data/prompts/copy20.json`). The default run takes 2 of them x 32 tokens;
 `-m full` takes all 20, and lets transformers answer them by prompt lookup.

@@ -1,7 +1,6 @@
 """Drafting trees, driven step by step: a chain is the tree with topk 1, and the draft's KV is what a prefill writes.
 
-Steps have any widths, 1 among them, which leaves rows to be caught up with. Not here: what is committed
-(`test_ring_trees.py`), which tree it should be (`test_tree_reference.py`).
+Steps have any widths, 1 among them, which leaves rows to be caught up with.
 """
 
 from array import array

@@ -28,7 +28,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
 
-TARGET = tiny_target(7, layers=3)  # an EAGLE-3 head taps all but the last: there transformers hands out what is normed
+TARGET = tiny_target(
+    7, layers=3
+)  # an EAGLE-3 head reads all layers but the last: of that, transformers hands out what is normed
 PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
 NUM_TOKENS = 40
 SHAPES = {Shape(1, 4, 5): 1, Shape(3, 2, 6): 64, Shape(4, 3, 10): 16, Shape(5, 8, 32): 4}  # with a page size each

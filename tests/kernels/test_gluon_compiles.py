@@ -7,8 +7,7 @@ import pytest
 import triton
 from overlap_spec_kernels.attention import _decode_attention_gluon, _tree_attention_gluon
 from overlap_spec_kernels.launch import TritonKernel
-from overlap_spec_kernels.linear import streamed_linear as _streamed_linear
-from overlap_spec_kernels.linear import warpgroup_linear as _warpgroup_linear
+from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -98,7 +97,7 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", MAPS)
 def test_streamed_maps(name: str) -> None:
     constants = MAPS[name]
-    ptx = assembly(_streamed_linear, "_streamed_linear_kernel", constants, constants["WARPS_K"] * constants["WARPS_N"])
+    ptx = assembly(streamed_linear, "_streamed_linear_kernel", constants, constants["WARPS_K"] * constants["WARPS_N"])
     check(ptx)
 
 
@@ -106,7 +105,7 @@ def test_streamed_maps(name: str) -> None:
 def test_tiled_maps(name: str) -> None:
     """The copy engine brings the tiles, a warpgroup multiplies, and W is asked for before the wait."""
     constants = TILED[name]
-    ptx = assembly(_warpgroup_linear, "_warpgroup_linear_kernel", constants, constants["WARPS"])
+    ptx = assembly(warpgroup_linear, "_warpgroup_linear_kernel", constants, constants["WARPS"])
     assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ".local" not in ptx
     assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
 

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from overlap_spec_kernels import (
     Norm,
     Normed,
-    _streamed_linear,
-    _warpgroup_linear,
     fused_linear,
     linear_add,
     linear_argmax,
     linear_logits,
 )
+from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -59,9 +58,9 @@ TILES = [name for name in CASES if name.startswith("tiles")]
 
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_streamed_linear, _warpgroup_linear):
+    for module in (streamed_linear, warpgroup_linear):
         monkeypatch.setattr(module, "_LARGE", LARGE)
-    _warpgroup_linear.tile_counters.cache_clear()
+    warpgroup_linear.tile_counters.cache_clear()
 
 
 def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -1,6 +1,6 @@
 """The plain-torch twins against definitions written out one row and one head at a time, in float64.
 
-Not here: the Triton kernels, which are compared with these twins. Tolerances: float64 sums in another order.
+Tolerances: float64 sums in another order.
 """
 
 import subprocess

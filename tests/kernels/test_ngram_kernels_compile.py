@@ -27,14 +27,18 @@ KERNELS: list[tuple[str, str, dict[str, Any]]] = [
     ("ngram_match", "_ngram_match_kernel", {"BLOCK": 2048, "PAGE_SIZE": 1}),
     ("ngram_absorb", "_ngram_absorb_kernel", {"BLOCK_B": 64}),
     ("_ngram_merge_kernel", "_ngram_merge_kernel", MERGE | {"BY_FREQUENCY": False}),
-    ("_ngram_merge_kernel", "_ngram_merge_kernel", MERGE | {"BY_FREQUENCY": True, "BLOCK_N": 2048, "PAGE_SIZE": 1}),
-    ("ngram_outlook", "_ngram_outlook_kernel", {"BLOCK_K": 16, "BLOCK_D": 16}),
+    (
+        "ngram._ngram_merge_kernel",
+        "_ngram_merge_kernel",
+        MERGE | {"BY_FREQUENCY": True, "BLOCK_N": 2048, "PAGE_SIZE": 1},
+    ),
+    ("ngram_lookahead", "_ngram_lookahead_kernel", {"BLOCK_K": 16, "BLOCK_D": 16}),
 ]
 
 
 @pytest.mark.parametrize(("module", "name", "constants"), KERNELS)
 def test_it_compiles_without_spills(module: str, name: str, constants: dict[str, Any]) -> None:
-    scope = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))
+    scope = vars(importlib.import_module(f"overlap_spec_kernels.ngram.{module}"))
     if isinstance(scope[name], TritonKernel):  # as its first launch would do
         scope[name].compile_module()
     function = scope[name]

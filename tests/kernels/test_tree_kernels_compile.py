@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32 = dict.fromkeys(("page_table_ptr", "pages_ptr", "counters_ptr", "at_ptr"), "*i32")
 FLOATS = ("outputs_ptr", "weights_ptr", "sums_ptr", "log_probs_ptr", "values_ptr", "logs_ptr", "scores_ptr")
-FLOATS += ("worth_ptr", "best_worth_ptr", "candidate_worth_ptr")
+FLOATS += ("log_prob_ptr", "best_log_prob_ptr", "candidate_log_prob_ptr")
 MODEL = ("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr", "k_ptr", "v_ptr", "features_ptr", "best_features_ptr")
 
 LLAMA = {
@@ -33,28 +33,45 @@ ATTENTION: dict[str, tuple[str, int, dict[str, Any]]] = {
     "SmolLM2": ("bf16", 4, SMOL),
     "SmolLM2, float32, pages of a token": ("fp32", 8, SMOL | FLOAT | {"PAGE_SIZE": 1, "BLOCK_N": 32, "BLOCK_E": 32}),
 }
+MOVE = "attention.move_cache_rows"
 # Module, function, type of what the model computes in, of scores; warps, constants.
 OTHERS: list[tuple[str, str, str, str, int, dict[str, Any]]] = [
-    ("gather_tree", "_gather_tree_kernel", "bf16", "fp32", 4, {"PAGE_SIZE": 16, "BLOCK_W": 32, "BLOCK_P": 256}),
-    ("place_tree", "_place_tree_kernel", "bf16", "fp32", 1, {"BLOCK_N": 32}),
-    ("move_cache_rows", "_move_cache_rows_kernel", "bf16", "fp32", 4, {"ROW_SIZE": 1024, "BLOCK_D": 8, "BLOCK_C": 512}),
-    ("move_cache_rows", "_move_cache_rows_kernel", "fp32", "fp32", 4, {"ROW_SIZE": 20, "BLOCK_D": 1, "BLOCK_C": 32}),
-    ("top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 8, "BLOCK_K": 8, "GROUPS": 256, "GROUP": 8}),
-    ("top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 3, "BLOCK_K": 4, "GROUPS": 64, "GROUP": 8}),
-    ("top_tokens", "_top_of_row_kernel", "bf16", "fp32", 4, {"K": 16, "BLOCK": 2048, "BLOCK_P": 128}),
-    ("_top_tokens_wide", "_wide_top_of_part_kernel", "bf16", "fp64", 4, {"K": 8, "BLOCK": 2048}),
-    ("_top_tokens_wide", "_wide_top_of_row_kernel", "bf16", "fp64", 4, {"K": 8, "BLOCK": 128, "BLOCK_P": 16}),
-    ("add_children", "_add_children_kernel", "bf16", "fp32", 4, {"BLOCK": 128}),
-    ("add_children", "_add_children_kernel", "bf16", "fp64", 4, {"BLOCK": 128}),
-    ("select_tree", "_select_tree_kernel", "bf16", "fp32", 1, {"BLOCK_C": 8, "CHUNK": 256}),
-    ("select_tree", "_select_tree_kernel", "bf16", "fp64", 1, {"BLOCK_C": 8, "CHUNK": 256}),
-    ("select_tree", "_select_tree_kernel", "bf16", "fp64", 4, {"BLOCK_C": 32, "CHUNK": 32}),
+    ("window.gather_tree", "_gather_tree_kernel", "bf16", "fp32", 4, {"PAGE_SIZE": 16, "BLOCK_W": 32, "BLOCK_P": 256}),
+    ("window.place_tree", "_place_tree_kernel", "bf16", "fp32", 1, {"BLOCK_N": 32}),
+    (
+        "attention.move_cache_rows",
+        "_move_cache_rows_kernel",
+        "bf16",
+        "fp32",
+        4,
+        {"ROW_SIZE": 1024, "BLOCK_D": 8, "BLOCK_C": 512},
+    ),
+    (
+        "attention.move_cache_rows",
+        "_move_cache_rows_kernel",
+        "fp32",
+        "fp32",
+        4,
+        {"ROW_SIZE": 20, "BLOCK_D": 1, "BLOCK_C": 32},
+    ),
+    ("tree.top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 8, "BLOCK_K": 8, "GROUPS": 256, "GROUP": 8}),
+    ("tree.top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 3, "BLOCK_K": 4, "GROUPS": 64, "GROUP": 8}),
+    ("tree.top_tokens", "_top_of_row_kernel", "bf16", "fp32", 4, {"K": 16, "BLOCK": 2048, "BLOCK_P": 128}),
+    ("tree._top_tokens_wide", "_wide_top_of_part_kernel", "bf16", "fp64", 4, {"K": 8, "BLOCK": 2048}),
+    ("tree._top_tokens_wide", "_wide_top_of_row_kernel", "bf16", "fp64", 4, {"K": 8, "BLOCK": 128, "BLOCK_P": 16}),
+    ("tree.add_children", "_add_children_kernel", "bf16", "fp32", 4, {"BLOCK": 128}),
+    ("tree.add_children", "_add_children_kernel", "bf16", "fp64", 4, {"BLOCK": 128}),
+    ("tree.select_tree", "_select_tree_kernel", "bf16", "fp32", 1, {"BLOCK_C": 8, "CHUNK": 256}),
+    ("tree.select_tree", "_select_tree_kernel", "bf16", "fp64", 1, {"BLOCK_C": 8, "CHUNK": 256}),
+    ("tree.select_tree", "_select_tree_kernel", "bf16", "fp64", 4, {"BLOCK_C": 32, "CHUNK": 32}),
 ]
 JUDGE = {"BLOCK_W": 32, "BLOCK_D": 8, "BLOCK_N": 32}
-OTHERS += [("_judge_tree_kernel", "judge_tree_kernel", "bf16", "fp32", 1, JUDGE | {"GIVEN": g}) for g in (False, True)]
+OTHERS += [
+    ("window._judge_tree_kernel", "judge_tree_kernel", "bf16", "fp32", 1, JUDGE | {"GIVEN": g}) for g in (False, True)
+]
 EXPAND = {"TOPK": 8, "BLOCK_C": 64, "BLOCK_K": 8, "BLOCK_F": 512, "CHUNK": 32}
 OTHERS += [
-    ("expand_tree", "_expand_tree_kernel", model, scores, 4, EXPAND)
+    ("tree.expand_tree", "_expand_tree_kernel", model, scores, 4, EXPAND)
     for model, scores in (("bf16", "fp32"), ("fp32", "fp64"))
 ]
 

@@ -230,7 +230,7 @@ def test_add_children() -> None:
     for row in range(3):
         for child in range(8):
             node, of_node = divmod(child, 4)
-            assert candidates.worth[row, 4 + child] == inputs.worth[row, node] + inputs.logs[row, node, of_node]
+            assert candidates.log_probs[row, 4 + child] == inputs.log_probs[row, node] + inputs.logs[row, node, of_node]
             assert candidates.tokens[row, 4 + child] == inputs.ids[inputs.columns[row, node, of_node]]
             assert candidates.parents[row, 4 + child] == inputs.index[row, node]
     assert all((part[:, [0, 1, 2, 3, -3, -2, -1]] == -9).all() for part in candidates), "others are left alone"
@@ -240,11 +240,11 @@ def test_add_children() -> None:
 def test_expand_tree(num_nodes: int, topk: int, num_words: int) -> None:
     inputs = level_inputs(5, num_nodes, topk, 6, num_words)
     level = expand_tree(*inputs, first=11)
-    for row, values in enumerate(inputs.worth.tolist()):
+    for row, values in enumerate(inputs.log_probs.tolist()):
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[:topk]
         parents, part = [index // topk for index in order], slice(row * topk, (row + 1) * topk)
         assert level.indices[row].tolist() == [index + 11 for index in order]
-        assert level.worth[row].tolist() == [values[index] for index in order]
+        assert level.log_probs[row].tolist() == [values[index] for index in order]
         assert level.tokens[part].tolist() == inputs.tokens[row, order].tolist()
         assert torch.equal(level.mask[row], inputs.mask[row, parents] | inputs.own_bits)
         assert torch.equal(level.features[part], inputs.features.view(5, num_nodes, 6)[row, parents])

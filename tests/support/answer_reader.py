@@ -1,6 +1,6 @@
 """Reads answers whose tokens are known, in forwards of a given shape: how a step computes them, without deciding.
 
-For measuring what the shape of a batch does to logits. Not here: decoding.
+For measuring what the shape of a batch does to logits.
 """
 
 import torch

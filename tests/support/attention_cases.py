@@ -2,7 +2,6 @@
 
 Head dims 64, 96 and 128, query heads per KV head 1 to 8, pages of 16 and 64, float32 and bfloat16; the pairs that
 models have, and around them one each of what is rare. And what a 16-bit decode kernel is compared with.
-Not here: inputs (`kernel_cases.inputs`).
 """
 
 from typing import NamedTuple

@@ -1,7 +1,4 @@
-"""The command line as tests run it: real processes, their output, and what they leave behind.
-
-Not here: assertions.
-"""
+"""The command line as tests run it: real processes, their output, and what they leave behind."""
 
 import os
 import signal

@@ -1,9 +1,9 @@
 """A device played by hand: it keeps what the worker's rows would hold and checks every plan against it.
 
-Not here: a model. The token at position p of a request is a pure function of (seed, p), so every stream is
-known beforehand; accept lengths are random. KV is played row by row: the row of position p holds the token
-at p and the one after it (what the draft's row depends on), so a page that somebody else wrote to, a stale
-row or a wrong prefix hit is found when the rows are read.
+The token at position p of a request is a pure function of (seed, p), so every stream is known beforehand; accept
+lengths are random. KV is played row by row: the row of position p holds the token at p and the one after it (what the
+draft's row depends on), so a page that somebody else wrote to, a stale row or a wrong prefix hit is found when the rows
+are read.
 """
 
 import random
@@ -287,7 +287,7 @@ class Bench:
         self.scheduler.plan_ahead()
         self.scheduler.speak()
         check_invariants(self.scheduler, self.device.lengths())
-        assert self.scheduler.inflight or self.scheduler.roster.idle, "asleep with work that nothing will wake"
+        assert self.scheduler.inflight or self.scheduler.queues.idle, "asleep with work that nothing will wake"
         sent = self.worker.drain()
         self.plans += sent
         self.all_plans += sent
@@ -336,7 +336,7 @@ class Bench:
 
     def check_drained(self) -> None:
         """Nothing runs, and every page is free or cached."""
-        roster = self.scheduler.roster
-        assert roster.idle and not self.scheduler.inflight and not roster.open
-        assert roster.memory.num_used == 0
-        assert roster.memory.num_available == roster.memory.pool.num_total
+        queues = self.scheduler.queues
+        assert queues.idle and not self.scheduler.inflight and not queues.open
+        assert queues.memory.num_used == 0
+        assert queues.memory.num_available == queues.memory.pool.num_total

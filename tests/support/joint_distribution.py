@@ -1,7 +1,4 @@
-"""How often each run of tokens must come after a prompt, worked out from the target's logits; and a G-test of counts.
-
-Not here: who draws the samples.
-"""
+"""How often each run of tokens must come after a prompt, worked out from the logits; and a G-test of counts."""
 
 from collections import Counter
 from collections.abc import Callable

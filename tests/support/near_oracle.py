@@ -1,8 +1,8 @@
 """What a 16-bit request must give: at every place the best token, up to rounding, given the tokens before it.
 
-Not here: exactness (`plain_oracle.py`). In 16 bits the order of sums decides near-ties, and after one the rest of an
-answer is another. So an answer's own tokens are read back in float64, with the same rounded weights, and no token may
-fall short of the best one by more than rounding explains.
+In 16 bits the order of sums decides near-ties, and after one the rest of an answer is another. So an answer's own
+tokens are read back in float64, with the same rounded weights, and no token may fall short of the best one by more than
+rounding explains.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Seeded steps of a few requests through the operations on n-grams, to compare kernels with their twins.
 
 Tokens are few, so that there is much to find; requests begin anew now and then, the last row of a batch is the dummy
-slot, and pages of the KV cache are in no order. Not here: what is right (tests/support/reference/ngram.py).
+slot, and pages of the KV cache are in no order.
 """
 
 import random
@@ -29,7 +29,7 @@ class NgramOps:
     absorb: Callable[..., None]
     match: Callable[..., Tensor]
     merge: Callable[..., Any]  # the fields of `MergedGuesses`
-    outlook: Callable[..., Tensor]
+    lookahead: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class NgramCase:
                 rows[at] = fresh.t()
             run = tokens[:, :3].contiguous().to(place)
             levels, strength = (torch.zeros_like(guessed[0][:, 0]).scatter(0, at, value) for value in merged[2:])
-            outlook = ops.outlook(*guessed, levels, strength, at, run, at.clamp(max=2))
-            found += [keys[:3].topk(16, 1).values, *(row[..., :3] for row in merged), outlook[:3]]
+            lookahead = ops.lookahead(*guessed, levels, strength, at, run, at.clamp(max=2))
+            found += [keys[:3].topk(16, 1).values, *(row[..., :3] for row in merged), lookahead[:3]]
         return [tensor.cpu() for tensor in (*found, *self._said(log), pool[self.page_size :])]
 
     def _said(self, log: NgramLog) -> list[Tensor]:

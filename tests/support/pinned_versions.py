@@ -1,4 +1,4 @@
-"""The two files of tested versions. Not here: assertions."""
+"""The two files of tested versions."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """What a request must give: plain decoding of one request alone, then cut where it ends.
 
-Not here: scheduling, caching, speculation. Full attention over one contiguous request, one token a step. The executor
-is the project's own, and so is its sampler: every token that it draws by temperature is drawn again from the same
-logits by `sampling_oracle.py`, which shares no code with it.
+Full attention over one contiguous request, one token a step. The executor is the project's own, and so is its sampler:
+every token that it draws by temperature is drawn again from the same logits by `sampling_oracle.py`, which shares no
+code with it.
 """
 
 from array import array

@@ -1,7 +1,4 @@
-"""Engines that are played by hand, for the width policy: how guesses fare is known, and time is the costs' own.
-
-Not here: a scheduler (`fake_device.py`).
-"""
+"""Engines that are played by hand, for the width policy: how guesses fare is known, and time is the costs' own."""
 
 import random
 from dataclasses import dataclass

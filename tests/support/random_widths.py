@@ -1,4 +1,4 @@
-"""A width policy for storms. Not here: any sense."""
+"""A width policy for storms."""
 
 import random
 

@@ -1,7 +1,7 @@
 """The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
 
-Not here: processes and sockets (tests/e2e). A test speaks as clients do and reads each request's rows. After
-every event that the scheduler handles, its invariants are checked from scratch (`ring_links.py`).
+A test speaks as clients do and reads each request's rows. After every event that the scheduler handles, its invariants
+are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
-from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Cancel,
@@ -115,7 +115,7 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
-            method_named(EVERY_METHOD[self.method][0]).foresees,
+            method_named(EVERY_METHOD[self.method][0]).is_self_drafting,
         )
 
 
@@ -135,7 +135,7 @@ class Ring:
         self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
         self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
         back = FromThread(self.to_scheduler, self.inbox.sent)
-        self.worker = Worker(self.executor, self.to_worker, back, Patience(0.0))
+        self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0))
         settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
@@ -173,7 +173,7 @@ class Ring:
     async def idle(self) -> None:
         """Wait until nothing runs and no step is in flight."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.scheduler.inflight or not self.scheduler.roster.idle:
+            while self.scheduler.inflight or not self.scheduler.queues.idle:
                 await asyncio.sleep(0.001)
 
     def _device_lengths(self) -> dict[int, int]:

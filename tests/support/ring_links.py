@@ -1,4 +1,4 @@
-"""What joins the actors of a ring in one process: links that watch what passes them. Not here: the ring (`ring.py`).
+"""What joins the actors of a ring in one process: links that watch what passes them.
 
 Whenever the scheduler comes back for more, its invariants are checked from scratch, against the lengths that the device
 has by then: it may be ahead of what the scheduler knows, and must not be ahead of what the scheduler reserved.
@@ -139,7 +139,7 @@ class WatchedInbox:
         sent = dict(self.sent.lengths)
         lengths = sent if self._on_device is None else self._on_device()
         check_invariants(self.scheduler, lengths)
-        for request in self.scheduler.roster.running:
+        for request in self.scheduler.queues.running:
             if request.prefilled_len == request.target:
                 assert len(request.tokens) <= sent[request.slot] <= lengths[request.slot]
                 self.times_ahead += lengths[request.slot] > len(request.tokens)

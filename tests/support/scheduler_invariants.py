@@ -1,6 +1,6 @@
 """What must hold after every event, checked from scratch. For tests: it costs far more than a step.
 
-Not here: how it comes to hold. Each function recomputes one account from its sources.
+Each function recomputes one account from its sources.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
 
     Raises: AssertionError.
     """
-    placed = scheduler.roster.running + scheduler.roster.leaving
-    check_roster(scheduler, placed)
+    placed = scheduler.queues.running + scheduler.queues.leaving
+    check_queues(scheduler, placed)
     check_steps(scheduler, placed)
     check_pages(scheduler, placed)
     check_cache(scheduler, placed)
@@ -32,23 +32,23 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
             assert dropped or length <= request.reserved_len, f"device length {length} > {request.reserved_len}"
 
 
-def check_roster(scheduler: Scheduler, placed: list[Request]) -> None:
+def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     """Everybody is in one place, in order of arrival; slots are owned once; work never sleeps."""
-    roster = scheduler.roster
-    slots = [request.slot for request in placed] + roster.free_slots
+    queues = scheduler.queues
+    slots = [request.slot for request in placed] + queues.free_slots
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
-    assert all(a.order < b.order for a, b in pairwise(roster.running)), "running out of order"
-    assert all(a.order < b.order for a, b in pairwise(roster.waiting)), "waiting out of order"
-    if roster.running and roster.waiting:
-        assert roster.running[-1].order < roster.waiting[0].order, "somebody was passed in the queue"
-    for victim in roster.leaving:
-        passed = victim.finish is None and any(request.order > victim.order for request in roster.running)
+    assert all(a.order < b.order for a, b in pairwise(queues.running)), "running out of order"
+    assert all(a.order < b.order for a, b in pairwise(queues.waiting)), "waiting out of order"
+    if queues.running and queues.waiting:
+        assert queues.running[-1].order < queues.waiting[0].order, "somebody was passed in the queue"
+    for victim in queues.leaving:
+        passed = victim.finish is None and any(request.order > victim.order for request in queues.running)
         assert not passed, "somebody passed a preempted request"
-    assert all(request.running and request.finish is None for request in roster.running)
-    assert all(not request.running and request.in_flight for request in roster.leaving), "left, but not let go of"
-    assert all(not request.pages and request.slot < 0 and not request.in_flight for request in roster.waiting)
-    unfinished = [request.uid for request in [*placed, *roster.waiting] if request.finish is None]
-    assert sorted(unfinished) == sorted(roster.open), "a request was lost"
+    assert all(request.running and request.finish is None for request in queues.running)
+    assert all(not request.running and request.in_flight for request in queues.leaving), "left, but not let go of"
+    assert all(not request.pages and request.slot < 0 and not request.in_flight for request in queues.waiting)
+    unfinished = [request.uid for request in [*placed, *queues.waiting] if request.finish is None]
+    assert sorted(unfinished) == sorted(queues.open), "a request was lost"
 
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
@@ -87,7 +87,7 @@ def check_request(scheduler: Scheduler, request: Request) -> None:
 
 def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     """Allocated + cached + free = total; every page has the holders that the pool counts."""
-    pool, cache = scheduler.roster.memory.pool, scheduler.roster.memory.cache
+    pool, cache = scheduler.queues.memory.pool, scheduler.queues.memory.cache
     held = [page for request in placed for page in request.pages]
     cached = [page for node in cache.nodes() for page in node.pages]
     holders = Counter(held) + Counter(cached)
@@ -104,7 +104,7 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
 
 def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:
     """Locks are those of the requests; a request's shared pages are those of the path it locks."""
-    cache = scheduler.roster.memory.cache
+    cache = scheduler.queues.memory.cache
     locks: Counter[int] = Counter()
     for request in placed:
         path = _path(request.node)

@@ -1,6 +1,6 @@
 """A `/generate` server, and a client, whose times and counts are scripted: they move a clock instead of waiting.
 
-The clock is given to what is measured, and nothing else moves it. Not here: an engine.
+The clock is given to what is measured, and nothing else moves it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Seeded random slot rows and draws for the ops around a decode step. Not here: comparing, devices.
+"""Seeded random slot rows and draws for the ops around a decode step.
 
 Tokens are few, so that guesses are right by chance, also after a wrong one. From three rows on, the last two of a
 batch are the dummy slot.

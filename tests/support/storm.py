@@ -234,14 +234,14 @@ def count(ring: Ring, seen: Counter[str]) -> None:
 
 def assert_nothing_leaked(ring: Ring) -> None:
     """Only the cache holds pages, and it lets go of every one."""
-    memory = ring.scheduler.roster.memory
+    memory = ring.scheduler.queues.memory
     memory.cache.evict(memory.cache.num_evictable)
     assert len(memory.pool.free) == memory.pool.num_total
 
 
 def defers(method: str) -> bool:
     """Whether its steps of width 1 leave something to catch up with."""
-    return not method_named(EVERY_METHOD[method][0]).foresees
+    return not method_named(EVERY_METHOD[method][0]).is_self_drafting
 
 
 def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:

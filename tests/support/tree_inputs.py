@@ -1,4 +1,4 @@
-"""Seeded random trees in slot rows, and draws on them. Not here: comparing, devices.
+"""Seeded random trees in slot rows, and draws on them.
 
 Tokens are few, so that guesses are right by chance; siblings are distinct, as drafts make them. From three rows on, the
 last two of a batch are the dummy slot.
@@ -141,18 +141,18 @@ class ChildInputs(NamedTuple):
     logs: Tensor
     columns: Tensor
     ids: Tensor
-    worth: Tensor
+    log_probs: Tensor
     index: Tensor
 
 
 def child_inputs(num_rows: int, num_nodes: int, num_children: int, dtype: torch.dtype = torch.float32) -> ChildInputs:
-    """Into the middle of candidates that hold something. `dtype`: of what children are worth."""
+    """Into the middle of candidates that hold something. `dtype`: of the children's log_probs."""
     candidates = Candidates(*(torch.full((num_rows, num_nodes * num_children + 7), -9) for _ in range(3)))
     size = (num_rows, num_nodes, num_children)
     logs = -torch.rand(size)
     logs[torch.rand(size) < 0.2] = -torch.inf
     return ChildInputs(
-        candidates._replace(worth=candidates.worth.to(dtype)),
+        candidates._replace(log_probs=candidates.log_probs.to(dtype)),
         4,
         logs.to(dtype),
         torch.randint(0, 50, size),
@@ -165,7 +165,7 @@ def child_inputs(num_rows: int, num_nodes: int, num_children: int, dtype: torch.
 class LevelInputs(NamedTuple):
     """Arguments of `expand_tree`, in its order, but the last."""
 
-    worth: Tensor
+    log_probs: Tensor
     tokens: Tensor
     mask: Tensor
     features: Tensor
@@ -173,16 +173,16 @@ class LevelInputs(NamedTuple):
 
     def worth_in(self, dtype: torch.dtype) -> Tensor:
         """The same values, as columns of something wider."""
-        return torch.empty_strided(self.worth.shape, self.worth.stride(), dtype=dtype).copy_(self.worth)
+        return torch.empty_strided(self.log_probs.shape, self.log_probs.stride(), dtype=dtype).copy_(self.log_probs)
 
 
 def level_inputs(num_rows: int, num_nodes: int, topk: int, size: int, num_words: int = 1) -> LevelInputs:
-    """Each node has topk children, and as many go on; many are worth the same, and some nothing."""
-    worth = torch.randint(-5, 1, (num_rows, num_nodes * topk + 2)) / 4
-    worth[torch.rand(worth.shape) < 0.2] = -torch.inf
-    tokens = torch.randint(0, 1000, worth.shape)
-    worth, tokens = worth[:, 1:-1], tokens[:, 1:-1]  # columns of something wider
+    """Each node has topk children, and as many go on; many have equal log_probs, and some -inf."""
+    log_probs = torch.randint(-5, 1, (num_rows, num_nodes * topk + 2)) / 4
+    log_probs[torch.rand(log_probs.shape) < 0.2] = -torch.inf
+    tokens = torch.randint(0, 1000, log_probs.shape)
+    log_probs, tokens = log_probs[:, 1:-1], tokens[:, 1:-1]  # columns of something wider
     words = torch.randint(-(1 << 62), 1 << 62, (num_rows, num_nodes, num_words))
     own_bits = torch.randint(-(1 << 62), 1 << 62, (topk, num_words))
     features = torch.randn(num_rows * num_nodes, size + 3)[:, :size]  # rows of something wider
-    return LevelInputs(worth, tokens, words, features, own_bits)
+    return LevelInputs(log_probs, tokens, words, features, own_bits)

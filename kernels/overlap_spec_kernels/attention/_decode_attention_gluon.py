@@ -1,4 +1,4 @@
-"""The kernel of `decode_attention` for few rows of 16-bit heads on Hopper. Not here: checks, the twin, when it is used.
+"""The kernel of `decode_attention` for few rows of 16-bit heads on Hopper.
 
 What a program does, which keys it takes and how splits combine is as in `_decode_attention_kernel`. But its keys pass
 through a ring in shared memory, and within a block each warp has keys and a softmax of its own, so that warps exchange

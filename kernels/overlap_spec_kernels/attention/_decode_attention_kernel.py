@@ -1,7 +1,4 @@
-"""The Triton functions of `decode_attention`: one program per KV head and split, request, tile of rows.
-
-Not here: checks, the twin, the sizes of blocks and grid (`decode_attention`).
-"""
+"""The Triton functions of `decode_attention`: one program per KV head and split, request, tile of rows."""
 
 from __future__ import annotations
 

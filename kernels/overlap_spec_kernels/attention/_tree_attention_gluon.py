@@ -1,4 +1,4 @@
-"""The kernel of `tree_attention` for many rows and heads of 16 bits on Hopper. Not here: the op, its checks, the twin.
+"""The kernel of `tree_attention` for many rows and heads of 16 bits on Hopper.
 
 A program takes the rows of a request and the query heads of a KV head, 64 or 128 pairs, and all keys that they see.
 Products are a warpgroup's, from shared memory:

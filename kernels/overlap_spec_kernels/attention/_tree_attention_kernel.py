@@ -1,7 +1,6 @@
 """The Triton functions of `tree_attention`: one program per KV head and split, request, tile of rows.
 
-Not here: checks, the twin, the sizes of blocks and grid (`tree_attention`). How splits are combined is decode
-attention's (`_decode_attention_kernel`).
+How splits are combined is decode attention's (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention of a decode or verify step in one launch: rotates q and k, writes k and v, attends, combines the splits.
 
-Not here: prefill and rows of uneven requests (`rope_kv_write`, then `paged_attention`). Each request has the same
-W rows at consecutive positions p .. p + W - 1. Blocks of cached keys go to the splits in turn, so that which keys a
-split reads first does not depend on the length; the last split also takes the new rows, straight from qkv:
+Each request has the same W rows at consecutive positions p .. p + W - 1. Blocks of cached keys go to the splits in
+turn, so that which keys a split reads first does not depend on the length; the last split also takes the new rows,
+straight from qkv:
 
     keys 0 .. p - 1 in blocks | 0 | 1 | 2 | 3 | 4 |   new rows p .. p + W - 1
     3 active splits             0   1   2   0   1     2 (rotates k, writes k and v, causal mask)

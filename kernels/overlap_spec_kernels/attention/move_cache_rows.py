@@ -1,7 +1,4 @@
-"""The move of the KV that survives a tree's verdict to where a chain would have put it, for all layers in one launch.
-
-Not here: which rows survive (`judge_tree`), and who owns the pages.
-"""
+"""Moves the KV that survives a tree's verdict to where a chain would have put it, for all layers in one launch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Causal attention of new rows to their own request's K and V, read through a page table.
 
-Not here: the write of K and V (`rope_kv_write`), and windows of few rows on a GPU (`decode_attention`). Requests may
-have any number of rows each: this serves prefill, and steps with uneven or many rows. A program takes a tile of rows of
-one request with all query heads that share a KV head, so K and V are read once for them:
+Requests may have any number of rows each: this serves prefill, and steps with uneven or many rows. A program takes a
+tile of rows of one request with all query heads that share a KV head, so K and V are read once for them:
 
     tile, 2 rows of a GQA group of 3        keys 0 .. p of the request
       m = 0 1 2 | 3 4 5   (row, head)       |- split 0 -|- split 1 -|- split 2 -|

@@ -1,7 +1,7 @@
 """Rotary position embedding of q and k, and the write of k and v into the paged cache, in one pass.
 
-Not here: reading the cache (`paged_attention`), the table of angles (models make it). The halves of a head are
-rotated against each other (Llama, GPT-NeoX), as one would write for each head x of a row at position p:
+The halves of a head are rotated against each other (Llama, GPT-NeoX), as one would write for each head x of a row at
+position p:
 
     (x1, x2) -> (x1 * cos[p] - x2 * sin[p],  x2 * cos[p] + x1 * sin[p])
 """

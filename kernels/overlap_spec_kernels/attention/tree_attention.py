@@ -1,8 +1,6 @@
 """Attention of the rows of a tree: to a shared prefix through the page table, and to extra keys by a bit mask.
 
-Not here: the write of K and V (`rope_kv_write`), chains (`decode_attention`), what the mask says (`gather_tree`), the
-kernel that replaces Triton's where 16-bit heads fill a Hopper (`_tree_attention_gluon`). Every request has the same R
-rows and the same M extra keys:
+Every request has the same R rows and the same M extra keys:
 
     keys of a request   | places 0 .. prefix - 1, by page table | extra keys, by their cache rows |
     a row sees            all (with a window, those near it)      those whose bit is set

@@ -1,8 +1,7 @@
 """Linear maps of few rows with what surrounds them in a decoder layer: the scale of a norm, a gate, or an addition.
 
-Not here: attention, and maps of many rows, where a BLAS and kernels of their own do as well. With few rows a map takes
-as long as reading its weight, and a launch takes as long as reading a small one. So nothing else is launched, and
-the weight is asked for before the kernel that writes the rows has ended:
+With few rows a map takes as long as reading its weight, and a launch takes as long as reading a small one. So nothing
+else is launched, and the weight is asked for before the kernel that writes the rows has ended:
 
     fused_linear   y = scale * (x W^T)                 scale from the sums of squares of a `Normed` stream
                    y = silu(gate) * up                 if gated; W holds gate's rows first
@@ -10,8 +9,9 @@ the weight is asked for before the kernel that writes the rows has ended:
     linear_add     v = residual + x W^T                and v times the next norm's weight, and its sums of squares
 
 Four kernels: short rows of W wait in registers where those of x are few (here), others stream through shared memory
-(`_streamed_linear`), large weights for more rows in tiles (`_warpgroup_linear`), and gates of many rows in tiles that
-two multiprocessors share (`_wide_linear`). Where none of them is faster, a BLAS and the row kernels do: the twin.
+(`streamed_linear.py`), large weights for more rows in tiles (`warpgroup_linear.py`), and gates of many rows in tiles
+that two multiprocessors share (`wide_linear.py`). Where none of them is faster, a BLAS and the row kernels do: the
+twin.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fused_linear(x: Tensor | Normed, weight: Tensor, gated: bool = False) -> Ten
     Sync: never.
     """
     rows = rows_of(x)
-    require_map(rows, weight)
+    require_linear(rows, weight)
     require(not gated or weight.shape[0] % 2 == 0, "weight", "an even number of rows if gated")
     out = _launch(x, weight, gated, None, rows.dtype)
     return fused_linear_reference(x, weight, gated) if out is None else out.values
@@ -59,7 +59,7 @@ def linear_logits(x: Tensor | Normed, weight: Tensor) -> Tensor:
 
     Shapes: x [T, I], weight [V, I] -> [T, V], float32 or wider. Raises: ValueError naming the argument. Sync: never.
     """
-    require_map(rows_of(x), weight)
+    require_linear(rows_of(x), weight)
     out = _launch(x, weight, False, None, torch.float32)
     return linear_logits_reference(x, weight) if out is None else out.values
 
@@ -69,7 +69,7 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm) -> Norme
 
     Shapes: x [T, I], weight [O, I], residual [T, O]. Raises: ValueError naming the argument. Sync: never.
     """
-    require_map(x, weight)
+    require_linear(x, weight)
     require(residual.shape == (x.shape[0], weight.shape[0]), "residual", "[T, O]")
     require(residual.stride(1) == 1 and residual.dtype == x.dtype, "residual", "contiguous rows in the dtype of x")
     require(norm.weight.shape == weight.shape[:1] and norm.weight.dtype == x.dtype, "norm", "[O] in the dtype of x")
@@ -96,7 +96,7 @@ def linear_add_reference(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
     return Normed(values, rows)
 
 
-def require_map(x: Tensor, weight: Tensor) -> None:
+def require_linear(x: Tensor, weight: Tensor) -> None:
     """Raises: ValueError naming the argument."""
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, I] with a contiguous last dimension")
     require(weight.dim() == 2 and weight.shape[1] == x.shape[1], "weight", "[O, I]")

@@ -1,4 +1,4 @@
-"""The column of the largest logit, without writing logits. Not here: drawing by temperature, which needs them all."""
+"""The column of the largest logit, without writing logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require
-from overlap_spec_kernels.linear.fused_linear import cut_for, linear_logits_reference, require_map
+from overlap_spec_kernels.linear.fused_linear import cut_for, linear_logits_reference, require_linear
 from overlap_spec_kernels.linear.streamed_linear import Call, Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles
 from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
@@ -25,7 +25,7 @@ def linear_argmax(x: Tensor | Normed, weight: Tensor, ids: Tensor | None = None)
     Raises: ValueError naming the argument. Sync: never.
     """
     rows = rows_of(x)
-    require_map(rows, weight)
+    require_linear(rows, weight)
     require(ids is None or (ids.shape == weight.shape[:1] and ids.dtype == torch.int64), "ids", "[V] int64")
     cut = cut_for(rows, weight, gated=False) or wide_for(rows, weight, gated=False)
     return _best_of_programs(rows, weight, ids, cut) if cut else linear_argmax_reference(x, weight, ids)

@@ -1,7 +1,5 @@
 """The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for 16-bit weights.
 
-Not here: the ops, and the kernel that goes first where rows are short (`fused_linear`).
-
 A program streams its rows of W through a ring in shared memory, together with the columns of x that meet them. The
 ring is filled before x is there: nothing writes W. Each warp multiplies its own part of K, so a product is short; W is
 the left operand, whose 16 rows are the smallest that a tensor core takes, and x's rows are padded to 8 only.

@@ -1,7 +1,5 @@
 """The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for large weights and 17 to 128 rows.
 
-Not here: the ops, and the kernel for fewer rows and smaller weights (`_streamed_linear`), whose form it shares.
-
 With so many rows, x is read from the L2 cache about as often as W from memory, so a program must take many rows of W at
 once: 64 or 128 are the left operand of a warpgroup's product, all rows of x the right one, and both are copied to
 shared memory by the copy engine, a tile a stage. What one program would leave to too few multiprocessors is split

@@ -1,8 +1,7 @@
 """The kernel of `fused_linear` if gated, and of `linear_argmax`, for large weights and many rows.
 
-Not here: the ops, and the product itself, which is CUDA C++ (cuda/wide_linear.cu): it is the choice of tiles, and the
-launch. A BLAS multiplies as fast, but what follows the product is then a kernel of its own, which reads again what the
-product wrote: gate and up, or all logits.
+A BLAS multiplies as fast, but what follows the product is then a kernel of its own, which reads again what the product
+wrote: gate and up, or all logits.
 """
 
 from __future__ import annotations

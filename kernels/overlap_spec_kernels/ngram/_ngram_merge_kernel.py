@@ -1,7 +1,6 @@
 """The kernel of `ngram_merge`: one program per request builds its tree in registers, then takes node after node.
 
-Not here: what a tree is (`ngram_merge`, whose twin is to be read first). Paths are the rows of [C, C] and [C, L]
-blocks; a path's rank is how many have a larger key.
+Paths are the rows of [C, C] and [C, L] blocks; a path's rank is how many have a larger key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The entry of requests' new tokens into the log that all requests share (`ngram_log` says how it is laid out).
 
-Not here: the pool of tokens from which they are read, which `ngram_store` has written. An n-gram is entered one token
-late, when something follows it: so nobody finds the end of what was said, which continues nowhere.
+An n-gram is entered one token late, when something follows it: so nobody finds the end of what was said, which
+continues nowhere.
 """
 
 from __future__ import annotations

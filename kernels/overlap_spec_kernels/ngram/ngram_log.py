@@ -1,6 +1,6 @@
 """What all requests said: a bounded log of pages of tokens, and an index of its n-grams. Here: tensors, arithmetic.
 
-Not here: writing it (`ngram_absorb`), asking it (`ngram_merge`). A page is a row of PAGE tokens of one request:
+A page is a row of PAGE tokens of one request:
 
     [ H tokens before | G tokens, at positions n G .. n G + G - 1 of the request ]       H + G = PAGE
 

@@ -1,7 +1,7 @@
 """What a window of n-gram guesses promised and what became of it, in one number per row, for who chooses step widths.
 
-Not here: the verdict. The step may have looked at fewer columns than were guessed: whether the guess after the run
-would have stood is known all the same, as the token that stands in its place is.
+The step may have looked at fewer columns than were guessed: whether the guess after the run would have stood is known
+all the same, as the token that stands in its place is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LEVEL_BITS, STRENGTH_BITS = 8, 8  # of the number, from below; then a column
 
 
-def ngram_outlook(
+def ngram_lookahead(
     guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
 ) -> Tensor:
     """levels + (strength << 8) + (column of the guess after the run that was right << 16) of each slot's whole window.
@@ -36,11 +36,11 @@ def ngram_outlook(
     for name, value in {"slots": slots, "last": last}.items():
         require(value.shape == committed.shape[:1] and value.dtype == committed.dtype, name, "[B] int64")
         require(value.is_contiguous(), name, "contiguous")
-    run = _ngram_outlook_triton if runs_triton(slots) else ngram_outlook_reference
+    run = _ngram_lookahead_triton if runs_triton(slots) else ngram_lookahead_reference
     return run(guesses, parents, levels, strength, slots, committed, last)
 
 
-def ngram_outlook_reference(
+def ngram_lookahead_reference(
     guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
 ) -> Tensor:
     count = (committed >= 0).sum(1, keepdim=True)
@@ -50,12 +50,12 @@ def ngram_outlook_reference(
     return levels[slots] + (strength[slots] << LEVEL_BITS) + (column << LEVEL_BITS + STRENGTH_BITS)
 
 
-def _ngram_outlook_triton(
+def _ngram_lookahead_triton(
     guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
 ) -> Tensor:
     out = slots.new_empty(len(slots))
     num_guesses, longest = guesses.shape[1], committed.shape[1]
-    _ngram_outlook_kernel[(len(slots),)](
+    _ngram_lookahead_kernel[(len(slots),)](
         guesses,
         parents,
         levels,
@@ -77,7 +77,7 @@ def _ngram_outlook_triton(
 
 
 @TritonKernel
-def _ngram_outlook_kernel(
+def _ngram_lookahead_kernel(
     guesses_ptr: tl.tensor,
     parents_ptr: tl.tensor,
     levels_ptr: tl.tensor,

@@ -1,9 +1,7 @@
 """Where the end of each request's own tokens stood before in them: every place, by the length of the match.
 
-Not here: what followed there (`ngram_merge`), other requests' tokens (`ngram_log`).
-
-    tokens   a b c d . . b c d . . x c d       the last token is at position `length`
-    match          3         3       ^         place 3 and place 8: three tokens agree, read backwards
+tokens   a b c d . . b c d . . x c d       the last token is at position `length`
+match          3         3       ^         place 3 and place 8: three tokens agree, read backwards
 """
 
 from __future__ import annotations

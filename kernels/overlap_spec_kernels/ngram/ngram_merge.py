@@ -1,7 +1,7 @@
 """From matches to guesses: what followed them, own and other requests', merged into one tree.
 
-Not here: a request's own matches (`ngram_match`), what the log of all requests holds (`ngram_absorb`). Each match is a
-path of tokens; paths that begin alike share nodes. Matches rank by length, own ones first, then the latest:
+Each match is a path of tokens; paths that begin alike share nodes. Matches rank by length, own ones first, then the
+latest:
 
     rank 0   x y z        root - x - y - z        by recency: nodes of longer matches first, then level by level
     rank 1   x y w                    \\ w         by frequency: the most probable first, a match's vote its length

@@ -1,7 +1,4 @@
-"""The write of a few tokens of each request beside their KV: into the pool of tokens that has a row for each cache row.
-
-Not here: prompts, whose cache rows the step knows already, and who reads the pool (`ngram_match`, `ngram_absorb`).
-"""
+"""Writes a few tokens of each request into the token pool, which has a row for each cache row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in one pass. Not here: the norm alone (`rms_norm`)."""
+"""Residual addition and RMSNorm in one pass."""
 
 from __future__ import annotations
 

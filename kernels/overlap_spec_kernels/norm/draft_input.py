@@ -1,7 +1,6 @@
 """What the first layer of an EAGLE-3 head reads: norm(embedding of the token), norm(features), side by side.
 
-Not here: the head's layers, and how features come from the target's taps. One launch for a gather, two norms and
-a concatenation (Li et al. 2025, arXiv:2503.01840).
+One launch for a gather, two norms and a concatenation (Li et al. 2025, arXiv:2503.01840).
 """
 
 from __future__ import annotations

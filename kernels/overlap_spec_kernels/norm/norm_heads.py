@@ -1,4 +1,4 @@
-"""RMSNorm of every query and key head of a fused projection, in place. Not here: rotation (`decode_attention`).
+"""RMSNorm of every query and key head of a fused projection, in place.
 
 A row of qkv is n query heads, nkv key heads and nkv value heads; the first two kinds have a weight each.
 """

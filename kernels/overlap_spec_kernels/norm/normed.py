@@ -1,4 +1,4 @@
-"""The residual stream on its way into a norm. Not here: the maps that read and write it (`fused_linear`).
+"""The residual stream on its way into a norm.
 
 An RMSNorm needs a sum over a whole row, which no program of a map that writes the row has. So its work is divided: who
 writes the stream also writes it times the norm's weight, and sums of its squares; who reads it multiplies its own

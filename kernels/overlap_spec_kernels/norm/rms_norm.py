@@ -1,4 +1,4 @@
-"""RMSNorm over the last dimension. Not here: the residual addition (`add_rms_norm`)."""
+"""RMSNorm over the last dimension."""
 
 from __future__ import annotations
 

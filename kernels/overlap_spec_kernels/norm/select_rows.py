@@ -1,4 +1,4 @@
-"""One row of each window. Not here: which row (`judge_chain`).
+"""One row of each window.
 
 One launch, with nothing to compute before it; torch needs an index for every row besides the one that is given.
 """

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward layer. Not here: its projections, which are plain GEMMs."""
+"""The gate of a SwiGLU feed-forward layer."""
 
 from __future__ import annotations
 

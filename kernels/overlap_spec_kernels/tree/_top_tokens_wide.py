@@ -1,6 +1,6 @@
 """`top_tokens` of float64: two launches as there, but a logit and its column do not fit into one integer.
 
-So the largest logit is looked for, then the lowest column that has it. Not here: checks, the twin (`top_tokens`).
+So the largest logit is looked for, then the lowest column that has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The children of a level's nodes as candidates of a draft's tree, in one launch.
-
-Not here: which tokens they are (`top_tokens`), which of them have children (`expand_tree`), and stay (`select_tree`).
-"""
+"""The children of a level's nodes as candidates of a draft's tree, in one launch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _BLOCK = 128
 class Candidates(NamedTuple):
     """All children that a draft has made, level by level: a parent comes before its children."""
 
-    worth: Tensor  # [B, C] f32 or f64: the log of the product of probabilities from the root down
+    log_probs: Tensor  # [B, C] f32 or f64: the log of the product of probabilities from the root down
     tokens: Tensor  # [B, C] i64
     parents: Tensor  # [B, C] i64, candidates; -1: the root
 
@@ -34,22 +31,22 @@ class Candidates(NamedTuple):
 
 
 def add_children(
-    candidates: Candidates, first: int, logs: Tensor, columns: Tensor, ids: Tensor, worth: Tensor, index: Tensor
+    candidates: Candidates, first: int, logs: Tensor, columns: Tensor, ids: Tensor, log_probs: Tensor, index: Tensor
 ) -> None:
     """Write the c children of each of R nodes into candidates first .. first + R * c - 1, node by node, in place.
 
-    A child is worth what its node is, and the log of its probability; its token is the id of its column.
-    Shapes: logs [B, R, c] of the type of candidates.worth, columns [B, R, c] i64, ids [V] i64; of the nodes worth
-    [B, R] f32 or f64, index [B, R] i64 (which candidates they are; -1: the root).
-    Raises: ValueError naming the argument. Sync: never.
+    A child's log-prob is its node's plus the log of its own probability; its token is the id of its column. Shapes:
+    logs [B, R, c] of the type of candidates.log_probs, columns [B, R, c] i64, ids [V] i64; of the nodes, log_probs [B,
+    R] f32 or f64, index [B, R] i64 (which candidates they are; -1: the root). Raises: ValueError naming the argument.
+    Sync: never.
     """
     require(logs.dim() == 3 and logs.is_contiguous(), "logs", "[B, R, c], contiguous")
-    require(logs.dtype == candidates.worth.dtype, "logs", "the dtype of the candidates' worth")
+    require(logs.dtype == candidates.log_probs.dtype, "logs", "the dtype of the candidates' log_probs")
     require(columns.shape == logs.shape and columns.is_contiguous(), "columns", "[B, R, c] as logs")
     require(columns.dtype == torch.int64, "columns", "int64")
     require(ids.dim() == 1 and ids.dtype == torch.int64 and ids.is_contiguous(), "ids", "[V] int64")
-    require(worth.shape == logs.shape[:2] and worth.is_contiguous(), "worth", "[B, R], contiguous")
-    require(worth.dtype in (torch.float32, torch.float64), "worth", "float32 or float64")
+    require(log_probs.shape == logs.shape[:2] and log_probs.is_contiguous(), "log_probs", "[B, R], contiguous")
+    require(log_probs.dtype in (torch.float32, torch.float64), "log_probs", "float32 or float64")
     require(index.shape == logs.shape[:2] and index.is_contiguous(), "index", "[B, R], contiguous")
     require(index.dtype == torch.int64, "index", "int64")
     require(all(part.is_contiguous() for part in candidates), "candidates", "contiguous")
@@ -57,20 +54,20 @@ def add_children(
     require(num_rows == logs.shape[0], "candidates", "B rows")
     require(0 <= first <= num_candidates - num_nodes * num_children, "first", "room for all children")
     run = _add_children_triton if logs.is_cuda else add_children_reference
-    run(candidates, first, logs, columns, ids, worth, index)
+    run(candidates, first, logs, columns, ids, log_probs, index)
 
 
 def add_children_reference(
-    candidates: Candidates, first: int, logs: Tensor, columns: Tensor, ids: Tensor, worth: Tensor, index: Tensor
+    candidates: Candidates, first: int, logs: Tensor, columns: Tensor, ids: Tensor, log_probs: Tensor, index: Tensor
 ) -> None:
     here = slice(first, first + logs.shape[1] * logs.shape[2])
-    candidates.worth[:, here] = (worth[:, :, None] + logs).flatten(1)
+    candidates.log_probs[:, here] = (log_probs[:, :, None] + logs).flatten(1)
     candidates.tokens[:, here] = ids[columns].flatten(1)
     candidates.parents[:, here] = index[:, :, None].expand_as(columns).flatten(1)
 
 
 def _add_children_triton(
-    candidates: Candidates, first: int, logs: Tensor, columns: Tensor, ids: Tensor, worth: Tensor, index: Tensor
+    candidates: Candidates, first: int, logs: Tensor, columns: Tensor, ids: Tensor, log_probs: Tensor, index: Tensor
 ) -> None:
     num_slots, num_nodes, num_children = logs.shape
     _add_children_kernel[(num_slots, ceil_div(num_nodes * num_children, _BLOCK))](
@@ -78,7 +75,7 @@ def _add_children_triton(
         logs,
         columns,
         ids,
-        worth,
+        log_probs,
         index,
         candidates.tokens.shape[1],
         first,
@@ -92,13 +89,13 @@ def _add_children_triton(
 
 @TritonKernel
 def _add_children_kernel(
-    candidate_worth_ptr: tl.tensor,
+    candidate_log_prob_ptr: tl.tensor,
     candidate_tokens_ptr: tl.tensor,
     candidate_parents_ptr: tl.tensor,
     logs_ptr: tl.tensor,
     columns_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    worth_ptr: tl.tensor,
+    log_prob_ptr: tl.tensor,
     index_ptr: tl.tensor,
     num_candidates: int,
     first: int,
@@ -118,8 +115,8 @@ def _add_children_kernel(
     node = row * num_nodes + child // num_children
     target = row * num_candidates + first + child
     log = tl.load(logs_ptr + source, mask=inside, other=0.0)
-    worth = tl.load(worth_ptr + node, mask=inside, other=0.0).to(log.dtype)
+    log_probs = tl.load(log_prob_ptr + node, mask=inside, other=0.0).to(log.dtype)
     column = tl.load(columns_ptr + source, mask=inside, other=0)
-    tl.store(candidate_worth_ptr + target, worth + log, mask=inside)
+    tl.store(candidate_log_prob_ptr + target, log_probs + log, mask=inside)
     tl.store(candidate_tokens_ptr + target, tl.load(ids_ptr + column, mask=inside, other=0), mask=inside)
     tl.store(candidate_parents_ptr + target, tl.load(index_ptr + node, mask=inside, other=0), mask=inside)

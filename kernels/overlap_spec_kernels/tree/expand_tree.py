@@ -1,10 +1,8 @@
 """The next level of a draft's tree: the best of the children made last, and what their rows need, in one launch.
 
-Not here: making children (`top_tokens`, `add_children`), what is kept of all levels (`select_tree`).
-
-    nodes of the level before    0           1            mask, features
-    their children               0  1  2     3  4  5      worth, tokens
-    the best two                    1           4         their index; mask and features of nodes 0 and 1
+nodes of the level before    0           1            mask, features
+their children               0  1  2     3  4  5      log_probs, tokens
+the best two                    1           4         their index; mask and features of nodes 0 and 1
 """
 
 from __future__ import annotations
@@ -30,49 +28,59 @@ class ExpandedLevel(NamedTuple):
     """The k best children of each row, best first; of equal ones the lower index first."""
 
     tokens: Tensor  # [B * k] i64
-    worth: Tensor  # [B, k], as it was
+    log_probs: Tensor  # [B, k], as it was
     indices: Tensor  # [B, k] i64, which children they are, counted from `first`
     mask: Tensor  # [B, k, words] i64: their parent's, and their own bits
     features: Tensor  # [B * k, n]: their parent's
 
 
 def expand_tree(
-    worth: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
+    log_probs: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
 ) -> ExpandedLevel:
     """The k best of the R * c children of R nodes: child i is one of node i // c, and has index first + i.
 
-    worth and tokens may be columns of something wider, as wide for both.
-    Shapes: worth [B, R * c] f32 or f64, no NaN, tokens [B, R * c] i64, mask [B, R, words] i64, features [B * R, n],
+    log_probs and tokens may be columns of something wider, as wide for both.
+    Shapes: log_probs [B, R * c] f32 or f64, no NaN, tokens [B, R * c] i64, mask [B, R, words] i64, features [B * R, n],
     own_bits [k, words] i64, what each of the next nodes adds to its parent's mask; k <= R * c <= 512, k <= 32.
     Raises: ValueError naming the argument. Sync: never.
     """
-    require(worth.dim() == 2 and worth.dtype in (torch.float32, torch.float64), "worth", "[B, R * c] f32 or f64")
-    require(worth.stride(1) == 1 and worth.shape[1] <= _MAX_CHILDREN, "worth", "contiguous rows, at most 512 columns")
-    require(tokens.shape == worth.shape and tokens.stride() == worth.stride(), "tokens", "[B, R * c] as worth")
+    require(
+        log_probs.dim() == 2 and log_probs.dtype in (torch.float32, torch.float64), "log_probs", "[B, R * c] f32 or f64"
+    )
+    require(
+        log_probs.stride(1) == 1 and log_probs.shape[1] <= _MAX_CHILDREN,
+        "log_probs",
+        "contiguous rows, at most 512 columns",
+    )
+    require(
+        tokens.shape == log_probs.shape and tokens.stride() == log_probs.stride(), "tokens", "[B, R * c] as log_probs"
+    )
     require(tokens.dtype == torch.int64, "tokens", "int64")
-    require(mask.dim() == 3 and mask.shape[0] == worth.shape[0] and mask.is_contiguous(), "mask", "[B, R, words]")
-    require(mask.dtype == torch.int64 and worth.shape[1] % mask.shape[1] == 0, "mask", "int64, R nodes of c children")
+    require(mask.dim() == 3 and mask.shape[0] == log_probs.shape[0] and mask.is_contiguous(), "mask", "[B, R, words]")
+    require(
+        mask.dtype == torch.int64 and log_probs.shape[1] % mask.shape[1] == 0, "mask", "int64, R nodes of c children"
+    )
     require(features.dim() == 2 and features.stride(1) == 1, "features", "[B * R, n], contiguous rows")
     require(features.shape[0] == mask.shape[0] * mask.shape[1], "features", "a row for each node")
     require(own_bits.dim() == 2 and own_bits.shape[1] == mask.shape[2], "own_bits", "[k, words]")
     require(own_bits.dtype == torch.int64 and own_bits.is_contiguous(), "own_bits", "int64, contiguous")
-    require(1 <= own_bits.shape[0] <= min(worth.shape[1], _MAX_TOP), "own_bits", "1 to 32 rows, and to R * c")
-    run = _expand_tree_triton if worth.is_cuda else expand_tree_reference
-    return run(worth, tokens, mask, features, own_bits, first)
+    require(1 <= own_bits.shape[0] <= min(log_probs.shape[1], _MAX_TOP), "own_bits", "1 to 32 rows, and to R * c")
+    run = _expand_tree_triton if log_probs.is_cuda else expand_tree_reference
+    return run(log_probs, tokens, mask, features, own_bits, first)
 
 
 def expand_tree_reference(
-    worth: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
+    log_probs: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
 ) -> ExpandedLevel:
     num_rows, num_nodes, num_words = mask.shape
     topk = own_bits.shape[0]
-    worth, order = torch.sort(worth, dim=1, descending=True, stable=True)
-    worth, order = worth[:, :topk].contiguous(), order[:, :topk]
+    log_probs, order = torch.sort(log_probs, dim=1, descending=True, stable=True)
+    log_probs, order = log_probs[:, :topk].contiguous(), order[:, :topk]
     parent = order // (tokens.shape[1] // num_nodes)
-    node = torch.arange(num_rows, device=worth.device)[:, None] * num_nodes + parent
+    node = torch.arange(num_rows, device=log_probs.device)[:, None] * num_nodes + parent
     return ExpandedLevel(
         tokens=tokens.gather(1, order).flatten(),
-        worth=worth,
+        log_probs=log_probs,
         indices=order + first,
         mask=mask.view(-1, num_words)[node] | own_bits,
         features=features[node.flatten()],
@@ -80,25 +88,25 @@ def expand_tree_reference(
 
 
 def _expand_tree_triton(
-    worth: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
+    log_probs: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
 ) -> ExpandedLevel:
-    (num_slots, num_children), (_, num_nodes, num_words), topk = worth.shape, mask.shape, own_bits.shape[0]
+    (num_slots, num_children), (_, num_nodes, num_words), topk = log_probs.shape, mask.shape, own_bits.shape[0]
     size = features.shape[1]
     out = ExpandedLevel(
         tokens=tokens.new_empty(num_slots * topk),
-        worth=worth.new_empty(num_slots, topk),
+        log_probs=log_probs.new_empty(num_slots, topk),
         indices=tokens.new_empty(num_slots, topk),
         mask=mask.new_empty(num_slots, topk, num_words),
         features=features.new_empty(num_slots * topk, size),
     )
     _expand_tree_kernel[(num_slots, max(ceil_div(size, _BLOCK_F), 1))](
-        worth,
+        log_probs,
         tokens,
         mask,
         features,
         own_bits,
         *out,
-        worth.stride(0),
+        log_probs.stride(0),
         first,
         num_children,
         num_nodes,
@@ -111,20 +119,20 @@ def _expand_tree_triton(
         BLOCK_F=_BLOCK_F,
         CHUNK=_COMPARED_AT_ONCE,
         num_warps=4,
-        **dependent_launch(worth.device, num_slots * topk),
+        **dependent_launch(log_probs.device, num_slots * topk),
     )
     return out
 
 
 @TritonKernel
 def _expand_tree_kernel(
-    worth_ptr: tl.tensor,
+    log_prob_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     mask_ptr: tl.tensor,
     features_ptr: tl.tensor,
     own_bits_ptr: tl.tensor,
     best_tokens_ptr: tl.tensor,
-    best_worth_ptr: tl.tensor,
+    best_log_prob_ptr: tl.tensor,
     indices_ptr: tl.tensor,
     best_mask_ptr: tl.tensor,
     best_features_ptr: tl.tensor,
@@ -150,20 +158,20 @@ def _expand_tree_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    worth_ptr += row * row_stride
+    log_prob_ptr += row * row_stride
     tokens_ptr += row * row_stride
-    worth = tl.load(worth_ptr + index, mask=index < num_children, other=float("-inf"))
+    log_probs = tl.load(log_prob_ptr + index, mask=index < num_children, other=float("-inf"))
     rank = tl.zeros([BLOCK_C], tl.int32)
     for begin in range(0, num_children, CHUNK):
         other = begin + tl.arange(0, CHUNK)
-        other_worth = tl.load(worth_ptr + other, mask=other < num_children, other=float("-inf"))
-        rank += _num_better(worth, index, other_worth, other, (other < num_children)[None, :])
+        other_log_prob = tl.load(log_prob_ptr + other, mask=other < num_children, other=float("-inf"))
+        rank += _num_better(log_probs, index, other_log_prob, other, (other < num_children)[None, :])
     order = tl.sum(tl.where(rank[:, None] == best[None, :], index[:, None], 0), axis=0)
     parent = row * num_nodes + order // (num_children // num_nodes)
     out = row * TOPK + best
     if tl.program_id(1) == 0:
         tl.store(best_tokens_ptr + out, tl.load(tokens_ptr + order, mask=kept, other=0), mask=kept)
-        tl.store(best_worth_ptr + out, tl.load(worth_ptr + order, mask=kept, other=0.0), mask=kept)
+        tl.store(best_log_prob_ptr + out, tl.load(log_prob_ptr + order, mask=kept, other=0.0), mask=kept)
         tl.store(indices_ptr + out, (first + order).to(tl.int64), mask=kept)
         for word in range(num_words):
             above = tl.load(mask_ptr + parent * num_words + word, mask=kept, other=0)

@@ -1,4 +1,4 @@
-"""The best of a draft's candidates, as a tree of a window. Not here: scoring them, writing the window (`place_tree`).
+"""The best of a draft's candidates, as a tree of a window.
 
 EAGLE-2 (Li et al. 2024, arXiv:2406.16858) draws more nodes than are verified, and keeps those of the highest value, the
 product of draft probabilities from the root down. A child's value is at most its parent's, and a parent comes

@@ -1,4 +1,4 @@
-"""The k largest log-probabilities of each row of logits, without writing the others. Not here: the logits, sampling.
+"""The k largest log-probabilities of each row of logits, without writing the others.
 
 Two launches: each part of a row finds its k largest logits and its sum of exponentials, then a program per row puts the
 parts together. A logit and its column are one 64-bit integer, which is larger if the logit is, or, of equal

@@ -1,4 +1,4 @@
-"""The Triton functions of `judge_tree`: one program per row of the batch. Not here: checks, the twin (`judge_tree`)."""
+"""The Triton functions of `judge_tree`: one program per row of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode step on trees reads of its slots, gathered in one launch. Not here: the verdict (`judge_tree`).
+"""What a decode step on trees reads of its slots, gathered in one launch.
 
 slot rows (S)                       the step (B)
 length       [S]     --slots-->     positions = length + depth, of every column of the window

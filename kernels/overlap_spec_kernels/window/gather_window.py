@@ -1,4 +1,4 @@
-"""What a decode step reads of its slots, gathered in one launch. Not here: the verdict (`judge_chain`), any forward.
+"""What a decode step reads of its slots, gathered in one launch.
 
 slot rows (S)                       the step (B)
 length       [S]     --slots-->     positions = length + column, of every row of the window

@@ -1,9 +1,7 @@
 """The verdict on a chain, its commit to the slot rows and what is published, in one launch.
 
-Not here: drawing the target's tokens, greedy or sampled, and the next window's guesses (`place_guesses`).
-
-    window  root g1 g2 g3        g1 == d0, g2 == d1, g3 != d2: two guesses accepted
-    drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root is d2
+window  root g1 g2 g3        g1 == d0, g2 == d1, g3 != d2: two guesses accepted
+drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root is d2
 """
 
 from __future__ import annotations

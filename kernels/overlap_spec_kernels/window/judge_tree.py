@@ -1,11 +1,8 @@
 """The verdict on a tree of guesses, its commit to the slot rows and what is published, in one launch.
 
-Not here: drawing the target's tokens (greedy or sampled), the move of the surviving KV (`move_cache_rows`), the next
-window's guesses (`place_tree`).
-
-    column   0     1  2  3  4      the walk: d0 == g2, d2 == g4, column 4 has no child
-    token    root g1 g2 g3 g4      path      0  2  4, accept_len 2
-    parent   -     0  0  1  2      committed d0 d2 d4 (the bonus), which is the next root
+column   0     1  2  3  4      the walk: d0 == g2, d2 == g4, column 4 has no child
+token    root g1 g2 g3 g4      path      0  2  4, accept_len 2
+parent   -     0  0  1  2      committed d0 d2 d4 (the bonus), which is the next root
 """
 
 from __future__ import annotations

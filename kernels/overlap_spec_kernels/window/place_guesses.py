@@ -1,4 +1,4 @@
-"""The write of a step's guesses into the windows of its slots. Not here: making them, and the roots (`judge_chain`)."""
+"""The write of a step's guesses into the windows of its slots."""
 
 from __future__ import annotations
 

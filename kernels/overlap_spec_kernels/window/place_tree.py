@@ -1,4 +1,4 @@
-"""The write of a step's tree of guesses into the windows of its slots. Not here: growing it, roots (`judge_tree`)."""
+"""The write of a step's tree of guesses into the windows of its slots."""
 
 from __future__ import annotations
 

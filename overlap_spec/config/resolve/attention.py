@@ -1,4 +1,4 @@
-"""What runs attention, as flags say. Not here: the operations (`models/attention.py`)."""
+"""What runs attention, as flags say."""
 
 from overlap_spec.config import AttentionSettings, EngineConfig, SpecSettings
 from overlap_spec.errors import ConfigError

@@ -1,7 +1,4 @@
-"""What --enable-multi-layer-eagle means for a target, and what a target with several MTP layers means without it.
-
-Not here: the layers (`models/mtp_layers.py`), and everything else about speculation (`resolve_speculation.py`).
-"""
+"""What --enable-multi-layer-eagle means for a target, and what a target with several MTP layers means without it."""
 
 import msgspec
 

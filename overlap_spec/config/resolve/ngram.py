@@ -1,4 +1,4 @@
-"""N-gram speculation: what is looked for, how wide windows are, and which flags go with it. Not here: the method.
+"""N-gram speculation: what is looked for, how wide windows are, and which flags go with it.
 
 There is one number, the draft tokens of a window; how deep and how wide its tree is follows from what is found.
 """

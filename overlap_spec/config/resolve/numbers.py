@@ -1,4 +1,4 @@
-"""Draft steps, topk and draft tokens: as given, or the defaults of method and model. Not here: which method it is."""
+"""Draft steps, topk and draft tokens: as given, or the defaults of method and model."""
 
 from typing import NamedTuple
 

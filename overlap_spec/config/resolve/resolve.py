@@ -1,8 +1,7 @@
 """From what is asked to what is run: every automatic value is settled here, once, and printed at start.
 
-Not here: what there is to ask (`config.py`), and speculation (`resolve_speculation.py`). `resolve` is pure: the same
-request on the same machine gives the same settings. The one exception is what only the worker can measure (page count,
-chunk size), which travels in WorkerReady.
+`resolve` is pure: the same request on the same machine gives the same settings. The one exception is what only the
+worker can measure (page count, chunk size), which travels in WorkerReady.
 """
 
 from typing import Any

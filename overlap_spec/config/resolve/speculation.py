@@ -1,7 +1,4 @@
-"""What drafts, how far, and how its guesses are judged: the part of `resolve` that is about speculation.
-
-Not here: the flags (`config_speculation.py`), everything else that is settled (`resolve.py`).
-"""
+"""What drafts, how far, and how its guesses are judged: the part of `resolve` that is about speculation."""
 
 from typing import get_args
 

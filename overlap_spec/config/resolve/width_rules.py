@@ -1,4 +1,4 @@
-"""Reads a `--speculative-adaptive-config` file: JSON in SGLang's form, with SGLang's defaults. Not here: what follows.
+"""Reads a `--speculative-adaptive-config` file: JSON in SGLang's form, with SGLang's defaults.
 
     {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [0, 1, 3]}, "ema_alpha": 0.2}
 

@@ -1,4 +1,4 @@
-"""The draft head of EAGLE and EAGLE-2 (Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858). Not here: reading it.
+"""The draft head of EAGLE and EAGLE-2 (Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858).
 
     embed(token) --.
                    +--> fc --> x --> attention --> + --> norm --> mlp --> + --> output --> the target's head
@@ -21,7 +21,7 @@ from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import HeadScores, Linear, LinearMap, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.work import ForwardWork, llama_work
 
@@ -32,7 +32,7 @@ class EagleWeights:
 
     config: EagleConfig
     embedding: Tensor  # [V, H]
-    fc: LinearMap  # [H, 2 H], embedding first
+    fc: AnyLinear  # [H, 2 H], embedding first
     layers: tuple[LlamaLayer, ...]  # the first one's `input_norm` is `unread`
     unread: RMSNorm  # where no norm follows: a map that adds to the stream wants one
     head: Linear  # [Vd, H]

@@ -1,11 +1,11 @@
-"""The EAGLE-3 draft head (Li et al. 2025, arXiv:2503.01840). Not here: reading it, and when it runs (`spec/`).
+"""The EAGLE-3 draft head (Li et al. 2025, arXiv:2503.01840).
 
-    taps of the target --fc--> h --hidden_norm--.
+    the target's aux hidden states --fc--> h --hidden_norm--.
                  embed(token) --input_layernorm--+--> 2H-wide attention --> + --> mlp --> + --> output
                                              h ------------------------------'
 
-The row at position p holds (features of p, token of p + 1). Features come from the target's taps through `fc`,
-or from the head's own output of the draft step before, which is as wide and skips `fc`.
+The row at position p holds (features of p, token of p + 1). Features come from the target's aux hidden states through
+`fc`, or from the head's own output of the draft step before, which is as wide and skips `fc`.
 """
 
 from dataclasses import dataclass
@@ -19,25 +19,29 @@ from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import HeadScores, Linear, LinearMap, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.work import ForwardWork, llama_work
 
 
 @dataclass(frozen=True)
 class Eagle3Fusion:
-    """How the target's taps become features: a norm per tap (or none), then one map (or none: as wide already)."""
+    """How the target's aux hidden states become features: a norm each (or none), then one linear (or none: as wide
+    already).
+    """
 
     norms: tuple[RMSNorm, ...]
-    fc: LinearMap | None  # [Hd, n * H]
+    fc: AnyLinear | None  # [Hd, n * H]
 
     def __call__(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, Hd]."""
-        taps = output.aux if output.aux.shape[1] else output.hidden
+        aux_hidden = output.aux if output.aux.shape[1] else output.hidden
         if self.norms:
-            parts = taps.chunk(len(self.norms), dim=1)
-            taps = torch.cat([norm(part.contiguous()) for norm, part in zip(self.norms, parts, strict=True)], dim=1)
-        return taps if self.fc is None else self.fc(taps)
+            parts = aux_hidden.chunk(len(self.norms), dim=1)
+            aux_hidden = torch.cat(
+                [norm(part.contiguous()) for norm, part in zip(self.norms, parts, strict=True)], dim=1
+            )
+        return aux_hidden if self.fc is None else self.fc(aux_hidden)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 checkpoint's config says, settled against its target. Not here: weights.
+"""What an EAGLE-3 checkpoint's config says, settled against its target.
 
 Layer ids name layer outputs: 1 is the residual stream after the second layer.
 """
@@ -50,7 +50,7 @@ class Eagle3Config:
 
     @property
     def fused_size(self) -> int:
-        """Columns of fc: the concatenated taps."""
+        """Columns of fc: the concatenated aux hidden states."""
         return max(len(self.aux_layers), 1) * self.target_hidden_size
 
 

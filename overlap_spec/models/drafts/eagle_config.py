@@ -1,4 +1,4 @@
-"""What an EAGLE checkpoint's config says. Not here: weights.
+"""What an EAGLE checkpoint's config says.
 
 EAGLE and EAGLE-2 differ in how drafts are grown into trees; their heads are the same.
 """

@@ -1,4 +1,4 @@
-"""An ordinary language model as draft: any family that can be a target. Not here: when it runs (`spec/standalone.py`).
+"""An ordinary language model as draft: any family that can be a target.
 
 Draft and target share token ids, but not always the number of them: models of one family pad their vocabularies
 differently. The draft guesses ids that both have, and reads an id that only the target has as its own last one, which

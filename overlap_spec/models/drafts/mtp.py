@@ -6,8 +6,7 @@ arXiv:2505.07608).
 
 The row at position p holds (features of p, token of p + 1). Features are the target's hidden state after its final
 norm, or the layer's own output of the draft step before: one layer runs once per guess. Embedding and head are the
-target's. Not here: reading it (`mtp_loader.py`), when it runs (`spec/`), and checkpoints with a layer for each guess
-(`mtp_layers.py`).
+target's.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import HeadScores, Linear, LinearMap, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import ForwardWork, llama_work
@@ -34,7 +33,7 @@ class MtpWeights:
     embedding: Tensor  # [V, H]
     token_norm: RMSNorm
     hidden_norm: RMSNorm
-    input_map: LinearMap  # [H, 2 H]; reads the embedding's half first
+    input_map: AnyLinear  # [H, 2 H]; reads the embedding's half first
     layer: LlamaLayer
     norm: RMSNorm
     head: Linear  # [Vd, H]: the target's, or some of its rows

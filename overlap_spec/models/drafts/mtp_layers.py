@@ -3,8 +3,7 @@
 Layer i guesses the token i + 2 after a row's own: its row at position p holds (features of p, token of p + 1 + i) and
 has a KV cache of its own. Features are the target's hidden state before its final norm. Where layers are chained
 (Step-3.5), those of layer i + 1 are what layer i puts out at the same row, before its norm; where they are not
-(MiMo-V2), every layer reads the target's. Not here: one layer (`mtp.py`), reading them (`mtp_loader.py`), and when
-they run (`spec/multi_layer.py`).
+(MiMo-V2), every layer reads the target's.
 """
 
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ One layer for each guess (`--enable-multi-layer-eagle`), i = 0, 1, ..:
 
     MiMo-V2   model.mtp.layers.i.*  enorm, hnorm, eh_proj, final_layernorm, pre_mlp_layernorm
     Step-3.5  model.layers.N+i.*    enorm, hnorm, eh_proj, [transformer.]shared_head.norm, and a head: .output
-
-Not here: reading them (`mtp_loader.py`), and what the parts do (`mtp.py`, `mtp_layers.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Reads a token map: the target tokens that a draft may guess (FR-Spec). Not here: what is done with it.
+"""Reads a token map: the target tokens that a draft may guess (FR-Spec).
 
 The file is a list of token ids saved by torch, usually the most frequent ones (Zhao et al. 2025, arXiv:2502.14856). It
 is loaded with `weights_only`: no code in it runs.

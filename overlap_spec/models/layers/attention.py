@@ -1,4 +1,4 @@
-"""Self-attention of one model over its paged KV cache. Not here: projections (the families) and page ownership.
+"""Self-attention of one model over its paged KV cache.
 
 Every layer writes the K/V of its rows first; then the row at position p sees positions 0..p of its request,
 or in a layer with a window the last so many of them. A row of a tree sees the positions before the tree, and of the

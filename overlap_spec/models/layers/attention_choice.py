@@ -1,4 +1,4 @@
-"""What flags may say of attention: which operations run it, how far a row looks back. Not here: attention itself."""
+"""What flags may say of attention: which operations run it, how far a row looks back."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Attention of one forward on a CPU, with what all its layers share found out once. Not here: trees.
+"""Attention of one forward on a CPU, with what all its layers share found out once.
 
 It computes what `rope_kv_write_reference` and `paged_attention_reference` do, layer after layer. Of the operations that
 these take in each layer, half only look up angles, pages and who sees whom, which no layer changes.

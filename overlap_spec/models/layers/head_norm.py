@@ -1,18 +1,18 @@
-"""The query, key and value map of families that normalise heads (Qwen3). Not here: rotation and attention."""
+"""The query, key and value map of families that normalise heads (Qwen3)."""
 
 from dataclasses import dataclass
 
 from overlap_spec_kernels import Normed, norm_heads
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import LinearMap
+from overlap_spec.models.layers.linear import AnyLinear
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNormed:
+class HeadNormLinear:
     """A fused map whose query and key heads are normalised, each by itself, before they are rotated."""
 
-    qkv: LinearMap  # [(n + 2 nkv) d, H]
+    qkv: AnyLinear  # [(n + 2 nkv) d, H]
     query: Tensor  # [d]
     key: Tensor  # [d]
     num_kv_heads: int

@@ -1,4 +1,4 @@
-"""The layers that every family shares: linear maps and norms over flattened rows. Not here: attention, loading.
+"""The layers that every family shares: linear maps and norms over flattened rows.
 
 A map knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
 `add` adds to the residual stream and hands it to the next norm.
@@ -120,10 +120,10 @@ def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None, least_rows: in
     return y if y.shape[0] == num_rows else y[:num_rows]
 
 
-LinearMap = Linear | PackedLinear
+AnyLinear = Linear | PackedLinear
 
 
-def linear_map(weight: Tensor, bias: Tensor | None = None) -> LinearMap:
+def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
     """The form that is fastest where the weight is. Shapes: weight [O, I], bias [O].
 
     Two cores of an AMD EPYC, float32, the four maps of SmolLM2's 30 layers (425 MB), ms a pass; a busy host, so only
@@ -142,8 +142,8 @@ def linear_map(weight: Tensor, bias: Tensor | None = None) -> LinearMap:
 class GatedMLP:
     """`down(silu(gate(x)) * up(x))`, gate and up as one map."""
 
-    gate_up: LinearMap  # [2I, H], gate first
-    down: LinearMap  # [H, I]
+    gate_up: AnyLinear  # [2I, H], gate first
+    down: AnyLinear  # [H, I]
 
     def add(self, x: Normed, norm: Norm) -> Normed:
         """Adds its result to the stream that it reads, on its way into `norm`. Shapes: [T, H]."""

@@ -1,4 +1,4 @@
-"""The forms that a linear in float32 can have on a CPU, and giving a whole model another one. Not here: measuring them.
+"""The forms that a linear in float32 can have on a CPU, and giving a whole model another one.
 
 Which is fastest depends on the processor and the BLAS behind torch, by factors: one row of SmolLM2's linears on two
 cores takes 12 ms packed and 26 through `F.linear` on an EPYC, 38 and 20 on a Xeon.

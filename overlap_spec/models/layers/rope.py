@@ -1,4 +1,4 @@
-"""Rotary position tables for the Llama family. Not here: the rotation itself (a kernel).
+"""Rotary position tables for the Llama family.
 
 A table has one row per position: cosines of the d/2 frequencies, then their sines (rotate-half layout).
 Angles are computed in float32 as the reference implementations do, whatever the model's dtype, so that far

@@ -1,4 +1,4 @@
-"""Tensors of one checkpoint by canonical name, checked and converted on the way. Not here: which tensors a model has.
+"""Tensors of one checkpoint by canonical name, checked and converted on the way.
 
 Canonical names are Hugging Face's without the leading `model.`: `layers.0.self_attn.q_proj.weight`,
 `embed_tokens.weight`, `norm.weight`, `lm_head.weight`.

@@ -1,4 +1,4 @@
-"""Random weights of a model's true shape, made on its device: `--load-format dummy`. Not here: which ones a model has.
+"""Random weights of a model's true shape, made on its device: `--load-format dummy`.
 
 Speed depends on shapes, not on values, so a benchmark needs a config.json only. Values are seeded and small enough
 that activations stay finite in 16 bits: maps are normal(0, 0.02) as before training, norms are 1, biases 0.

@@ -1,4 +1,4 @@
-"""Builds an EAGLE-3 head from a checkpoint and its target's weights. Not here: opening files, and running.
+"""Builds an EAGLE-3 head from a checkpoint and its target's weights.
 
 Layouts in the wild differ in the prefix `model.`, in `midlayer` for `layers.0`, and in what is left out because
 the target has it. What a checkpoint must agree on with its target is checked here.
@@ -70,9 +70,9 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
     width, hidden = config.target_hidden_size, config.llama.hidden_size
     norms: tuple[RMSNorm, ...] = ()
     if "fc_norm.0.weight" in checkpoint:
-        taps = range(max(len(config.aux_layers), 1))
+        aux_hidden = range(max(len(config.aux_layers), 1))
         eps = config.llama.rms_norm_eps
-        norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{tap}.weight", (width,)), eps) for tap in taps)
+        norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{tap}.weight", (width,)), eps) for tap in aux_hidden)
     if config.fused_size == hidden and "fc.weight" not in checkpoint:
         return Eagle3Fusion(norms, None)
     weight = checkpoint.take("fc.weight", (hidden, config.fused_size))

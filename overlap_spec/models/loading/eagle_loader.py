@@ -1,4 +1,4 @@
-"""Builds an EAGLE head from a checkpoint and its target's weights. Not here: opening files, and running.
+"""Builds an EAGLE head from a checkpoint and its target's weights.
 
 Checkpoints bring `fc` and layers; embedding and head are the target's, whatever else is in the file. Layouts differ in
 the prefix `model.`.
@@ -11,7 +11,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.eagle import EagleWeights
 from overlap_spec.models.drafts.eagle_config import EagleConfig
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.linear import Linear, LinearMap, RMSNorm, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, RMSNorm, linear_map
 from overlap_spec.models.loading import llama_loader
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes
@@ -56,7 +56,7 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[Linear
     return Linear(head.weight[ids], None if head.bias is None else head.bias[ids]), ids
 
 
-def _load_fc(config: EagleConfig, checkpoint: Weights) -> LinearMap:
+def _load_fc(config: EagleConfig, checkpoint: Weights) -> AnyLinear:
     hidden = config.llama.hidden_size
     weight = checkpoint.take("fc.weight", (hidden, 2 * hidden))
     has_bias = config.fc_bias or "fc.bias" in checkpoint

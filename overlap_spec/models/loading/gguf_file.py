@@ -1,4 +1,4 @@
-"""Where a .gguf file's tensors are, and their values. Not here: names (`gguf_source.py`), metadata (`hub/`).
+"""Where a .gguf file's tensors are, and their values.
 
 gguf's reader, but for one thing: it makes an object of every token in the metadata, which takes seconds, and here they
 are stepped over. The common types are dequantised by torch on all threads, exactly: a 16-bit scale times a few bits is

@@ -1,4 +1,4 @@
-"""Tensors of a .gguf file under their Hugging Face names, dequantised. Not here: its metadata (`gguf_config.py`).
+"""Tensors of a .gguf file under their Hugging Face names, dequantised.
 
 llama.cpp stores query and key rows for rotation of neighbouring pairs; they are put back into halves:
 

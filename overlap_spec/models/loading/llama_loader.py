@@ -1,4 +1,4 @@
-"""Builds the weights of a Llama-family target from a checkpoint. Not here: opening files, and running.
+"""Builds the weights of a Llama-family target from a checkpoint.
 
 Query, key and value become one map, gate and up another: fewer, larger products.
 """
@@ -9,8 +9,8 @@ from torch import Tensor
 from overlap_spec.config.draft_kind import can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp_layouts import is_draft_part
-from overlap_spec.models.layers.head_norm import HeadNormed
-from overlap_spec.models.layers.linear import GatedMLP, Linear, LinearMap, RMSNorm, linear_map
+from overlap_spec.models.layers.head_norm import HeadNormLinear
+from overlap_spec.models.layers.linear import AnyLinear, GatedMLP, Linear, RMSNorm, linear_map
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.targets.llama import LlamaLayer, LlamaWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -69,14 +69,14 @@ def load_layer(
     )
 
 
-def _load_qkv(config: LlamaConfig, checkpoint: Weights, attention: str, input_size: int) -> LinearMap | HeadNormed:
+def _load_qkv(config: LlamaConfig, checkpoint: Weights, attention: str, input_size: int) -> AnyLinear | HeadNormLinear:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sizes = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
     qkv = _fused(checkpoint, sizes, input_size, config.attention_bias.qkv)
     if not config.head_norms:
         return qkv
     query, key = (checkpoint.take(f"{attention}.{name}.weight", (config.head_dim,)) for name in ("q_norm", "k_norm"))
-    return HeadNormed(qkv, query, key, config.num_kv_heads, config.rms_norm_eps)
+    return HeadNormLinear(qkv, query, key, config.num_kv_heads, config.rms_norm_eps)
 
 
 def load_norm(config: LlamaConfig, checkpoint: Weights, name: str) -> RMSNorm:
@@ -89,7 +89,7 @@ def skip_derived(checkpoint: Weights) -> None:
     checkpoint.skip(*(name for name in checkpoint.names() if name.endswith(DERIVED)))
 
 
-def _fused(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool) -> LinearMap:
+def _fused(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool) -> AnyLinear:
     """Maps of the same input, stacked. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
     return linear_map(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)

@@ -1,4 +1,4 @@
-"""From files to loaded models: which loader reads which checkpoint. Not here: downloads (`hub/`) and caches.
+"""From files to loaded models: which loader reads which checkpoint.
 
 A worker reads configs, loads weights, sizes its KV pool from the memory that is left, then calls `attach`.
 """

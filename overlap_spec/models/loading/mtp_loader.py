@@ -1,4 +1,4 @@
-"""Takes an MTP layer, in any layout, from its target's checkpoint. Not here: opening files, and running.
+"""Takes an MTP layer, in any layout, from its target's checkpoint.
 
 The target's own tensors are beside it, and are left alone here:
 

@@ -1,4 +1,4 @@
-"""Checkpoint files of a Hugging Face directory: safetensors or .bin, whole or in shards. Not here: what is in them.
+"""Checkpoint files of a Hugging Face directory: safetensors or .bin, whole or in shards.
 
 Files are mapped, not read: a tensor costs memory when it is taken. A .bin is loaded with `weights_only`.
 """

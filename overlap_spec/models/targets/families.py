@@ -1,4 +1,4 @@
-"""What sets the supported architectures apart, as a table. Not here: the numbers of a checkpoint (`llama_config.py`).
+"""What sets the supported architectures apart, as a table.
 
 All are Llama's decoder: embedding, pre-norm attention with rotary positions, gated SiLU, RMSNorm.
 """

@@ -1,9 +1,9 @@
-"""A Llama-family target: embedding, layers, final norm, head. Not here: reading checkpoints (`loader.py`).
+"""A Llama-family target: embedding, layers, final norm, head.
 
     stream --> norm --> attention --> + --> norm --> mlp --> + --> stream of the next layer
 
-A map that adds to the stream hands it to the norm after it (`Normed`), so the stream after a layer is there for taps to
-read, at no cost.
+A map that adds to the stream hands it to the norm after it (`Normed`), so the stream after a layer is there for
+aux_hidden to read, at no cost.
 """
 
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,8 +17,8 @@ from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.head_norm import HeadNormed
-from overlap_spec.models.layers.linear import GatedMLP, HeadScores, Linear, LinearMap, RMSNorm
+from overlap_spec.models.layers.head_norm import HeadNormLinear
+from overlap_spec.models.layers.linear import AnyLinear, GatedMLP, HeadScores, Linear, RMSNorm
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import ForwardWork, llama_work
 
@@ -28,8 +28,8 @@ class LlamaLayer:
     """Weights of one layer."""
 
     input_norm: RMSNorm
-    qkv: LinearMap | HeadNormed  # [(n + 2 nkv) d, H]
-    output: LinearMap  # [H, n d]
+    qkv: AnyLinear | HeadNormLinear  # [(n + 2 nkv) d, H]
+    output: AnyLinear  # [H, n d]
     post_norm: RMSNorm
     mlp: GatedMLP
 
@@ -94,7 +94,7 @@ class LlamaTarget:
     """`TargetModel` of the Llama family."""
 
     def __init__(self, weights: LlamaWeights, attention: PagedAttention, aux_layers: tuple[int, ...]) -> None:
-        assert list(aux_layers) == sorted(set(aux_layers)), "taps are distinct and ascending"
+        assert list(aux_layers) == sorted(set(aux_layers)), "aux_hidden are distinct and ascending"
         assert all(0 <= layer < weights.num_layers for layer in aux_layers), "a tap is the output of a layer"
         self.hidden_size = weights.hidden_size
         self.vocab_size = weights.vocab_size
@@ -107,14 +107,16 @@ class LlamaTarget:
         layers = self._weights.layers
         next_norms = [layer.input_norm for layer in layers[1:]] + [self._weights.norm]
         stream = layers[0].input_norm.enter(self.embed(tokens))
-        taps: list[Tensor] = []
+        aux_hidden: list[Tensor] = []
         for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
             # The embedding is looked up by no dependent launch: what was written before it is settled.
             attended = self._attention(index, layer.qkv(stream), rows, settled=True)
             stream = layer.mlp.add(layer.output.add(attended, stream.values, layer.post_norm), next_norm)
             if index in self._aux_layers:
-                taps.append(stream.values)
-        return TargetOutput(stream, torch.cat(taps, dim=1) if taps else stream.values.new_empty(len(tokens), 0))
+                aux_hidden.append(stream.values)
+        return TargetOutput(
+            stream, torch.cat(aux_hidden, dim=1) if aux_hidden else stream.values.new_empty(len(tokens), 0)
+        )
 
     def scores(self, hidden: Tensor | Normed) -> Scores:
         """Shapes: hidden [R, H] -> logits [R, V]."""

@@ -1,4 +1,4 @@
-"""The numbers of a Llama-family model, read from a Hugging Face config. Not here: weights.
+"""The numbers of a Llama-family model, read from a Hugging Face config.
 
 What this project cannot compute exactly is refused here by name, before any weight is read.
 """

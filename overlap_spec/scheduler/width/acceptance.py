@@ -1,7 +1,5 @@
 """How often guesses stand, smoothed, and what a step of any width is expected to commit by that.
 
-Not here: the choice of a width (`width.py`, `width_outlook.py`).
-
 In a chain guess i is tested once those before it stood: a step of width w commits 1 + r1 + r1 r2 + .. + r1..r(w-1)
 tokens per slot. Where guesses branch, a window's columns are best first and parents before children: whatever a step
 accepted, one of width w would have accepted those of its columns that are among the first w. So each column is tested

@@ -1,9 +1,8 @@
 """How wide decode steps are where results say what the next windows hold: as wide as what is guessed there pays for.
 
-Not here: the policy for methods whose guesses cost a draft's time (`width.py`). Guesses of n-grams are free, and a
-window is filled whole after every step: so a step may have any width, at once. What narrow steps leave out is tested
-all the same (`StepResult.outlooks`): at every width the device says which guess would have been right next, if any.
-Nothing needs to be probed.
+Guesses of n-grams are free, and a window is filled whole after every step: so a step may have any width, at once. What
+narrow steps leave out is tested all the same (`StepResult.lookaheads`): at every width the device says which guess
+would have been right next, if any. Nothing needs to be probed.
 
 A guess is worth what it rests on: the last token alone is a weak reason, eight tokens are a strong one. Rates of
 acceptance are kept for each class of match. The windows to come are taken to be like those of the last result, which
@@ -25,7 +24,7 @@ FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # what their guesses are believed to be acce
 WIDER_GAIN = 1.01  # tokens per second, over the narrowest step, for which a step is wider
 
 
-class Outlook:
+class Lookahead:
     """One slot's window, as the device saw it (`StepResult`)."""
 
     __slots__ = ("kind", "levels", "next_column")
@@ -77,10 +76,10 @@ class MatchedWidth:
 
     def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
-        self._matched = any(Outlook(packed).levels for packed in result.outlooks)
+        self._matched = any(Lookahead(packed).levels for packed in result.lookaheads)
 
 
-class OutlookWidth:
+class LookaheadWidth:
     """The policy of this module's docstring."""
 
     def __init__(self, costs: StepCosts) -> None:
@@ -109,17 +108,17 @@ class OutlookWidth:
         """Nothing to note."""
 
     def observe(self, result: StepResult) -> None:
-        """See `WidthPolicy`. Without outlooks no slot has a guess."""
-        seen = [Outlook(packed) for packed in result.outlooks or [0] * len(result.tokens)]
-        self._windows = Counter((outlook.kind, outlook.levels) for outlook in seen)
+        """See `WidthPolicy`. Without lookaheads no slot has a guess."""
+        seen = [Lookahead(packed) for packed in result.lookaheads or [0] * len(result.tokens)]
+        self._windows = Counter((lookahead.kind, lookahead.levels) for lookahead in seen)
         tested: list[Counter[tuple[int, int]]] = [Counter() for _ in CLASSES]
         right: list[Counter[tuple[int, int]]] = [Counter() for _ in CLASSES]
-        for slot, (run, outlook) in enumerate(zip(result.tokens, seen, strict=True)):
-            if outlook.levels:
+        for slot, (run, lookahead) in enumerate(zip(result.tokens, seen, strict=True)):
+            if lookahead.levels:
                 stood = columns_of(result.paths[slot])[0] if result.paths else list(range(1, len(run)))
-                stood += [outlook.next_column] if outlook.next_column else []
-                tested[outlook.kind][min(len(run), outlook.levels), len(stood)] += 1
-                right[outlook.kind].update(enumerate(stood, start=1))
+                stood += [lookahead.next_column] if lookahead.next_column else []
+                tested[lookahead.kind][min(len(run), lookahead.levels), len(stood)] += 1
+                right[lookahead.kind].update(enumerate(stood, start=1))
         for kind in range(len(CLASSES)):
             self.acceptance[kind].take(tested[kind])
             self.columns[kind].take(right[kind])

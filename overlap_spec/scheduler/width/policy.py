@@ -1,9 +1,8 @@
 """How wide decode steps are: narrower where drafting would lose, down to 1, which is plain decoding.
 
-Not here: what a width means to the device. What a step of a width is expected to commit is learnt from results
-(`acceptance.py`); it takes the seconds that the worker measured at start. The policy maximizes tokens per second. It
-narrows at once, and widens only for a clear gain, some steps after the last change: so it does not flap, and errs on
-the side of plain decoding.
+What a step of a width is expected to commit is learnt from results (`acceptance.py`); it takes the seconds that the
+worker measured at start. The policy maximizes tokens per second. It narrows at once, and widens only for a clear gain,
+some steps after the last change: so it does not flap, and errs on the side of plain decoding.
 
 Narrow steps do not test the guesses that they leave out. So now and then a few steps are wider, as rarely as it takes
 to lose at most PROBE_BUDGET if all of their guesses fail; and what is known of guesses that are not tested counts for

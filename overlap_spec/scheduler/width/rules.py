@@ -1,8 +1,8 @@
 """Step widths by the rules of a `--speculative-adaptive-config` file, which mean what they mean in SGLang.
 
-Not here: the file (`overlap_spec/config/resolve/width_rules.py`), and the policy that needs none (`width.py`). Each rule holds from a
-batch size on and has its own memory: a moving average of the guesses accepted per slot. Let s be the draft steps of
-now, and s' the next fewer of the rule's candidates. Every `update_interval` decode steps, after `warmup_batches`:
+Each rule holds from a batch size on and has its own memory: a moving average of the guesses accepted per slot. Let s be
+the draft steps of now, and s' the next fewer of the rule's candidates. Every `update_interval` decode steps, after
+`warmup_batches`:
 
     average <= s' - 0.5 + down_hysteresis (0.5 + .. for s' = 0)   go down, and on, as long as it holds
     else average > s - 0.5 + up_hysteresis                        go up, and on

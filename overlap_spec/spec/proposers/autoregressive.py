@@ -1,16 +1,17 @@
 """Proposes a chain with a draft head that runs one step per guess (EAGLE family).
 
-Not here: the head (`models/eagle3.py`) and the judging. The row rule, from which everything follows: the draft
-row at position p holds (features of p, token of p + 1), writes its KV at p and predicts the token of p + 2.
+The row rule, from which everything follows: the draft row at position p holds (features of p, token of p + 1), writes
+its KV at p and predicts the token of p + 2.
 
     committed  x0 .. xL | guesses          L = length: the root xL has no target KV yet
     draft rows 0 .. L-1 |                  row L-1 = (features of L-1, xL) predicts guess 1, at position L+1
                         | L, L+1, ..       row L+i = (own output, guess i+1) predicts guess i+2
 
 Steps of width 1 need no guesses, so there the head does not run: each leaves one draft row behind, and what that row is
-made of (the target's taps, the token after it) is kept in a ring per slot. Before the ring is full, and before a wider
-step, `catch_up` absorbs all deferred rows in one forward, so the draft's KV is complete again. Who counts them is the
-scheduler, which knows every step's width: rows that are deferred still never count as cached (`Request.valid_len`).
+made of (the target's aux hidden states, the token after it) is kept in a ring per slot. Before the ring is full, and
+before a wider step, `catch_up` absorbs all deferred rows in one forward, so the draft's KV is complete again. Who
+counts them is the scheduler, which knows every step's width: rows that are deferred still never count as cached
+(`Request.valid_len`).
 """
 
 from dataclasses import dataclass
@@ -30,14 +31,14 @@ from overlap_spec.spec.verifiers.rejection import DraftProbs, draw_guess
 class DeferredRows:
     """What draft rows are made of, by slot and position modulo N: a ring that holds the last N positions."""
 
-    taps: Tensor  # [S, N, n * H], what `fuse` takes
+    aux_hidden: Tensor  # [S, N, n * H], what `fuse` takes
     tokens: Tensor  # [S, N] i64
 
     @staticmethod
-    def allocate(num_rows: int, most: int, tap_size: int, dtype: torch.dtype, device: torch.device) -> "DeferredRows":
+    def allocate(num_rows: int, most: int, aux_size: int, dtype: torch.dtype, device: torch.device) -> "DeferredRows":
         """N = most; 0 if nothing is ever deferred."""
-        taps = torch.zeros(num_rows, most, tap_size, dtype=dtype, device=device)
-        return DeferredRows(taps, torch.zeros(num_rows, most, dtype=torch.int64, device=device))
+        aux_hidden = torch.zeros(num_rows, most, aux_size, dtype=dtype, device=device)
+        return DeferredRows(aux_hidden, torch.zeros(num_rows, most, dtype=torch.int64, device=device))
 
     @property
     def most(self) -> int:
@@ -47,15 +48,15 @@ class DeferredRows:
     def put(self, batch: SlotBatch, output: TargetOutput, tokens: Tensor) -> None:
         """Keep the row at `batch.lengths`, one per slot. Shapes: tokens [B] i64."""
         places = batch.lengths % self.most
-        self.taps[batch.slots, places] = output.taps
+        self.aux_hidden[batch.slots, places] = output.aux_hidden
         self.tokens[batch.slots, places] = tokens
 
     def get(self, batch: SlotBatch, positions: Tensor) -> tuple[Tensor, TargetOutput]:
-        """The rows at positions [B, R] i64. Shapes: -> tokens [B * R] i64, taps [B * R, n * H]."""
+        """The rows at positions [B, R] i64. Shapes: -> tokens [B * R] i64, aux_hidden [B * R, n * H]."""
         places = positions % self.most
         slots = batch.slots[:, None]
-        taps = self.taps[slots, places].flatten(0, 1)
-        return self.tokens[slots, places].reshape(-1), TargetOutput(taps, taps)
+        aux_hidden = self.aux_hidden[slots, places].flatten(0, 1)
+        return self.tokens[slots, places].reshape(-1), TargetOutput(aux_hidden, aux_hidden)
 
 
 class AutoregressiveProposer:

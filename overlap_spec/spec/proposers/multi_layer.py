@@ -1,4 +1,4 @@
-"""Proposes a chain with several MTP layers, one for each guess. Not here: the layers (`models/mtp_layers.py`).
+"""Proposes a chain with several MTP layers, one for each guess.
 
 Layer i's row at position p holds (features of p, token of p + 1 + i) and has its own KV. With S layers:
 

@@ -1,13 +1,13 @@
 """Guesses that what followed the last tokens before will follow them again: no draft model (prompt lookup, n-grams).
 
-Not here: matching, merging and the log (`ngram_*.py` of the kernels), corpora (`ngram_corpus.py`). Two memories:
+Two memories:
 
     own       a pool with a token for each row of the KV cache, addressed by the page table: a prompt whose KV is
               cached, or comes in chunks, is there as whole as its KV is. Searched in full, in time
     shared    a bounded log of what all requests said, with an index of n-grams. Prompts enter it whole, when they are
               complete; what a step commits enters it before that step's guesses are made
 
-Guesses cost next to nothing, so a whole window is filled after every step, and its outlook goes out with the next
+Guesses cost next to nothing, so a whole window is filled after every step, and its lookahead goes out with the next
 step's tokens: whoever chooses widths sees how good guesses are that were never verified.
 """
 
@@ -19,9 +19,9 @@ from overlap_spec_kernels import (
     NgramLog,
     clear_log,
     ngram_absorb,
+    ngram_lookahead,
     ngram_match,
     ngram_merge,
-    ngram_outlook,
     ngram_store,
 )
 from torch import Tensor
@@ -95,7 +95,7 @@ class NgramMemory:
 
 
 class NgramProposer:
-    """A `Foreseer`: it needs no model, so it learns nothing of hidden states."""
+    """A `SelfDrafting`: it needs no model, so it learns nothing of hidden states."""
 
     def __init__(self, memory: NgramMemory, windows: NgramWindows) -> None:
         self.memory = memory
@@ -138,13 +138,13 @@ class NgramProposer:
         windows.strength[batch.slots] = merged.strength
         return Guesses(merged.tokens, None if self._chains else merged.parents)
 
-    def outlook(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
-        """See `Foreseer`."""
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
+        """See `SelfDrafting`."""
         windows = self._windows
-        return ngram_outlook(
+        return ngram_lookahead(
             windows.tokens, windows.parents, windows.levels, windows.strength, batch.slots, verdict.tokens, last
         )
 
     def forget(self) -> None:
-        """See `Foreseer`."""
+        """See `SelfDrafting`."""
         self.memory.forget()

@@ -1,4 +1,4 @@
-"""Reads what is known before the first request: texts of a JSONL file, as tokens. Not here: the log that they enter.
+"""Reads what is known before the first request: texts of a JSONL file, as tokens.
 
 Each line is a JSON string. Texts follow one another with -1 in between, which equals no token, so nothing that is
 matched or guessed goes from one into the next. What is flushed with the cache is entered again.

@@ -1,6 +1,6 @@
 """What n-gram guessing brings before caches exist: its limits, and the log of what all requests said.
 
-Not here: guessing (`ngram.py`). The log is taken at load, as weights are, so that KV pages get what it leaves.
+The log is taken at load, as weights are, so that KV pages get what it leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proposes nothing: plain decoding is speculation with a window of one. Not here: anything else."""
+"""Proposes nothing: plain decoding is speculation with a window of one."""
 
 import torch
 from torch import Tensor

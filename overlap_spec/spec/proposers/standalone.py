@@ -1,4 +1,4 @@
-"""Proposes a chain with an ordinary small language model. Not here: the model (`models/language_draft.py`).
+"""Proposes a chain with an ordinary small language model.
 
 Its rows are not shifted: the draft row at position p holds the token of p, writes its KV at p and predicts p + 1.
 

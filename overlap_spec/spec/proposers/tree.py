@@ -1,7 +1,7 @@
 """Proposes EAGLE-2's dynamic tree (Li et al. 2024, arXiv:2406.16858) with whatever model drafts chains.
 
-Each level but the last runs its k best nodes, and each of those has k children; a node is worth the product of the
-draft's probabilities from the root down to it. At the end the best of all nodes are kept, whatever their level:
+Each level but the last runs its k best nodes, and each of those has k children; a node has the log-prob the product of
+the draft's probabilities from the root down to it. At the end the best of all nodes are kept, whatever their level:
 
     level 1          a        b        c          k children of the root
     level 2        d e f    g h i    j k l        k children each
@@ -11,8 +11,7 @@ At temperature > 0 log softmax(log q / T + g) takes the place of log q, with the
 that position: so the best child is the guess that a chain would have drawn, and a tree with k = 1 is that chain.
 
 Rows of nodes are no sequence. They have a place of their own for each slot in the draft's cache, behind its pages:
-(level, node) in order; what is committed is absorbed from the target's path, as from a chain. Not here: drafting models
-(`autoregressive.py`, `standalone.py`), what a node's children are (`tree_scores.py`), judging (`worker/windows.py`).
+(level, node) in order; what is committed is absorbed from the target's path, as from a chain.
 """
 
 from dataclasses import dataclass
@@ -77,7 +76,7 @@ class Nodes(Generic[Drafted]):
     """The nodes of a level that have children: for each slot R of them, 1 (the root) or topk."""
 
     drafted: Drafted  # B * R rows
-    worth: Tensor  # [B, R] f32 or f64: logs
+    log_probs: Tensor  # [B, R] f32 or f64: logs
     index: Tensor  # [B, R] i64: which child each was, of all; -1: the root
     mask: Tensor  # [B, R, words] i64: rows of the tree that they see
 
@@ -127,14 +126,14 @@ class TreeProposer(Generic[Drafted]):
         nodes, scratch = self._root(batch, learnt), self._scratch(batch)
         logs, columns = self._children(batch, 0, nodes)
         grown = Candidates.allocate(len(logs), topk + (num_levels - 1) * topk**2, logs.dtype, logs.device)
-        add_children(grown, 0, logs, columns, self._drafter.target_ids, nodes.worth, nodes.index)
+        add_children(grown, 0, logs, columns, self._drafter.target_ids, nodes.log_probs, nodes.index)
         first, end = 0, topk  # of the candidates that were added last
         for level in range(1, num_levels):
-            last = grown.worth[:, first:end], grown.tokens[:, first:end]
+            last = grown.log_probs[:, first:end], grown.tokens[:, first:end]
             nodes = self._run_best(batch, level, nodes, last, first, scratch)
             first, end = end, end + topk**2
             logs, columns = self._children(batch, level, nodes)
-            add_children(grown, first, logs, columns, self._drafter.target_ids, nodes.worth, nodes.index)
+            add_children(grown, first, logs, columns, self._drafter.target_ids, nodes.log_probs, nodes.index)
         return Guesses(*select_tree(*grown, num_guesses))
 
     def _root(self, batch: SlotBatch, learnt: Tensor) -> Nodes[Drafted]:
@@ -163,7 +162,7 @@ class TreeProposer(Generic[Drafted]):
     ) -> Nodes[Drafted]:
         """Run the best of the children of the nodes before, which become the nodes of `level`.
 
-        Shapes: worth and tokens [B, R * topk], the first of which is candidate `first`.
+        Shapes: log_probs and tokens [B, R * topk], the first of which is candidate `first`.
         """
         here = slice((level - 1) * self._branching.topk, level * self._branching.topk)
         features = self._drafter.features(before.drafted)
@@ -171,4 +170,4 @@ class TreeProposer(Generic[Drafted]):
         keys = TreeKeys(scratch.prefix, scratch.cache_rows, best.mask, scratch.positions, self._branching.num_levels)
         rows = tree_rows(batch, scratch.positions[:, here], scratch.cache_rows[:, here], keys)
         drafted = self._drafter.advance(best.tokens, best.features, rows)
-        return Nodes(drafted, best.worth, best.indices, best.mask)
+        return Nodes(drafted, best.log_probs, best.indices, best.mask)

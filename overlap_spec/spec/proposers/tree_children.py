@@ -1,4 +1,4 @@
-"""The children of a tree's nodes, and what they are worth. Not here: which nodes are kept (`tree.py`)."""
+"""The children of a tree's nodes, and their log-probs."""
 
 import torch
 from overlap_spec_kernels import top_tokens

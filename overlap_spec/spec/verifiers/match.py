@@ -1,8 +1,8 @@
 """Match verification of a chain: the target draws, and a guess is accepted when it is what was drawn.
 
-Not here: drawing (`sampler.py`) and guessing. The target draws its own token after every node of the window,
-keyed by (seed, position, token id), exactly as plain decoding would draw it; guesses only decide how many of
-those draws stand. So the committed tokens are plain decoding's, greedy or sampled, for any guess.
+The target draws its own token after every node of the window, keyed by (seed, position, token id), exactly as plain
+decoding would draw it; guesses only decide how many of those draws stand. So the committed tokens are plain decoding's,
+greedy or sampled, for any guess.
 """
 
 from dataclasses import replace

@@ -4,7 +4,7 @@ Two rules. Classic rejection (Leviathan et al. 2023, arXiv:2211.17192; Chen et a
 drawn from the draft's q, stand with probability min(1, p / q), and max(p - q, 0) is the residual: the committed tokens
 have the target's distribution, but are not those of plain decoding with that seed. Thresholds (SGLang's): a guess
 stands with probability p / acc, or if p >= single; the residual is p without it: exact with both at 1, lossy below.
-Greedy requests are judged by matching under either rule. Not here: matching (`verifier.py`), guessing.
+Greedy requests are judged by matching under either rule.
 
 Noise: coins, residuals and drawn guesses have streams of their own, keyed like the target's by (seed, position, token).
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from overlap_spec.models.interfaces import Scores
 from overlap_spec.sampling.noise import gumbel, stream, uniform
 from overlap_spec.sampling.sampler import allowed, draw_after, log_weights, slices
-from overlap_spec.spec.types import Drawn, Sampling, SlotBatch, Window
+from overlap_spec.sampling.types import Sampling
+from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
 GUESS, COIN, RESIDUAL = 1, 2, 3  # purposes of noise
 
@@ -113,7 +114,7 @@ class Rejection:
         return torch.where(rest.sum(2, keepdim=True) > 0, rest, p)
 
 
-class CoinVerifier:
+class ResidualVerifier:
     """Judges a chain by a rule."""
 
     def __init__(self, rule: AcceptRule, token_ids: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: a benchmark's stand-in for the accept decision. Not here: guessing, drawing, matching.
+"""Synthetic acceptance: a benchmark's stand-in for the accept decision.
 
 A head with random weights guesses nothing right, so the speed of a shape is measured with an accept length that is
 given. Everything else is done as ever: every row of the window is computed, sampled and judged; only how many guesses

@@ -3,8 +3,7 @@
 SGLang's rule. A node has one coin: the first child stands for which it is less than the children's p so far, its own
 included, divided by `acc`; or whose own p is at least `single`. If none does, what is drawn is none of them. With both
 thresholds at 1 that is the target's p: a child stands with its own probability, and the rest is left to the residual.
-Greedy requests are judged by matching. Not here: chains, and noise (`coins.py`); rejection sampling, which is of chains
-alone.
+Greedy requests are judged by matching.
 """
 
 import torch
@@ -17,7 +16,7 @@ from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers.rejection import COIN, RESIDUAL, Thresholds
 
 
-class TreeCoinVerifier:
+class TreeThresholdVerifier:
     """After each column of a tree, the token of the child that stands there, or one that is no child's."""
 
     def __init__(self, thresholds: Thresholds, token_ids: Tensor) -> None:

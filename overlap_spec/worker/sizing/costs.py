@@ -1,7 +1,6 @@
 """What the scheduler needs to tell how far a step is from what the device could do (`messages.Roofline`).
 
-Not here: the table of known devices (`metrics/ceilings.py`) and the bound (`metrics/roofline.py`). A device that the
-table lacks is measured once, at start: a copy for bytes, a matrix product for operations.
+A device that the table lacks is measured once, at start: a copy for bytes, a matrix product for operations.
 """
 
 import time

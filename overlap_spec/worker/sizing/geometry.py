@@ -39,7 +39,7 @@ class Geometry:
     max_chunk: int  # prompt tokens in a prefill step, at most
     dtype: torch.dtype
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
-    foresees: bool = False  # the proposer fills windows after steps of width 1 too: it never waits
+    is_self_drafting: bool = False  # the proposer fills windows after steps of width 1 too: it never waits
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class Geometry:
     @property
     def max_deferred(self) -> int:
         """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps, or no draft."""
-        return MAX_DEFERRED if 1 in self.narrower and not self.foresees else 0
+        return MAX_DEFERRED if 1 in self.narrower and not self.is_self_drafting else 0
 
     @property
     def num_positions(self) -> int:
@@ -77,7 +77,7 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
-        foresees=models.method.foresees,
+        is_self_drafting=models.method.is_self_drafting,
     )
 
 

@@ -1,4 +1,4 @@
-"""Chooses threads and the form of linears on a CPU by timing them on the loaded weights. Not here: the forms.
+"""Chooses threads and the form of linears on a CPU by timing them on the loaded weights.
 
 It takes most of a second, so what came of it is kept for the next start with the same model, width and machine.
 """

@@ -1,4 +1,4 @@
-"""How many KV pages fit. Not here: taking the memory.
+"""How many KV pages fit.
 
 Weights are loaded first, so that what is left is known; from it come the workspace of the largest step and then
 the pages of target and draft together (they share page ids, each with its own bytes per token).

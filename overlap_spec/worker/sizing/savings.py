@@ -1,4 +1,4 @@
-"""What an engine takes of memory beside KV pages, and what each flag would give back. Not here: taking it.
+"""What an engine takes of memory beside KV pages, and what each flag would give back.
 
 The order is that of SGLang's out-of-memory guide: what costs least speed comes first. Two knobs have no part in the
 sum: CUDA graphs, whose memory is known once they are captured, and `--mem-fraction-static`, which divides all there is.

@@ -1,7 +1,6 @@
 """What the worker measures before it is ready: how long prompts and steps take, and what the device could do.
 
-Not here: the measurements (`warmup.py`, `costs.py`). On a CPU they take seconds, so they are kept for the next start
-with the same model, settings and machine.
+On a CPU they take seconds, so they are kept for the next start with the same model, settings and machine.
 """
 
 from dataclasses import dataclass

@@ -96,7 +96,7 @@ def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
     for logits in (tied_logits(5, size).to(dtype), torch.randn(3, size + 5).to(dtype)[:, :size] * 9):
         actual, expected = _top_tokens_triton(logits, k), top_tokens_reference(logits, k)
         assert torch.equal(actual.columns, expected.columns)
-        assert (actual.log_probs <= 0).all(), "a child is worth no more than its parent"
+        assert (actual.log_probs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 
@@ -106,7 +106,7 @@ def test_top_tokens_of_float64(size: int, k: int) -> None:
         logs, columns = wide_top_tokens(logits, k, part=2048)
         expected = top_tokens_reference(logits, k)
         assert torch.equal(columns, expected.columns)
-        assert (logs <= 0).all(), "a child is worth no more than its parent"
+        assert (logs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(logs, expected.log_probs, rtol=1e-12, atol=1e-12)
 
 
@@ -125,7 +125,7 @@ def test_select_tree(dtype: torch.dtype, topk: int, levels: int, num_guesses: in
 def test_expand_tree(num_nodes: int, topk: int, size: int) -> None:
     inputs = level_inputs(5, num_nodes, topk, size, num_words=2)
     check_level(inputs)
-    check_level(inputs._replace(worth=inputs.worth_in(torch.float64)))
+    check_level(inputs._replace(log_probs=inputs.worth_in(torch.float64)))
 
 
 def check_level(inputs: LevelInputs) -> None:

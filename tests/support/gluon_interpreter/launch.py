@@ -32,14 +32,16 @@ _OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}  # of a launch; 
 
 
 def _module(name: str) -> ModuleType:
-    """A module of the kernels. The package itself has ops under the same names."""
+    """A module of the kernels."""
     return importlib.import_module(f"overlap_spec_kernels.{name}")
 
 
-_OPS = tuple(_module(name) for name in ("decode_attention", "tree_attention", "fused_linear"))
-_LINEARS = tuple(_module(name) for name in ("_streamed_linear", "_warpgroup_linear"))
-_ATTENTIONS = tuple(_module(name) for name in ("_decode_attention_gluon", "_tree_attention_gluon"))
-_ARGMAX = _module("linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
+_OPS = tuple(
+    _module(name) for name in ("attention.decode_attention", "attention.tree_attention", "linear.fused_linear")
+)
+_LINEARS = tuple(_module(name) for name in ("linear.streamed_linear", "linear.warpgroup_linear"))
+_ATTENTIONS = tuple(_module(name) for name in ("attention._decode_attention_gluon", "attention._tree_attention_gluon"))
+_ARGMAX = _module("linear.linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
 _WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
 
 
@@ -143,5 +145,5 @@ def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
         patch.setattr(module, "runs_triton", lambda tensor: tensor.dtype != torch.float64)
     for module in _LINEARS:
         patch.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
-    patch.setattr(_module("_launch"), "_can_depend", lambda device: True)
+    patch.setattr(_module("launch"), "_can_depend", lambda device: True)
     return gpu

@@ -1,7 +1,7 @@
 """EAGLE-3 drafting, written out for one request: the oracle for draft tokens and accept lengths.
 
 The target is transformers' model; the head is its checkpoint's tensors and nothing of this project. A row's features
-are the taps of three of the target's layers through `fc`, or the head's own output.
+are the hidden states of three of the target's layers through `fc`, or the head's own output.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class ReferenceHead:
     def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any], embed: Tensor) -> None:
         self.t = tensors
         self.eps = config["rms_norm_eps"]
-        self.taps: list[int] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        self.aux_hidden: list[int] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         self.embed = embed
         self.attention = Attention(config["head_dim"], config["rope_theta"])
 
@@ -28,7 +28,7 @@ class ReferenceHead:
 
     def features_of(self, hidden: list[Tensor]) -> Tensor:
         """Of the hidden states that enter each layer of the target: layer i's output enters i + 1."""
-        return torch.cat([hidden[i + 1] for i in self.taps], -1) @ self.t["fc.weight"].T
+        return torch.cat([hidden[i + 1] for i in self.aux_hidden], -1) @ self.t["fc.weight"].T
 
     def forward(self, tokens: list[int], features: Tensor, start: int) -> Tensor:
         """Rows at positions start.. -> residual sums before the final norm. K/V from `start` on is replaced."""

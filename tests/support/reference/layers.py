@@ -1,6 +1,6 @@
 """What the written-out draft heads are made of, in plain torch: norm, rotary embedding, attention of one request.
 
-Shapes: T rows, N heads of size D, H hidden. Not here: the heads (`*_reference.py`), anything of this project.
+Shapes: T rows, N heads of size D, H hidden.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Greedy speculative decoding of one request, written out: what the loops of all draft heads share.
 
 Row rule: the draft row at position p takes (features of p, token of p + 1) and predicts the token of p + 2. Features
-are the target's for committed tokens, the head's own output in a chain. Not here: the heads (`*_reference.py`).
+are the target's for committed tokens, the head's own output in a chain.
 """
 
 from collections.abc import Callable

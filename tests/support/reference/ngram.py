@@ -1,4 +1,4 @@
-"""NGRAM's guesses written out in plain Python, with dicts and lists. Not here: any tensor, any page, any hash.
+"""NGRAM's guesses written out in plain Python, with dicts and lists.
 
 What follows the places where the last tokens stood before is merged into a trie, match after match, in the order of
 rank: the longest first, own ones before others', later ones before earlier ones.

@@ -1,7 +1,7 @@
 """Greedy speculative decoding of one request with EAGLE-2's dynamic trees, written out: node by node, path by path.
 
 Nothing is done at once: a node is drafted by running the path that leads to it as a chain, and the target walks down
-the tree reading one token after the other. Row rules are those of `reference_loop.py`. Not here: the heads.
+the tree reading one token after the other. Row rules are those of `reference_loop.py`.
 """
 
 from collections.abc import Callable

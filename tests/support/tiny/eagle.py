@@ -1,4 +1,4 @@
-"""Tiny random EAGLE heads for tests, in memory (see tests/support/tiny/models.py). Not here: anything trained.
+"""Tiny random EAGLE heads for tests, in memory (see tests/support/tiny/models.py).
 
 A head made with `agree=True` hands on the embedding of its row's token, a little disturbed: it knows the target's
 embedding and head but not its layers, so it is right about every second time.

@@ -1,4 +1,4 @@
-"""Tiny targets of every supported architecture: what their config.json says beside `tiny_config`. Not here: weights.
+"""Tiny targets of every supported architecture: what their config.json says beside `tiny_config`.
 
 Windows are short, so that prompts, chunks and draft windows cross their ends.
 """

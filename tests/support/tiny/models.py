@@ -1,9 +1,9 @@
 """Tiny random checkpoints for tests: in memory, loaded, or written as Hugging Face directories.
 
-Not here: anything trained. A tiny target mostly maps its current token to the next one, disturbed by what came
-before (`context` says how much), so greedy text is neither constant nor noise. A tiny head made by
-`tiny_eagle3(..., agree=True)` knows the target's embedding and head but not its layers: it is right about
-every second time, and accept_len takes every value from 0 to K. With `agree=False` it is random.
+A tiny target mostly maps its current token to the next one, disturbed by what came before (`context` says how much), so
+greedy text is neither constant nor noise. A tiny head made by `tiny_eagle3(..., agree=True)` knows the target's
+embedding and head but not its layers: it is right about every second time, and accept_len takes every value from 0 to
+K. With `agree=False` it is random.
 
     target = load_tiny_target(tiny_target(seed=1))             # LoadedTarget, float64
     draft = load_tiny_draft(tiny_eagle3(seed=2, target=...), target)   # LoadedDraft

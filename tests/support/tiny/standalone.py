@@ -1,4 +1,4 @@
-"""A tiny language model that drafts for a tiny target (see tests/support/tiny/models.py). Not here: anything trained.
+"""A tiny language model that drafts for a tiny target (see tests/support/tiny/models.py).
 
 It has the target's embedding, norm and head, and one layer of its own, narrower: it is right about every second time.
 """

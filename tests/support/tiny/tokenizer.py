@@ -2,7 +2,7 @@
 
     0 <unk>   1 <s>   2 </s>   3 <|user|>   4 <|assistant|>   5 newline   6.. ' ' to '~'   then w101, w102, ...
 
-Encoding and decoding are exact inverses on printable text. Not here: torch.
+Encoding and decoding are exact inverses on printable text.
 """
 
 import json

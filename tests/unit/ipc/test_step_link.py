@@ -16,7 +16,7 @@ import pytest
 import uvloop
 import zmq
 
-from overlap_spec.ipc.step_link import PACKET_BYTES, Patience, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import Endpoints, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
@@ -45,12 +45,12 @@ class Ends:
 
 @contextlib.contextmanager
 def ends(
-    tmp_path: Path, union: Any = ToScheduler, spin_s: float = 0.0, patience: Patience | None = None
+    tmp_path: Path, union: Any = ToScheduler, spin_s: float = 0.0, spin: SpinPolicy | None = None
 ) -> Iterator[Ends]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoints = Endpoints(tmp_path)
     zmq_inbox: ZmqInbox[Any] = ZmqInbox(context, endpoints.inbox("reader"), union)
-    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, patience or Patience(spin_s))
+    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, spin or SpinPolicy(spin_s))
     steps: StepOutlet[Any] = StepOutlet(endpoints.steps("reader"))
     others: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("reader"))
     try:
@@ -187,19 +187,19 @@ def test_patience_ends(tmp_path: Path) -> None:
 
 
 def test_without_patience_nobody_polls() -> None:
-    patience = Patience(0.0)
-    patience.renew()
-    assert not patience.lasts
+    spin = SpinPolicy(0.0)
+    spin.renew()
+    assert not spin.lasts
 
 
 def test_patience_lasts_from_the_last_event(tmp_path: Path) -> None:
     times = [100.0]
-    patience = Patience(0.02, lambda: times[-1])
-    assert not patience.lasts, "nothing has happened yet"
-    patience.renew()
+    spin = SpinPolicy(0.02, lambda: times[-1])
+    assert not spin.lasts, "nothing has happened yet"
+    spin.renew()
     for now, lasts in ((100.019, True), (100.021, False), (200.0, False)):
         times.append(now)
-        assert patience.lasts is lasts
+        assert spin.lasts is lasts
 
 
 def test_a_reader_polls_while_its_patience_lasts_and_then_sleeps(tmp_path: Path, monkeypatch: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_reader_polls_while_its_patience_lasts_and_then_sleeps(tmp_path: Path,
         return now
 
     async def scenario() -> None:
-        with ends(tmp_path, patience=Patience(0.02, clock)) as link:
+        with ends(tmp_path, spin=SpinPolicy(0.02, clock)) as link:
             polls_before_sleep: list[int] = []
             polls = 0
             poll, sleep = link.inbox._poll, link.inbox._readable

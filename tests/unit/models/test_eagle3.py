@@ -217,8 +217,8 @@ def test_taps_may_be_normed_one_by_one(names: tuple[str, str]) -> None:
     extra = {f"{name}.weight": weight for name, weight in zip(names, norms, strict=True)} | {"fc.bias": bias}
     draft = load_tiny_draft(TinyCheckpoint(checkpoint.config, checkpoint.tensors | extra), load_tiny_target(TARGET))
     tokens, output = inputs(64)
-    taps = zip(output.aux.chunk(2, dim=1), norms, strict=True)
-    normed = torch.cat([norm(tap, weight) for tap, weight in taps], dim=1)
+    aux_hidden = zip(output.aux.chunk(2, dim=1), norms, strict=True)
+    normed = torch.cat([norm(tap, weight) for tap, weight in aux_hidden], dim=1)
     expected = normed @ checkpoint.tensors["fc.weight"].T + bias
     torch.testing.assert_close(run(draft, tokens, output)[0], expected)
 

@@ -1,4 +1,4 @@
-"""What a config means, by architecture. Not here: that models of it are right (`test_llama_reference.py`)."""
+"""What a config means, by architecture."""
 
 from typing import Any
 

@@ -100,9 +100,9 @@ def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monke
         aux = torch.cat([output[request].aux for output in outputs])
         with torch.no_grad():
             expected = reference(row[None], output_hidden_states=True)
-            taps = torch.cat([stream_after(reference, row, layer) for layer in (0, 1)], dim=1)
+            aux_hidden = torch.cat([stream_after(reference, row, layer) for layer in (0, 1)], dim=1)
         torch.testing.assert_close(model.scores(hidden).logits(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
-        torch.testing.assert_close(aux, taps, atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(aux, aux_hidden, atol=TOLERANCE[dtype], rtol=0)
 
 
 def stream_after(reference: Any, tokens: Tensor, layer: int) -> Tensor:

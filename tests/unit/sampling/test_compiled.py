@@ -11,7 +11,7 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.sampler import draw_columns
-from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 
 FILES = ModelFiles(weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128)
 

@@ -1,7 +1,7 @@
 """Every pair of filters, and all three: what is drawn and judged by is what plain Python keeps of a row.
 
-One row feels only the strictest of its filters (tests/support/sampling_oracle.py), so each combination meets rows in which each
-of its filters is that in turn; whoever ignores one of them keeps other tokens in some row.
+One row feels only the strictest of its filters (support/sampling_oracle.py), so each combination meets rows in which
+each of its filters is that in turn; whoever ignores one of them keeps other tokens in some row.
 """
 
 import math
@@ -14,8 +14,9 @@ from support.sampling_oracle import Filters, drawn, filtered, kept, softmax, str
 from torch import Tensor
 
 from overlap_spec.sampling.sampler import draw_columns, log_weights
+from overlap_spec.sampling.types import Sampling, SamplingWork
 from overlap_spec.spec.proposers.tree_children import top_children
-from overlap_spec.spec.types import Sampling, SamplingWork, SlotBatch, Window
+from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 
 ALL = Filters(top_k=3, top_p=0.8, min_p=0.2)

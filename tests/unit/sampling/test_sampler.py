@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.sampler import draw_columns as draw
-from overlap_spec.spec.types import Sampling, SamplingWork
+from overlap_spec.sampling.types import Sampling, SamplingWork
 
 ALL = 1 << 62
 

@@ -16,7 +16,7 @@ def test_the_ratio_sinks_to_its_least_and_jumps_after_a_preemption():
     assert ratio.value == MIN_RATIO
     bench = Bench(make_ready())
     bench.admit(make_admit(1, [1, 2, 3], 59))
-    ratio.raise_after_preemption(bench.scheduler.roster.running)
+    ratio.raise_after_preemption(bench.scheduler.queues.running)
     assert ratio.value == pytest.approx((0 + 20) / (59 + 1))
     ratio.raise_after_preemption([])
     assert ratio.value == pytest.approx(20 / 60)  # never lowered by it
@@ -28,9 +28,9 @@ def test_expected_growth_keeps_a_newcomer_waiting():
     bench = Bench(make_ready())
     bench.admit(make_admit(1, [1] * 30, 150))
     bench.admit(make_admit(2, [2] * 30, 150))
-    roster = bench.scheduler.roster
-    assert [request.uid for request in roster.running] == [1]
-    assert [request.uid for request in roster.waiting] == [2]
+    queues = bench.scheduler.queues
+    assert [request.uid for request in queues.running] == [1]
+    assert [request.uid for request in queues.waiting] == [2]
     bench.finish_all()
     assert bench.scheduler.planner.counters.preempted == 0
     bench.check_streams()
@@ -43,8 +43,8 @@ def test_the_youngest_makes_room_and_comes_back_first():
         bench.admit(make_admit(uid, [uid] * 4, 90))
         bench.scheduler.planner._admission.ratio.value = 0.0
     preempted: list[int] = []
-    leave = bench.scheduler.roster.leave
-    bench.scheduler.roster.leave = lambda r: (preempted.append(r.uid) if r.finish is None else None, leave(r))
+    leave = bench.scheduler.queues.leave
+    bench.scheduler.queues.leave = lambda r: (preempted.append(r.uid) if r.finish is None else None, leave(r))
     bench.finish_all()
     assert preempted and 1 not in preempted
     assert preempted[0] == 2
@@ -57,7 +57,7 @@ def test_slots_bound_who_runs():
     bench = Bench(make_ready(num_slots=8), max_running=2)
     for uid in range(1, 6):
         bench.admit(make_admit(uid, [uid] * 4, 6))
-        assert len(bench.scheduler.roster.running) <= 2
+        assert len(bench.scheduler.queues.running) <= 2
     assert bench.scheduler.limits.engine_limits().max_running_requests == 2
     bench.finish_all()
     bench.check_streams()

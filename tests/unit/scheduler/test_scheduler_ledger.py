@@ -72,7 +72,7 @@ def test_late_results_of_a_finished_request_are_dropped():
     bench.admit(make_admit(1, PROMPT, 20, stop_ids=(11,)))
     step(bench, [[10]])
     step(bench, [[11, 12]])
-    assert bench.finishes[1].matched == 11 and bench.scheduler.roster.leaving
+    assert bench.finishes[1].matched == 11 and bench.scheduler.queues.leaving
     assert len(bench.plans) == 1
     step(bench, [[50, 51]])
     assert bench.tokens[1] == [10, 11]

@@ -209,10 +209,10 @@ def test_abort_in_flight_says_so_at_once_and_frees_later():
     assert len(bench.plans) == 2
     bench.abort(1, AbortReason.CLIENT_GONE)
     assert bench.finishes[1].kind is FinishKind.ABORT and bench.finishes[1].message == "client_gone"
-    assert len(bench.all_plans) == 2 and bench.scheduler.roster.leaving
+    assert len(bench.all_plans) == 2 and bench.scheduler.queues.leaving
     bench.run_device()
     bench.deliver_result()
-    assert bench.scheduler.roster.memory.num_used > 0
+    assert bench.scheduler.queues.memory.num_used > 0
     bench.run_device()
     bench.deliver_result()
     bench.check_drained()
@@ -230,7 +230,7 @@ def test_stop_string_abort_is_silent_and_keeps_what_is_valid():
     bench.finish_all()
     bench.check_drained()
     assert 1 not in bench.finishes
-    assert bench.scheduler.roster.memory.cache.num_pages >= len(PROMPT) // 4
+    assert bench.scheduler.queues.memory.cache.num_pages >= len(PROMPT) // 4
     assert bench.scheduler.reporter.snapshot().aborted_total == 0
 
 
@@ -251,10 +251,10 @@ def test_flush_only_when_nothing_runs():
     bench.admit(make_admit(1, PROMPT, 8))
     bench.deliver(FlushCache())
     bench.finish_all()
-    assert bench.scheduler.roster.memory.cache.num_pages > 0
+    assert bench.scheduler.queues.memory.cache.num_pages > 0
     bench.deliver(FlushCache())
     assert bench.flushed == [False, True]
-    assert bench.scheduler.roster.memory.cache.num_pages == 0
+    assert bench.scheduler.queues.memory.cache.num_pages == 0
     assert bench.stats[-1].num_cached_tokens == 0 < bench.stats[-2].num_cached_tokens
 
 
@@ -291,7 +291,7 @@ def test_without_a_prefix_cache_nothing_is_kept():
         bench.admit(make_admit(uid, PROMPT, 5))
         bench.finish_all()
     assert bench.usages[2].cached_tokens == 0
-    assert bench.scheduler.roster.memory.cache.num_pages == 0
+    assert bench.scheduler.queues.memory.cache.num_pages == 0
 
 
 @pytest.mark.parametrize(
@@ -333,12 +333,12 @@ def test_a_victim_in_flight_is_not_passed_in_the_queue():
     for _ in range(3):
         bench.run_device()
         bench.deliver_result()
-    roster = bench.scheduler.roster
-    victim = roster.running[-1]
+    queues = bench.scheduler.queues
+    victim = queues.running[-1]
     assert victim.in_flight
-    roster.leave(victim)
+    queues.leave(victim)
     bench.admit(make_admit(3, [3] * 4, 4))
-    assert [request.uid for request in roster.waiting] == [3]
+    assert [request.uid for request in queues.waiting] == [3]
     bench.finish_all()
     assert victim.cached_tokens == 0 and list(bench.tokens) == [1, 2, 3]
     bench.check_streams()

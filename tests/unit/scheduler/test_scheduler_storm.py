@@ -75,7 +75,7 @@ def run_schedule(seed: int) -> Counter:
             bench.admit(make(rng, uid, prompts))
         elif uid and event > 0.97:
             victim = rng.randint(1, uid)
-            request = bench.scheduler.roster.open.get(victim)
+            request = bench.scheduler.queues.open.get(victim)
             seen["mid-step aborts"] += request is not None and request.in_flight > 0
             reason = rng.choice(REASONS)
             if request is not None:
@@ -91,7 +91,7 @@ def run_schedule(seed: int) -> Counter:
     bench.check_streams()
     bench.check_drained()
     bench.deliver(FlushCache())
-    assert bench.flushed[-1] and len(bench.scheduler.roster.memory.pool.free) == bench.device.ready.num_pages - 1
+    assert bench.flushed[-1] and len(bench.scheduler.queues.memory.pool.free) == bench.device.ready.num_pages - 1
     seen["preemptions"] = bench.scheduler.planner.counters.preempted
     seen["chunk splits"] = bench.device.num_split_chunks
     seen["catch-ups of full rings"] = bench.device.num_catch_ups["full"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.lookahead import MatchedWidth, OutlookWidth
+from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.policy import CostTable
 
 WIDTHS = (1, 2, 4, 8, 12)
@@ -27,7 +27,7 @@ class Engine:
     """Plays steps: `depth` in flight, windows filled whole after each."""
 
     def __init__(self, num_slots: int, depth: int = 2) -> None:
-        self.policy = OutlookWidth(CHEAP)
+        self.policy = LookaheadWidth(CHEAP)
         self.slots = [Slot() for _ in range(num_slots)]
         self.seconds = self.tokens = 0.0
         self._depth = depth
@@ -41,7 +41,7 @@ class Engine:
     def _step(self) -> int:
         count = len(self.slots)
         width = self.policy.choose(count)
-        runs, proposed, outlooks, paths = [], [], [], []
+        runs, proposed, lookaheads, paths = [], [], [], []
         for slot in self.slots:
             right = 0
             while right < slot.levels and self._rng.random() < slot.rate:
@@ -50,13 +50,18 @@ class Engine:
             seen = len(stood)
             runs.append([7] * (seen + 1))
             proposed.append(min(slot.levels, width - 1))
-            outlooks.append(slot.levels | slot.strength << 8 | (slot.columns[seen] << 16 if right > seen else 0))
+            lookaheads.append(slot.levels | slot.strength << 8 | (slot.columns[seen] << 16 if right > seen else 0))
             paths.append(sum(1 << column - 1 for column in stood) + (1 << min(11, width - 1)))
         self.tokens += sum(map(len, runs)) / count
         self.seconds += CostTable(CHEAP).seconds(count)[WIDTHS.index(width)]
         self._flight.append(
             StepResult(
-                0, runs, proposed, 0.0, outlooks=outlooks if any(outlooks) else [], paths=paths if width > 1 else []
+                0,
+                runs,
+                proposed,
+                0.0,
+                lookaheads=lookaheads if any(lookaheads) else [],
+                paths=paths if width > 1 else [],
             )
         )
         if len(self._flight) == self._depth:
@@ -141,5 +146,5 @@ def test_explicit_numbers_are_kept_unless_nothing_matches() -> None:
     assert policy.choose(4) == 12
     policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0))
     assert policy.choose(4) == 1
-    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, outlooks=[0, 0, 3 | 1 << 8, 0]))
+    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, lookaheads=[0, 0, 3 | 1 << 8, 0]))
     assert policy.choose(64) == 12

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from overlap_spec.spec.types import Sampling, SamplingWork, SlotBatch
+from overlap_spec.sampling.types import Sampling, SamplingWork
+from overlap_spec.spec.types import SlotBatch
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ from support.sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
 from overlap_spec.sampling.sampler import draw_after
+from overlap_spec.sampling.types import Sampling, SamplingWork
 from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.types import Drawn, Sampling, SamplingWork, SlotBatch, Window
+from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers import rejection as coins
 from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.spec.verifiers.rejection import CoinVerifier, DraftProbs, Rejection, Thresholds
+from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
 
 VOCAB, LENGTH, WIDTH = 4, 3, 3
 TOKENS = torch.arange(VOCAB)
@@ -147,12 +148,12 @@ def shared(scores: GivenScores, batch: SlotBatch, index: int) -> Tensor:
 def rejection(size: int, rule: type[Rejection] = Rejection) -> tuple[Verifier, Callable[..., Tensor]]:
     probs = DraftProbs()
     probs.allocate(size, WIDTH - 1, DRAFT_IDS)
-    return CoinVerifier(rule(probs), TOKENS), probs.draw
+    return ResidualVerifier(rule(probs), TOKENS), probs.draw
 
 
 EXACT: dict[str, Callable[[], tuple[Verifier, Callable[..., Tensor]]]] = {
     "match": lambda: (ChainVerifier(TOKENS), shared),
-    "thresholds at 1": lambda: (CoinVerifier(Thresholds(1.0, 1.0), TOKENS), shared),
+    "thresholds at 1": lambda: (ResidualVerifier(Thresholds(1.0, 1.0), TOKENS), shared),
     "rejection": lambda: rejection(CHUNK),
 }
 
@@ -299,12 +300,12 @@ def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
 def test_thresholds_below_one_let_more_guesses_stand() -> None:
     """And change the distribution, which is why they are called lossy."""
     tables = Tables.drawn(5)
-    lossy = CoinVerifier(Thresholds(0.3, 0.5), TOKENS)
+    lossy = ResidualVerifier(Thresholds(0.3, 0.5), TOKENS)
     assert p_value(tables, lossy, shared, 50_000, seed=1) < SIGNIFICANCE
     batch = batch_of(torch.arange(1000), torch.zeros(1000, dtype=torch.int64))
     window = Window(torch.randint(0, VOCAB, (1000, WIDTH)), torch.arange(WIDTH).expand(1000, WIDTH))
     scores = GivenScores(tables.target[:1].expand(WIDTH * 1000, VOCAB).view(1000, WIDTH, VOCAB))
-    exact = CoinVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, scores, batch).accept_len
+    exact = ResidualVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, scores, batch).accept_len
     more = lossy.verify(window, scores, batch).accept_len
     assert exact is not None and more is not None and (more >= exact).all() and (more > exact).any()
 
@@ -319,7 +320,7 @@ def test_greedy_slots_are_matched_under_any_rule() -> None:
     window = Window(
         torch.cat((torch.zeros(6, 1, dtype=torch.int64), largest[:, :-1]), 1), torch.arange(WIDTH).expand(6, WIDTH)
     )
-    for verifier in (rejection(6)[0], CoinVerifier(Thresholds(0.5, 0.5), TOKENS)):
+    for verifier in (rejection(6)[0], ResidualVerifier(Thresholds(0.5, 0.5), TOKENS)):
         drawn = verifier.verify(window, GivenScores(logits), batch)
         assert drawn.accept_len is not None
         assert drawn.accept_len[::2].tolist() == [WIDTH - 1] * 3

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus
-from overlap_spec.spec.types import SAMPLING_WORK, Sampling, SlotBatch, Verdict
+from overlap_spec.spec.types import SlotBatch, Verdict
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 3, 60, 16
 NOTHING = TargetOutput(torch.zeros(0), torch.zeros(0))
@@ -227,18 +228,18 @@ def test_an_outlook_says_what_was_promised_and_what_became_of_it() -> None:
     assert (tokens, strength) == ([3, 4, 1, 2], 2)
     batch, slots = requests.batch(torch.tensor([0]), torch.tensor([5])), torch.tensor([0])
 
-    def outlook(committed: list[int]) -> tuple[int, int, int]:
+    def lookahead(committed: list[int]) -> tuple[int, int, int]:
         verdict = Verdict(torch.tensor([committed]), NO_ROWS, slots)
         packed = int(
-            requests.proposer.outlook(batch, verdict, torch.tensor([len(committed) - 1 - committed.count(-1)]))
+            requests.proposer.lookahead(batch, verdict, torch.tensor([len(committed) - 1 - committed.count(-1)]))
         )
         return packed & 255, packed >> 8 & 255, packed >> 16
 
-    assert outlook([3]) == (4, 2, 1), "a step of width 1 would have had a guess right"
-    assert outlook([9]) == (4, 2, 0)
-    assert outlook([3, 4]) == (4, 2, 2), "in the column after"
-    assert outlook([3, 9]) == (4, 2, 0)
-    assert outlook([3, 4, 1, 2, 7]) == (4, 2, 0), "nothing was guessed there"
+    assert lookahead([3]) == (4, 2, 1), "a step of width 1 would have had a guess right"
+    assert lookahead([9]) == (4, 2, 0)
+    assert lookahead([3, 4]) == (4, 2, 2), "in the column after"
+    assert lookahead([3, 9]) == (4, 2, 0)
+    assert lookahead([3, 4, 1, 2, 7]) == (4, 2, 0), "nothing was guessed there"
 
 
 def test_the_references_walk() -> None:

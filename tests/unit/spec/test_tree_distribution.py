@@ -32,7 +32,7 @@ from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.rejection import Thresholds
-from overlap_spec.spec.verifiers.tree_thresholds import TreeCoinVerifier
+from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
 
 LEVELS, TOPK, WIDTH = 2, 2, 6
 CANDIDATE_PARENTS = torch.tensor([-1, -1, 0, 0, 1, 1])
@@ -46,9 +46,9 @@ def noisy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Ten
     tokens = DRAFT_IDS[columns]
     after = tables.draft[tables.key(prefix[:, None] * VOCAB + tokens[:, 0])]
     second, further = top_children(GivenScores(after), batch, 1, TOPK, DRAFT_IDS)
-    worth = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
+    log_probs = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
     tokens = torch.cat((tokens[:, 0], DRAFT_IDS[further].flatten(1)), 1)
-    return tuple(select_tree(worth, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
+    return tuple(select_tree(log_probs, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
 
 
 def greedy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
@@ -105,8 +105,8 @@ def paths_of(prefix: Tensor, window: Window) -> Tensor:
 EXACT: dict[str, tuple[Verifier, Grow]] = {
     "match": (ChainVerifier(TOKENS), noisy),
     "match, greedy drafts": (ChainVerifier(TOKENS), greedy),
-    "thresholds at 1": (TreeCoinVerifier(Thresholds(1.0, 1.0), TOKENS), noisy),
-    "thresholds at 1, greedy drafts": (TreeCoinVerifier(Thresholds(1.0, 1.0), TOKENS), greedy),
+    "thresholds at 1": (TreeThresholdVerifier(Thresholds(1.0, 1.0), TOKENS), noisy),
+    "thresholds at 1, greedy drafts": (TreeThresholdVerifier(Thresholds(1.0, 1.0), TOKENS), greedy),
 }
 
 
@@ -135,7 +135,7 @@ def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str,
     assert p_value(tables_for("filtered"), altered, grow, 30_000, 2, tree_outcomes) < SIGNIFICANCE
 
 
-class CountsTwice(TreeCoinVerifier):
+class CountsTwice(TreeThresholdVerifier):
     """Wrong: siblings that fell count twice."""
 
     def _stands(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
@@ -143,14 +143,14 @@ class CountsTwice(TreeCoinVerifier):
         return super()._stands(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
 
 
-class KeepsSiblings(TreeCoinVerifier):
+class KeepsSiblings(TreeThresholdVerifier):
     """Wrong: what fell may be drawn again."""
 
     def _residual(self, p: Tensor, place: Tensor, guessed: Tensor) -> Tensor:
         return p
 
 
-class OfWrongRow(TreeCoinVerifier):
+class OfWrongRow(TreeThresholdVerifier):
     """Wrong: a column's children are judged by the p of the column before."""
 
     def _draw(self, window: Window, logits: Tensor, positions: Tensor, batch: SlotBatch, part: slice) -> Tensor:
@@ -158,7 +158,7 @@ class OfWrongRow(TreeCoinVerifier):
         return super()._draw(window, shifted, positions, batch, part)
 
 
-WRONG: dict[str, type[TreeCoinVerifier]] = {
+WRONG: dict[str, type[TreeThresholdVerifier]] = {
     "siblings counted twice": CountsTwice,
     "siblings drawn again": KeepsSiblings,
     "the row before": OfWrongRow,
@@ -178,9 +178,9 @@ def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
 
 def test_thresholds_below_one_let_more_guesses_stand() -> None:
     """And change the distribution, which is why they are called lossy."""
-    lossy = TreeCoinVerifier(Thresholds(0.3, 0.5), TOKENS)
+    lossy = TreeThresholdVerifier(Thresholds(0.3, 0.5), TOKENS)
     assert p_value(Tables.drawn(5), lossy, noisy, CHUNK // 2, 1, tree_outcomes) < SIGNIFICANCE
-    assert accepted(lossy) > accepted(TreeCoinVerifier(Thresholds(1.0, 1.0), TOKENS))
+    assert accepted(lossy) > accepted(TreeThresholdVerifier(Thresholds(1.0, 1.0), TOKENS))
 
 
 def accepted(verifier: Verifier) -> int:
@@ -202,6 +202,6 @@ def test_greedy_slots_are_matched() -> None:
     prefix = torch.arange(1, 7)
     window = window_of(prefix, batch.lengths, *noisy(tables, prefix, batch))
     logits = tables.target[tables.key(paths_of(prefix, window))]
-    drawn = TreeCoinVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenScores(logits), batch)
+    drawn = TreeThresholdVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenScores(logits), batch)
     assert drawn.accept_len is None
     assert torch.equal(drawn.tokens[::2], logits.argmax(2)[::2])

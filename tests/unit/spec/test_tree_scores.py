@@ -8,8 +8,9 @@ from overlap_spec_kernels import select_tree
 from support.given_logits import GivenScores
 
 from overlap_spec.sampling.sampler import draw_after
+from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.spec.proposers.tree_children import top_children
-from overlap_spec.spec.types import SAMPLING_WORK, SlotBatch
+from overlap_spec.spec.types import SlotBatch
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
 ROWS, TOPK = 5, 4
@@ -69,10 +70,10 @@ def test_siblings_are_distinct_also_where_all_are_equal(make_batch) -> None:
 def test_ties_never_orphan_a_child(num_guesses: int, certain: bool) -> None:
     """Three levels of four: first all of probability 1 (as far as floats tell), then a quarter each."""
     step = 0.0 if certain else float(torch.tensor(0.25).log())
-    worth = torch.tensor([[step] * 4 + [2 * step] * 16])
+    log_probs = torch.tensor([[step] * 4 + [2 * step] * 16])
     parents = torch.tensor([[-1] * 4 + [node for node in range(4) for _ in range(4)]])
     tokens = torch.arange(20)[None]
-    guesses, columns = select_tree(worth, tokens, parents, num_guesses)
+    guesses, columns = select_tree(log_probs, tokens, parents, num_guesses)
     kept = guesses[:, 0].tolist()
     assert kept == list(range(num_guesses))
     for place, (token, column) in enumerate(zip(kept, columns[:, 0].tolist(), strict=True)):

@@ -40,7 +40,7 @@ def test_plain_decoding_drafts_nothing() -> None:
 
 def test_only_the_extend_fuses() -> None:
     found = roofline(loaded(tied=False, draft=True), torch.float64, CPU)
-    fused = 2 * HIDDEN * HIDDEN  # two taps
+    fused = 2 * HIDDEN * HIDDEN  # two aux hidden states
     assert found.extend.weight_bytes - found.draft.weight_bytes == 8 * fused
     assert found.extend.row_flop - found.draft.row_flop == 2 * fused
     wide = LAYER + HIDDEN * (HEADS + 2 * KV_HEADS) * DIM  # attention reads embedding and features

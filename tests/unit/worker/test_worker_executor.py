@@ -8,8 +8,8 @@ import torch
 from support.fakes import ScriptedProposer, TableModel
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.spec.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.ipc.step_link import Patience
+from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import Phase, Shutdown, SlotWork, StepPlan, StepResult
 from overlap_spec.worker.loop import GLANCE_S, Worker
 
@@ -72,11 +72,11 @@ def plan(step_id: int) -> StepPlan:
 
 
 STOP = [Shutdown(False)]
-NO_PATIENCE = Patience(0.0)
+NO_PATIENCE = SpinPolicy(0.0)
 
 
-def serve(executor: FakeExecutor, inbox: ScriptedInbox, scheduler: Sent, patience: Patience = NO_PATIENCE) -> None:
-    Worker(executor, inbox, scheduler, patience).run()  # fakes
+def serve(executor: FakeExecutor, inbox: ScriptedInbox, scheduler: Sent, spin: SpinPolicy = NO_PATIENCE) -> None:
+    Worker(executor, inbox, scheduler, spin).run()  # fakes
 
 
 def test_where_the_host_is_the_device_tokens_leave_before_the_draft_works() -> None:
@@ -134,7 +134,7 @@ def test_it_polls_while_its_patience_lasts_and_then_sleeps(at_once: bool, sleep:
         now += 0.001
 
     inbox = ScriptedInbox([[plan(1)], *[[]] * 40, STOP], pass_time)
-    serve(FakeExecutor(at_once), inbox, Sent(), Patience(0.02, lambda: now))
+    serve(FakeExecutor(at_once), inbox, Sent(), SpinPolicy(0.02, lambda: now))
     assert inbox.waits == [sleep] * len(inbox.waits)
     assert len(inbox.waits) in (20, 21, 22)
 

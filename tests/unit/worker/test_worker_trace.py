@@ -10,7 +10,7 @@ from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.runtime.tracing import WORKER, Record, Trace, read_records
 from overlap_spec.worker import step_trace as trace
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.profile_marks import NO_PARTS, TimedParts
+from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.step_trace import DeviceClock, DeviceTracer
 
 DRIFT = 1.0001
@@ -69,9 +69,9 @@ def launched(device: WrongClock, phase: Phase, width: int) -> StepHandle:
     return handle
 
 
-def written(device: WrongClock, tmp_path: Path, handle: StepHandle, parts: TimedParts | None = None) -> list[Record]:
+def written(device: WrongClock, tmp_path: Path, handle: StepHandle, parts: TimedMarks | None = None) -> list[Record]:
     recorder = Trace(WORKER, tmp_path)
-    tracer = DeviceTracer(recorder, device, parts or NO_PARTS)
+    tracer = DeviceTracer(recorder, device, parts or NO_MARKS)
     if parts is not None:
         for name, host in (("verify", 1001.25), ("extend", 1001.4)):
             device.host = host
@@ -102,7 +102,7 @@ def test_a_step_in_two_halves(device: WrongClock, tmp_path: Path) -> None:
 
 def test_marks_cut_the_halves(device: WrongClock, tmp_path: Path) -> None:
     handle = launched(device, Phase.DECODE, 4)
-    device_spans = [r for r in written(device, tmp_path, handle, TimedParts(device)) if "phase" in r.args]
+    device_spans = [r for r in written(device, tmp_path, handle, TimedMarks(device)) if "phase" in r.args]
     assert spans(device_spans) == [
         ("verify", 1001.2, 1001.25),
         ("accept", 1001.25, 1001.3),
@@ -119,12 +119,12 @@ def test_a_plain_step_drafts_nothing_and_a_prefill_is_named_so(device: WrongCloc
 
 
 def test_marks_of_the_warm_up_are_nobodys(device: WrongClock, tmp_path: Path) -> None:
-    parts = TimedParts(device)
+    parts = TimedMarks(device)
     parts.mark("verify")
     DeviceTracer(Trace(WORKER, tmp_path), device, parts)
     assert parts.take() == ()
 
 
 def test_the_cpus_clock_is_the_hosts() -> None:
-    """`CpuMoment` reads perf_counter; the trace is in time.monotonic()."""
+    """`CpuEvent` reads perf_counter; the trace is in time.monotonic()."""
     assert time.perf_counter() == pytest.approx(time.monotonic(), abs=0.01)
