@@ -151,13 +151,13 @@ class GatedMLP:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadScores:
-    """`Scores` of a head: who wants the largest logit alone needs none of the others."""
+class HeadLogits:
+    """`LazyLogits` of a head: who wants the largest logit alone needs none of the others."""
 
     head: Linear  # [V, H]
     rows: Tensor | Normed  # [R, H]
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
         if self.head.fused:
             return linear_logits(self.rows, self.head.weight)
@@ -168,5 +168,5 @@ class HeadScores:
         """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
         if self.head.fused:
             return linear_argmax(self.rows, self.head.weight, ids)
-        columns = self.logits().argmax(-1)
+        columns = self.compute().argmax(-1)
         return columns if ids is None else ids[columns]
