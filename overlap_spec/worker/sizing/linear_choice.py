@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.config import Settings
-from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
@@ -105,7 +105,7 @@ def timer(linears: Iterable[object]) -> Seconds:
     weights: list[Tensor] = []
     for linear in linears_of(tuple(linears)):
         if sum(weight.nbytes for weight in weights) < MEASURED_BYTES:
-            weights.append(plain_weight(linear))
+            weights.append(linear.matrix())
 
     @cache
     def laid_out(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
