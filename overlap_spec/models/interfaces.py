@@ -85,10 +85,10 @@ class TargetOutput:
         return self.aux if self.aux.shape[1] else self.hidden
 
 
-class Scores(Protocol):
+class LazyLogits(Protocol):
     """Logits of some rows, computed when asked for."""
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
         ...
 
@@ -107,7 +107,7 @@ class TargetModel(Protocol):
         """Run all layers. Shapes: tokens [T] i64, in 0..V-1. Sync: never on CUDA."""
         ...
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, V]."""
         ...
 
@@ -195,7 +195,7 @@ class DraftHead(Protocol):
         """What the next draft step takes as features. Shapes: [R, Hd] -> [R, Hd]."""
         ...
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
         ...
 

@@ -93,8 +93,8 @@ class PrefillStep:
         )
         output = self._target.forward(inputs.tokens, rows)
         batch = self._slots.batch(inputs.finals, sampling)
-        scores, last = self._target.scores(output.hidden[inputs.last_rows]), inputs.lengths[:, None] - 1
-        drawn = draw_after(scores, last, batch.sampling, self._token_ids).squeeze(1)
+        lazy_logits, last = self._target.logits(output.hidden[inputs.last_rows]), inputs.lengths[:, None] - 1
+        drawn = draw_after(lazy_logits, last, batch.sampling, self._token_ids).squeeze(1)
         next_tokens = torch.where(inputs.next_tokens < 0, drawn[inputs.owners], inputs.next_tokens)
         published = drawn.masked_fill(inputs.finals == self._slots.dummy, -1)
         return Prefilled(

@@ -27,11 +27,7 @@ KERNELS: list[tuple[str, str, dict[str, Any]]] = [
     ("ngram_match", "_ngram_match_kernel", {"BLOCK": 2048, "PAGE_SIZE": 1}),
     ("ngram_absorb", "_ngram_absorb_kernel", {"BLOCK_B": 64}),
     ("_ngram_merge_kernel", "_ngram_merge_kernel", MERGE | {"BY_FREQUENCY": False}),
-    (
-        "ngram._ngram_merge_kernel",
-        "_ngram_merge_kernel",
-        MERGE | {"BY_FREQUENCY": True, "BLOCK_N": 2048, "PAGE_SIZE": 1},
-    ),
+    ("_ngram_merge_kernel", "_ngram_merge_kernel", MERGE | {"BY_FREQUENCY": True, "BLOCK_N": 2048, "PAGE_SIZE": 1}),
     ("ngram_lookahead", "_ngram_lookahead_kernel", {"BLOCK_K": 16, "BLOCK_D": 16}),
 ]
 

@@ -17,11 +17,11 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle_config import EagleConfig
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.work import ForwardWork, llama_work
 
@@ -109,6 +109,6 @@ class EagleHead:
         """Shapes: [R, H] -> [R, H]."""
         return output.values
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
-        return HeadScores(self._weights.head, output.values)
+        return HeadLogits(self._weights.head, output.values)

@@ -15,11 +15,11 @@ from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.work import ForwardWork, llama_work
 
@@ -136,6 +136,6 @@ class Eagle3Head:
         """Shapes: [R, Hd] -> [R, Hd]."""
         return output.normalised() if self._weights.config.norm_output else output.values
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
-        return HeadScores(self._weights.head, output)
+        return HeadLogits(self._weights.head, output)

@@ -17,10 +17,10 @@ from overlap_spec.config.draft_kind import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.models.drafts.token_map import read_token_map
-from overlap_spec.models.interfaces import LoadedTarget, Progress, RowBatch, Scores, TargetModel, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, LoadedTarget, Progress, RowBatch, TargetModel, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import HeadScores, Linear
+from overlap_spec.models.layers.linear import HeadLogits, Linear
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.work import ForwardWork
@@ -90,9 +90,9 @@ class LanguageDraft:
         known = tokens if self._knows_all_ids else tokens.clamp(max=self._model.vocab_size - 1)
         return self._model.forward(known, rows)
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, Vd]."""
-        return HeadScores(self._head, hidden)
+        return HeadLogits(self._head, hidden)
 
 
 def load_language_draft(

@@ -15,11 +15,11 @@ import torch
 from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import ForwardWork, llama_work
@@ -107,9 +107,9 @@ class MtpHead:
         """Shapes: [R, H] -> [R, H], after the final norm, as the target's are."""
         return output.normalised()
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, V]."""
-        return HeadScores(self._weights.head, output)
+        return HeadLogits(self._weights.head, output)
 
     def _inputs(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Embedding and features, normalised, side by side.

@@ -12,7 +12,7 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.targets.llama import paged_attention_for
@@ -74,7 +74,7 @@ class MtpLayersHead:
         """What the layer after the one that read `features` reads. Shapes: [T, H] each -> [T, H]."""
         return output if self._chained else features
 
-    def scores(self, layer: int, output: Tensor) -> Scores:
+    def logits(self, layer: int, output: Tensor) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, V]."""
         head = self._heads[layer]
-        return head.scores(head.enter(output))
+        return head.logits(head.enter(output))

@@ -57,7 +57,7 @@ def test_logits_of_dummy_models_are_finite_and_not_all_alike(tmp_path: Path, dty
     model, draft = target.attach(cache(target), 64, head.aux_layers), head.attach(cache(head), 64)
     output = model.forward(tokens, rows)
     drafted = draft.forward(tokens, draft.fuse(output), rows)
-    for logits, size in ((model.scores(output.hidden).logits(), 128), (draft.scores(drafted).logits(), 112)):
+    for logits, size in ((model.logits(output.hidden).compute(), 128), (draft.logits(drafted).compute(), 112)):
         assert logits.shape == (8, size) and logits.isfinite().all()
         assert logits.argmax(1).unique().numel() > 1
 
@@ -70,7 +70,7 @@ def test_every_architecture_has_dummies(tmp_path: Path, family: str) -> None:
     paged = Paged(num_requests=2)
     cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float32, CPU)
     model = target.attach(cache, 64)
-    logits = model.scores(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).logits()
+    logits = model.logits(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).compute()
     assert logits.isfinite().all() and logits.argmax(1).unique().numel() > 1
 
 

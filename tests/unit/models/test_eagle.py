@@ -185,10 +185,10 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
     model = target.attach(cache, 512)
     hidden = [model.forward(torch.tensor(tokens), paged.rows([3])).hidden]
     while len(tokens) < 120:
-        tokens.append(int(model.scores(hidden[-1][-1:]).argmax()))
+        tokens.append(int(model.logits(hidden[-1][-1:]).argmax()))
         hidden.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])).hidden)
     paged.lengths = [0]
     head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     output = head.forward(torch.tensor(tokens[1:-1]), torch.cat(hidden)[: len(tokens) - 2], paged.rows([118]))
-    right = (draft.target_ids[head.scores(output).argmax()] == torch.tensor(tokens[2:])).double()
+    right = (draft.target_ids[head.logits(output).argmax()] == torch.tensor(tokens[2:])).double()
     assert 0.2 < right.mean() < 0.95

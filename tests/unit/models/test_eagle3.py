@@ -90,7 +90,7 @@ def run(draft: LoadedDraft, tokens: Tensor, output: TargetOutput) -> tuple[Tenso
     chunks = [5, 1, ROWS - 6]
     parts = zip(tokens.split(chunks), features.split(chunks), chunks, strict=True)
     result = torch.cat([head.forward(part, feature, paged.rows([n])).values for part, feature, n in parts])
-    return features, result, head.scores(head.enter(result)).logits()
+    return features, result, head.logits(head.enter(result)).compute()
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -247,14 +247,14 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
     model = target.attach(cache, 512, draft.aux_layers)
     outputs = [model.forward(torch.tensor(tokens), paged.rows([3]))]
     while len(tokens) < 120:
-        tokens.append(int(model.scores(outputs[-1].hidden[-1:]).argmax()))
+        tokens.append(int(model.logits(outputs[-1].hidden[-1:]).argmax()))
         outputs.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])))
     paged.lengths = [0]
     head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     aux = torch.cat([output.aux for output in outputs])[:-2]
     features = head.fuse(TargetOutput(aux, aux))
     guesses = draft.target_ids[
-        head.scores(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
+        head.logits(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
     ]
     right = (guesses == torch.tensor(tokens[2:])).float()
     assert 0.3 < right.mean() < 0.95

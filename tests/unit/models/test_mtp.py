@@ -66,7 +66,7 @@ def test_rows_of_a_prompt_and_of_draft_steps_are_the_formulas(layout: Mimo) -> N
     torch.testing.assert_close(torch.cat((first.normalised(), second.normalised())), wanted, atol=1e-9, rtol=0)
     drafted, row = head.enter(second.values[-1:]), wanted[-1]
     for i in range(DRAFTED):
-        guess = head.scores(drafted).argmax(head.target_ids)
+        guess = head.logits(drafted).argmax(head.target_ids)
         assert guess.tolist() == [expected.guess(row)]
         drafted = head.forward(guess, head.next_features(drafted), paged.rows([1]))
         row = expected.forward(guess.tolist(), row[None], ROWS + i)[0]
