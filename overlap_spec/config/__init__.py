@@ -12,6 +12,8 @@ from overlap_spec.config.environment import (
 )
 from overlap_spec.config.flags import DEFAULT_MODEL, DUMMY, EngineConfig
 from overlap_spec.config.settings import (
+    FORCE_GREEDY_NGRAM,
+    LOSSY,
     MIB,
     AcceptSettings,
     AttentionSettings,
@@ -53,8 +55,10 @@ __all__ = [
     "DRAFT_KINDS",
     "DUMMY",
     "EngineConfig",
+    "FORCE_GREEDY_NGRAM",
     "LANGUAGE_MODEL_DRAFTS",
     "LANGUAGE_MODEL_SPEC",
+    "LOSSY",
     "LinkSettings",
     "MIB",
     "MTP",

@@ -117,10 +117,10 @@ def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) 
     forced = machine.forces_greedy_ngram and spec.method == NGRAM
     if accept == AcceptSettings():
         return AcceptSettings(ngram_force_greedy_verify=forced)
-    threshold = f"speculative_accept_threshold_{'single' if accept.threshold_single < 1 else 'acc'}"
+    field = accept.asked_by
+    assert field is not None
     if accept.rejection and accept.thresholds:
-        raise ConfigError(threshold, "must be 1.0 with --speculative-use-rejection-sampling, which has no thresholds")
-    field = threshold if accept.thresholds else "speculative_use_rejection_sampling"
+        raise ConfigError(field, "must be 1.0 with --speculative-use-rejection-sampling, which has no thresholds")
     if spec.width == 1:
         raise ConfigError(field, "has no effect without speculation; leave it out")
     if spec.topk > 1 and accept.rejection:
