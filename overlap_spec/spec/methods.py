@@ -1,4 +1,4 @@
-"""The table of drafting methods: the one place, beside `config/speculation.py`, that knows their names.
+"""The table of drafting methods: the one place, beside `config/methods.py`, that knows their names.
 
 A method is a record: what its prefix-cache keys depend on, how its proposer is loaded, and how its guesses may be
 judged. Nothing else in the engine asks which method runs.
