@@ -21,11 +21,11 @@ import torch
 from overlap_spec_kernels import Candidates, add_children, expand_tree, select_tree
 from torch import Tensor
 
-from overlap_spec.models.interfaces import MASK_BITS, LazyLogits, RowBatch, TargetOutput, TreeKeys
+from overlap_spec.models.interfaces import MASK_BITS, LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.spec.interfaces import Prompts, Proposer
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.rows import tree_rows
-from overlap_spec.spec.types import Guesses, SlotBatch, TreeShape, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 Drafted = TypeVar("Drafted")  # what a draft's rows give
 
