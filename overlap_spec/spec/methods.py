@@ -22,6 +22,7 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
 from overlap_spec.models.work import ForwardWork
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.spec.proposers.multi_layer import MultiLayerProposer, RecentRows, rows_to_remember
@@ -44,6 +45,7 @@ class EngineShape:
     device: torch.device
     hidden_size: int  # of the target
     max_deferred: int  # draft rows that steps of width 1 may leave behind
+    token_pool: TokenPool  # every request's tokens
     attention: AttentionChoice = DEFAULT_ATTENTION  # of the draft
     scratch_start: int = 0  # first cache row of the draft that is no page's
     probs: DraftProbs | None = None  # guesses are to be drawn, and this is told what from

@@ -15,6 +15,7 @@ from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.sampler import Draw, draw_columns
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.interfaces import SpecMethod, Tree, Verifier
 from overlap_spec.spec.methods import EngineShape, method_of
 from overlap_spec.spec.verifiers.match import ChainVerifier, GreedyVerifier
@@ -79,7 +80,8 @@ def build_executor(
     target_cache, tree = cache(models.target.kv_shape), models.proposer.tree
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, models.proposer.aux_layers, of_target)
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
+    pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, pool)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,
@@ -88,6 +90,7 @@ def build_executor(
         device=place,
         hidden_size=target.hidden_size,
         max_deferred=geometry.max_deferred,
+        token_pool=pool,
         attention=of_draft,
         scratch_start=geometry.num_pages * geometry.page_size,
         probs=DraftProbs() if accept is not None and accept.rejection else None,

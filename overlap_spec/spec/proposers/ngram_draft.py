@@ -37,7 +37,7 @@ class NgramDraft:
     extend_work: ForwardWork = ForwardWork()
     aux_layers: tuple[int, ...] = ()
     draft_vocab_size: int = 0  # guesses are not drawn at random
-    token_bytes: int = torch.int32.itemsize  # of its pool
+    token_bytes: int = 0
 
     @staticmethod
     def of(asked: NgramSettings, num_guesses: int, place: torch.device) -> NgramDraft:
@@ -67,9 +67,7 @@ class NgramDraft:
         return None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses)
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
-        """Take the memory of requests' own tokens."""
-        pool = torch.zeros(shape.scratch_start, dtype=torch.int32, device=shape.device)
         log = with_slots(self.log, shape.num_rows)
-        memory = NgramMemory(self.limits, pool, log, shape.page_size, self.corpus)
+        memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus)
         memory.enter_corpus()
         return NgramProposer(memory, NgramWindows.allocate(shape.num_rows, self.num_guesses, shape.device))

@@ -6,6 +6,7 @@ import torch
 
 from overlap_spec.config import MIB, NGRAM, Settings
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.methods import LoadedProposer, Method
 from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
@@ -111,7 +112,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         scratch_rows=0 if proposer.tree is None else proposer.tree.scratch_rows,
         ngram_log=log,
         ngram_capacity=settings.spec.ngram.capacity,
-        token_bytes=proposer.token_bytes,
+        token_bytes=TOKEN_BYTES + proposer.token_bytes,
         drawn_from=proposer.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 
