@@ -15,7 +15,7 @@ from overlap_spec.config.fields import config_fields
 
 ROOT = Path(__file__).parent.parent.parent
 READMES = (ROOT / "README.md", ROOT / "kernels/overlap_spec_kernels/README.md")
-NOT_OURS = {"--group", "--judge"}  # flags of pip, in the commands that install, and of scripts in benchmarks/
+NOT_OURS = {"--group", "--dist", "--judge"}  # flags of pip and pytest, in command 2, and of scripts in benchmarks/
 
 
 def known_flags() -> set[str]:

@@ -21,6 +21,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow_but_every(5)
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize("work", SAMPLING_WORK, ids=["greedy", "sampled", "filtered"])

@@ -189,6 +189,7 @@ def test_each_filter_is_the_strictest_in_a_quarter_of_the_samples(way: str) -> N
     assert min(times.values()) > 0.25
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [50_000, pytest.param(2_000_000, marks=FULL)])
@@ -212,6 +213,7 @@ class Altered:
         return self._inner.verify(window, lazy_logits, replace(batch, sampling=replace(sampling, **changes)))
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", EXACT)
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
@@ -287,6 +289,7 @@ WRONG: dict[str, Callable[[int], tuple[Verifier, Callable[..., Tensor]]]] = {
 }
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:

@@ -110,6 +110,7 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 }
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
@@ -117,6 +118,7 @@ def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     assert found > SIGNIFICANCE / len(EXACT)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("way", ["hot", "filtered", "cold, filtered"])
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [30_000, pytest.param(2_000_000, marks=FULL)])
@@ -127,6 +129,7 @@ def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
     assert found > SIGNIFICANCE / len(EXACT) / 3
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", ["match", "thresholds at 1"])
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
@@ -165,6 +168,7 @@ WRONG: dict[str, type[TreeThresholdVerifier]] = {
 }
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
