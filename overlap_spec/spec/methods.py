@@ -20,6 +20,7 @@ from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.spec.interfaces import Proposer
@@ -302,42 +303,37 @@ def _branching(chain: ChainDraft | SmallModelDraft, spec: SpecSettings) -> Loade
     return chain if spec.topk == 1 else TreeDraft(chain, Branching(spec.num_steps, spec.topk))
 
 
+def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> DraftSource:
+    assert spec.draft_path is not None, "resolve() gives every drafting method its path, MTP the target's own"
+    return DraftSource.for_target(spec.draft_path, target, progress, spec.draft_load_format, spec.token_map)
+
+
 def _load_nothing(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
     return NoDraft()
 
 
 def _load_eagle3(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    assert spec.draft_path is not None, "resolve() gives every drafting method its path"
-    like = target.embedding
-    head = load_eagle3(spec.draft_path, target, like.dtype, like.device, progress, spec.draft_load_format)
+    head = load_eagle3(_source(spec, target, progress), target)
     return _branching(ChainDraft(head, spec.num_steps), spec)
 
 
 def _load_eagle(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    assert spec.draft_path is not None, "resolve() gives every drafting method its path"
-    like = target.embedding
-    head = load_eagle(
-        spec.draft_path, target, like.dtype, like.device, progress, spec.draft_load_format, spec.token_map
-    )
+    head = load_eagle(_source(spec, target, progress), target)
     return _branching(ChainDraft(head, spec.num_steps), spec)
 
 
 def _load_standalone(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    assert spec.draft_path is not None, "resolve() gives every drafting method its path"
-    draft = load_language_draft(spec.draft_path, target, progress, spec.draft_load_format, spec.token_map)
+    draft = load_language_draft(_source(spec, target, progress), target)
     return _branching(SmallModelDraft(draft, spec.num_steps), spec)
 
 
 def _load_mtp(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    assert spec.draft_path is not None, "resolve() names the target's own checkpoint where no other is named"
-    like = target.embedding
-    head = load_mtp(spec.draft_path, target, like.dtype, like.device, progress, spec.draft_load_format, spec.token_map)
+    head = load_mtp(_source(spec, target, progress), target)
     return _branching(ChainDraft(head, spec.num_steps), spec)
 
 
 def _load_mtp_layers(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    assert spec.draft_path is not None, "resolve() names the target's own checkpoint where no other is named"
-    layers = load_mtp_layers(spec.draft_path, target, spec.num_steps, progress, spec.draft_load_format)
+    layers = load_mtp_layers(_source(spec, target, progress), target, spec.num_steps)
     return MultiLayerDraft(layers)
 
 
