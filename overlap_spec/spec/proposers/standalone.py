@@ -133,7 +133,7 @@ class StandaloneProposer:
 
     def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor | Normed:
         """See `Drafter`."""
-        return self._model.forward(tokens, rows).stream
+        return self._model.forward(tokens, rows).final
 
     def logits(self, drafted: Tensor | Normed) -> LazyLogits:
         """See `Drafter`."""
