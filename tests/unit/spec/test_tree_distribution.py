@@ -27,6 +27,7 @@ from test_spec_distribution import (
 )
 from torch import Tensor
 
+from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
@@ -42,13 +43,18 @@ Grow = Callable[[Tables, Tensor, SlotBatch], tuple[Tensor, Tensor]]  # prefixes 
 
 def noisy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
     """As trees are drafted."""
-    first, columns = top_children(GivenLogits(tables.draft[tables.key(prefix)]), batch, 0, TOPK, DRAFT_IDS)
+    first, columns = children(tables, prefix[:, None], batch, 0)
     tokens = DRAFT_IDS[columns]
-    after = tables.draft[tables.key(prefix[:, None] * VOCAB + tokens[:, 0])]
-    second, further = top_children(GivenLogits(after), batch, 1, TOPK, DRAFT_IDS)
+    second, further = children(tables, prefix[:, None] * VOCAB + tokens[:, 0], batch, 1)
     log_probs = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
     tokens = torch.cat((tokens[:, 0], DRAFT_IDS[further].flatten(1)), 1)
     return tuple(select_tree(log_probs, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
+
+
+def children(tables: Tables, prefixes: Tensor, batch: SlotBatch, level: int) -> tuple[Tensor, Tensor]:
+    """Of nodes with these prefixes. Shapes: prefixes [B, R]."""
+    context = level_context(batch, None, torch.full_like(prefixes, -1), level, DRAFT_IDS)
+    return top_children(GivenLogits(tables.draft[tables.key(prefixes)]), context, TOPK)
 
 
 def greedy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
@@ -141,9 +147,9 @@ def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str,
 class CountsTwice(TreeThresholdVerifier):
     """Wrong: siblings that fell count twice."""
 
-    def _stands(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
+    def _accepts(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
         before = (parents[:, :, None] == parents[:, None]) & (column[:, None] > column)
-        return super()._stands(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
+        return super()._accepts(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
 
 
 class KeepsSiblings(TreeThresholdVerifier):
