@@ -4,15 +4,17 @@ Every field of the engine is in exactly one table; one that is in none, or in tw
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from overlap_spec.cli import bench, chat
 from overlap_spec.cli.flags import ALIASES, flag_name
 from overlap_spec.cli.parser import Parser
 from overlap_spec.cli.refused_flags import REFUSED
-from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, ModelFiles
+from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, ModelFiles, SpecSettings
 from overlap_spec.config.fields import ConfigField, config_fields
 from overlap_spec.config.resolve import resolve
 
@@ -66,7 +68,7 @@ def _engine_row(found: ConfigField) -> tuple[str, ...]:
     return names, "" if found.kind is bool else wanted, default, found.description
 
 
-def _others(module: Any, skipped: Sequence[str] = ()) -> str:
+def _others(module: ModuleType) -> str:
     """The flags of a command that are not the engine's."""
     parser: argparse.ArgumentParser = Parser()
     module.add_arguments(parser)
@@ -93,25 +95,25 @@ class Case:
     flags: dict[str, object] = field(default_factory=dict)
 
 
-LLAMA, QWEN = ("LlamaForCausalLM",), ("Qwen2ForCausalLM",)
-GIVEN = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
+LLAMA, QWEN = "LlamaForCausalLM", "Qwen2ForCausalLM"
+GIVEN: dict[str, object] = {"speculative_num_steps": 2, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 3}
 OF_LLAMA, OF_OTHERS = "a Llama", "another architecture"
 CASES = (
     Case("`smollm2`", "", None),
     Case("`smollm2`", "", None, GIVEN),
     Case("`smollm2`", "", "EAGLE"),
     Case("`smollm2`", "", "STANDALONE"),
-    Case(OF_LLAMA, LLAMA[0], None),
-    Case(OF_LLAMA, LLAMA[0], "EAGLE3"),
-    Case(OF_LLAMA, LLAMA[0], "EAGLE3", {"speculative_use_rejection_sampling": True}),
-    Case(OF_LLAMA, LLAMA[0], "STANDALONE"),
-    Case(OF_OTHERS, QWEN[0], "EAGLE3"),
-    Case(OF_OTHERS, QWEN[0], "EAGLE3", GIVEN),
-    Case(OF_OTHERS, QWEN[0], "EAGLE3", GIVEN | {"speculative_adaptive": True}),
-    Case("any", QWEN[0], "NGRAM"),
-    Case("any", QWEN[0], "NGRAM", {"speculative_num_draft_tokens": 8}),
-    Case("any", QWEN[0], "NGRAM", {"speculative_ngram_max_bfs_breadth": 1}),
-    Case("any", QWEN[0], "MODULE:METHOD"),
+    Case(OF_LLAMA, LLAMA, None),
+    Case(OF_LLAMA, LLAMA, "EAGLE3"),
+    Case(OF_LLAMA, LLAMA, "EAGLE3", {"speculative_use_rejection_sampling": True}),
+    Case(OF_LLAMA, LLAMA, "STANDALONE"),
+    Case(OF_OTHERS, QWEN, "EAGLE3"),
+    Case(OF_OTHERS, QWEN, "EAGLE3", GIVEN),
+    Case(OF_OTHERS, QWEN, "EAGLE3", GIVEN | {"speculative_adaptive": True}),
+    Case("any", QWEN, "NGRAM"),
+    Case("any", QWEN, "NGRAM", {"speculative_num_draft_tokens": 8}),
+    Case("any", QWEN, "NGRAM", {"speculative_ngram_max_bfs_breadth": 1}),
+    Case("any", QWEN, "MODULE:METHOD"),
 )
 GPU = Machine(num_cores=16, has_cuda=True)
 NEEDS_DRAFT = ("EAGLE", "EAGLE3", "STANDALONE")
@@ -131,9 +133,15 @@ def _asked(case: Case) -> str:
 
 def _settled(case: Case) -> tuple[str, str, str]:
     config: dict[str, object] = {"architectures": [case.architecture]} if case.architecture else {}
-    preset = {} if case.architecture else {"preset_draft": "head", "preset_spec": SMOLLM2_SPEC}
     files = ModelFiles(
-        weights="w", config=config, tokenizer_dir="t", eos_token_ids=(), context_length=512, vocab_size=128, **preset
+        weights="w",
+        config=config,
+        tokenizer_dir="t",
+        eos_token_ids=(),
+        context_length=512,
+        vocab_size=128,
+        preset_draft=None if case.architecture else "head",
+        preset_spec=None if case.architecture else SMOLLM2_SPEC,
     )
     method = "own.module:METHOD" if case.method == "MODULE:METHOD" else case.method
     draft = {"speculative_draft_model_path": "d"} if method in NEEDS_DRAFT else {}
@@ -147,7 +155,7 @@ def _settled(case: Case) -> tuple[str, str, str]:
     return _numbers(spec), "as wide as pays", spec.numbers_from
 
 
-def _numbers(spec: Any) -> str:
+def _numbers(spec: SpecSettings) -> str:
     return f"({spec.num_steps}, {spec.topk}, {spec.width})"
 
 
@@ -157,9 +165,9 @@ def _table(head: Sequence[str], rows: Rows) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{group: lambda group=group: _engine(group) for group in GROUPS},
-    "bench": lambda: _others(bench),
-    "chat": lambda: _others(chat),
+    **{group: functools.partial(_engine, group) for group in GROUPS},
+    "bench": functools.partial(_others, bench),
+    "chat": functools.partial(_others, chat),
     "refused": _refused,
     "defaults": _defaults,
 }

@@ -17,6 +17,8 @@ OURS, THEIRS = "#2f6f9f", "#c4c9ce"
 WIDTH, PANEL, LABELS, SCALE = 900, 450, 212, 142  # SCALE: pixels of SGLang's bar
 TOP, ROW, BAR = 78, 34, 12
 
+NOTE = "Bars: milliseconds. Factor: SGLang's time over ours. EAGLE-3 has (steps, topk, draft tokens)."
+
 
 @dataclass(frozen=True)
 class Row:
@@ -56,7 +58,7 @@ def chart(root: Path) -> str:
     ]
     for number, (title, rows) in enumerate(panels.items()):
         lines += _panel(number * PANEL, title, rows)
-    lines.append(_text(16, height - 10, "The bars name milliseconds; the factor is SGLang's time over ours. EAGLE-3 has (steps, topk, draft tokens).", SMALL))
+    lines.append(_text(16, height - 10, NOTE, SMALL))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

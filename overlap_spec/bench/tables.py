@@ -16,7 +16,7 @@ from overlap_spec.bench.age import age_note
 from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.peer import DIRECTORY, Peer, read_peer
 from overlap_spec.bench.peer_rows import Report
-from overlap_spec.bench.source import UNKNOWN, describe_source
+from overlap_spec.bench.source import UNKNOWN, Source, describe_source
 from overlap_spec.bench.throughput_table import (
     BATCHES,
     CHATS,
@@ -37,14 +37,15 @@ UNTOLD = re.compile(r" --(?:commit|output) \S+")  # of a command: where the file
 NO_PEER = Peer([])
 
 
-def fill(text: str, root: Path) -> str:
-    """The text with every marked table made anew."""
-
-    peer, source = read_peer(root / DIRECTORY), describe_source()
+def fill(text: str, root: Path, source: Source | None = None) -> str:
+    """The text with every marked table made anew. `source`: the code that runs now, if it was described before."""
+    if not MARKED.search(text):
+        return text
+    peer, now = read_peer(root / DIRECTORY), source or describe_source()
 
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
-        age = age_note(report, root / match[2], source)
+        age = age_note(report, root / match[2], now)
         return f"{match[1]}{render(report, match[3], peer, age)}\n{match[4]}"
 
     return MARKED.sub(replace, text)

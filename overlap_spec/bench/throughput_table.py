@@ -45,8 +45,8 @@ def peer_rows(report: Report, peer: Peer) -> Rows:
 def _peer_row(row: PeerRow, report: Report, peer: Peer) -> list[Any]:
     ours, theirs = row.read(report), row.peer_figure(peer)
     ratio = against_plain(row.ratio(ours, theirs.value)) if ours is not None and theirs is not None else ""
-    value, our_value = ("" if cell is None else float(cell) for cell in (theirs and theirs.value, ours))
-    return [row.work, value, f"`{theirs.lines}`" if theirs else "", our_value, ratio]
+    value, lines = ("", "") if theirs is None else (float(theirs.value), f"`{theirs.lines}`")
+    return [row.work, value, lines, "" if ours is None else float(ours), ratio]
 
 
 def peer_notes(report: Report) -> list[str]:
