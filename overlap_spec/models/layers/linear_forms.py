@@ -78,6 +78,13 @@ def plain_weight(linear: Linear | PackedLinear | FormedLinear) -> Tensor:
     return weight if weight.layout is torch.strided else weight.to_dense()
 
 
+def laid_out(linear: Linear | PackedLinear | FormedLinear, form: Form) -> Tensor:
+    """Its weight as the form wants it; what was packed while loading is not packed again."""
+    if isinstance(linear, PackedLinear) and form.lay_out is _packed:
+        return linear.packed
+    return form.lay_out(plain_weight(linear))
+
+
 def linears_of(node: object) -> Iterator[Linear | PackedLinear | FormedLinear]:
     """Every linear below a tree of dataclasses and tuples, in order."""
     if isinstance(node, Linear | PackedLinear | FormedLinear):
@@ -123,7 +130,5 @@ class _Former:
         key = weight.data_ptr() if weight.layout is torch.strided else id(weight)
         if key not in self._formed:
             self._kept.append(weight)
-            packed = isinstance(linear, PackedLinear) and form.lay_out is _packed
-            laid_out = weight if packed else form.lay_out(plain_weight(linear))
-            self._formed[key] = FormedLinear(laid_out, linear.bias, form)
+            self._formed[key] = FormedLinear(laid_out(linear, form), linear.bias, form)
         return self._formed[key]
