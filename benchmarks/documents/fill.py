@@ -1,8 +1,10 @@
 """Fills the marked places of the documents.
 
-<!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)       <!-- end -->
-<!-- flags: NAME -->            a table of flags (`flags.py`)                                   <!-- end -->
-<!-- figure: NAME -->           a figure inside a sentence (`figures.py`)                       <!-- end -->
+<!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
+<!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
+**42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
+
+A figure's comment follows it, because a line that begins with a comment would end the paragraph.
 """
 
 import re
@@ -16,8 +18,8 @@ from overlap_spec.bench.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
 FLAGS = re.compile(r"(<!-- flags: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FIGURE = re.compile(r"(<!-- figure: (\S+) -->).*?(<!-- end -->)")
-BLOCKS = re.compile(r"<!-- (?:table|flags|figure): .*?<!-- end -->", re.DOTALL)
+FIGURE = re.compile(r"\*\*[^*\n]+\*\*(<!-- figure: (\S+) -->)")
+BLOCKS = re.compile(r"<!-- (?:table|flags): .*?<!-- end -->", re.DOTALL)
 
 
 def documents() -> list[Path]:
@@ -39,7 +41,7 @@ def fill(text: str, source: Source | None = None) -> str:
     """
     results = Results(ROOT)
     text = FLAGS.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
-    text = FIGURE.sub(lambda match: f"{match[1]}{FIGURES[match[2]](results)}{match[3]}", text)
+    text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
     return tables.fill(text, ROOT, source)
 
 

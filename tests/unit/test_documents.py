@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from documents.fill import ROOT, documents, fill, generated, prose
+from documents.fill import BLOCKS, FIGURE, ROOT, documents, fill, generated, prose
 
 from overlap_spec import cli
 from overlap_spec.bench.tables import MARKED
@@ -59,9 +59,18 @@ def test_what_is_generated_is_current() -> None:
 
 
 def test_a_stale_figure_is_found() -> None:
-    assert fill("<!-- figure: method-lines -->0<!-- end -->") == "<!-- figure: method-lines -->59<!-- end -->"
+    lines = len((ROOT / "examples/05_toy_proposer.py").read_text().splitlines())
+    assert fill("has **0**<!-- figure: method-lines --> lines") == f"has **{lines}**<!-- figure: method-lines --> lines"
     with pytest.raises(KeyError, match="no-such"):
-        fill("<!-- figure: no-such -->0<!-- end -->")
+        fill("**0**<!-- figure: no-such -->")
+
+
+@every_document
+def test_every_comment_is_a_mark_that_is_filled(path: Path) -> None:
+    """A figure whose stars are missing would be left as it is."""
+    text = path.read_text()
+    assert text.count("<!-- figure: ") == len(FIGURE.findall(text))
+    assert text.count("<!--") == text.count("<!-- figure: ") + 2 * len(BLOCKS.findall(text))
 
 
 def test_every_table_says_where_it_comes_from() -> None:
