@@ -151,7 +151,8 @@ def _settled(case: Case) -> tuple[str, str, str]:
     if spec.method == PLAIN:
         return "", "1", "plain decoding"
     if settings.scheduler.keeps_width:
-        return _numbers(spec), "as given", spec.numbers_from
+        narrower = ", or 1 where nothing matches" if spec.narrower else ""
+        return _numbers(spec), f"as given{narrower}", spec.numbers_from
     return _numbers(spec), "as wide as pays", spec.numbers_from
 
 
