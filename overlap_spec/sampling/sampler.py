@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.types import Sampling
 
@@ -20,16 +20,21 @@ _SLICE = 1 << 22  # scores drawn at once: bounds the float64 workspace to a few 
 
 
 def draw_after(
-    scores: Scores, rows: Tensor, sampling: Sampling, token_ids: Tensor, offset: int = 0, draw: Draw | None = None
+    lazy_logits: LazyLogits,
+    rows: Tensor,
+    sampling: Sampling,
+    token_ids: Tensor,
+    offset: int = 0,
+    draw: Draw | None = None,
 ) -> Tensor:
     """Draw the token that stands `offset` + 1 after each row. Greedy requests alone need no logits. Sync: never.
 
     `draw`: what draws from logits, if not `draw_columns`.
-    Shapes: scores of B * R rows, rows [B, R] i64 (positions), token_ids [N] i64 -> token ids [B, R] i64.
+    Shapes: logits of B * R rows, rows [B, R] i64 (positions), token_ids [N] i64 -> token ids [B, R] i64.
     """
     if not (sampling.work.sampled or sampling.work.masked):
-        return scores.argmax(token_ids).view(rows.shape)
-    logits = scores.logits().view(*rows.shape, -1)
+        return lazy_logits.argmax(token_ids).view(rows.shape)
+    logits = lazy_logits.compute().view(*rows.shape, -1)
     return token_ids[(draw or draw_columns)(logits, rows + (offset + 1), sampling, token_ids)]
 
 

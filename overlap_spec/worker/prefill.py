@@ -92,9 +92,11 @@ class PrefillStep:
             page_table, inputs.owners, inputs.positions, inputs.row_starts, shape.max_rows, self._page_size
         )
         output = self._target.forward(inputs.tokens, rows)
+        assert rows.cache_rows is not None, "chunks say where their rows are"
+        self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
         batch = self._slots.batch(inputs.finals, sampling)
-        scores, last = self._target.scores(output.hidden[inputs.last_rows]), inputs.lengths[:, None] - 1
-        drawn = draw_after(scores, last, batch.sampling, self._token_ids).squeeze(1)
+        lazy_logits, last = self._target.logits(output.hidden[inputs.last_rows]), inputs.lengths[:, None] - 1
+        drawn = draw_after(lazy_logits, last, batch.sampling, self._token_ids).squeeze(1)
         next_tokens = torch.where(inputs.next_tokens < 0, drawn[inputs.owners], inputs.next_tokens)
         published = drawn.masked_fill(inputs.finals == self._slots.dummy, -1)
         return Prefilled(

@@ -13,6 +13,7 @@ from overlap_spec_kernels import gather_tree, gather_window, judge_chain, judge_
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
@@ -61,8 +62,10 @@ class SlotRows:
     The last row is the dummy slot: padding of a captured batch reads and writes it, and page 0 with it.
     """
 
-    def __init__(self, num_slots: int, width: int, num_page_columns: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, width: int, num_page_columns: int, pool: TokenPool) -> None:
         self.dummy = num_slots
+        self.pool = pool
+        device = pool.tokens.device
         self.width = width
         self.num_rows = num_slots = num_slots + 1
 
@@ -150,7 +153,7 @@ class SlotRows:
         """Judge the windows and advance the slots by what is committed; nobody has a guess after it. Sync: never."""
         judged = judge_chain(
             drawn.tokens, window.tokens, batch.slots, batch.lengths, self.length, self.window, self.dummy,
-            drawn.accept_len,
+            drawn.accept_len, self.pool.rows_of(batch.page_table),
         )  # fmt: skip
         after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
         return Committed(Verdict(judged.tokens, judged.follow, judged.accept_len), after, judged.published)
@@ -163,7 +166,7 @@ class SlotRows:
         assert window.parents is not None
         judged = judge_tree(
             drawn.tokens, window.tokens, window.parents, batch.slots, batch.lengths, self.length, self.window,
-            self.dummy, longest, drawn.accept_len,
+            self.dummy, longest, drawn.accept_len, self.pool.rows_of(batch.page_table),
         )  # fmt: skip
         after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
         verdict = Verdict(judged.tokens, judged.follow, judged.accept_len)
@@ -172,6 +175,7 @@ class SlotRows:
     def start(self, batch: SlotBatch, lengths: Tensor, roots: Tensor) -> SlotBatch:
         """Put completed prompts at their first token. Shapes: lengths, roots [F] i64. Sync: never."""
         self.length[batch.slots] = lengths
+        self.pool.write(batch.page_table, lengths, roots)
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
         return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
 

@@ -34,6 +34,7 @@ NO_CEILING = Roofline()
 def worker_ready(
     geometry: Geometry,
     models: LoadedModels,
+    executor: Executor,
     chunk: ChunkSize,
     ceiling: Roofline = NO_CEILING,
     costs: StepCosts = NO_COSTS,
@@ -51,10 +52,10 @@ def worker_ready(
         chunk_tokens=chunk.tokens,
         chunk_pairs=chunk.pairs,
         step_costs=costs,
-        max_deferred=geometry.max_deferred,
+        max_deferred=0 if executor.is_self_drafting else geometry.max_deferred,
         roofline=ceiling,
-        is_self_drafting=models.method.is_self_drafting,
-        branches=models.proposer.tree is not None,
+        is_self_drafting=executor.is_self_drafting,
+        branches=models.proposer.profile.tree is not None,
     )
 
 
@@ -112,7 +113,7 @@ async def main(context: ActorContext) -> None:
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # what was said to warm up
-    scheduler.send(worker_ready(geometry, models, measured.chunk, ceiling, measured.steps))
+    scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     started_s = time.perf_counter() - begun
     context.ready(
         {
@@ -130,10 +131,10 @@ async def main(context: ActorContext) -> None:
             "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
             "acceptance": _acceptance_fact(settings.spec),
             **({} if on_cpu else memory_facts(demand_of(settings, models), graph_bytes)),
-            "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
-            "draft_weights_mib": models.proposer.num_bytes >> 20,
+            "weights_mib": (models.target.num_bytes + models.proposer.profile.num_bytes) >> 20,
+            "draft_weights_mib": models.proposer.profile.num_bytes >> 20,
             "kv_bytes_per_token": bytes_per_token(models, geometry.dtype),
-            "draft_kv_bytes_per_token": models.proposer.kv_shape.bytes_per_token(geometry.dtype),
+            "draft_kv_bytes_per_token": models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
         }
     )
     tracer = _step_tracer(context, executor)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.given_logits import GivenScores, commit
+from support.given_logits import GivenLogits, commit
 from torch import Tensor
 
 from overlap_spec.models.loading.dummy import DummyWeights
@@ -36,7 +36,7 @@ def on_cpu(drawn: Drawn) -> Drawn:
 
 
 def decided(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatch) -> Drawn:
-    return verifier.verify(window, GivenScores(logits), batch)
+    return verifier.verify(window, GivenLogits(logits), batch)
 
 
 def captured(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatch) -> Drawn:

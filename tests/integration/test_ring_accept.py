@@ -59,7 +59,7 @@ def test_low_thresholds_let_more_of_a_tree_stand(codec: TextCodec) -> None:
     config = replace(CONFIG, topk=3)
     exact, lossy = (
         answers(replace(config, accept=accept), codec, sampled)
-        for accept in (None, AcceptSettings(threshold_single=0.05, threshold_acc=0.2))
+        for accept in (AcceptSettings(), AcceptSettings(threshold_single=0.05, threshold_acc=0.2))
     )
     assert exact == answers(CONFIG, codec, sampled)
     assert exact != lossy and all(len(tokens) == 20 for tokens in lossy)

@@ -17,7 +17,7 @@ from overlap_spec.config import AttentionSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.spec.methods import ChainDraft, SmallModelDraft, TreeDraft
+from overlap_spec.spec.drafts import ChainDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.proposers.standalone import StandaloneProposer
 from overlap_spec.spec.proposers.tree import Branching, TreeProposer
 from overlap_spec.worker.build import build_executor

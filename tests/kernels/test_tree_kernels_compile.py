@@ -106,7 +106,7 @@ def assembly(
 def test_attention(name: str) -> None:
     """Keys are copied 16 bytes at a time while others are multiplied; it waits once for the kernel before it."""
     dtype, num_warps, constants = ATTENTION[name]
-    ptx = assembly("_tree_attention_kernel", "tree_attention_kernel", dtype, "fp32", num_warps, constants)
+    ptx = assembly("attention._tree_attention_kernel", "tree_attention_kernel", dtype, "fp32", num_warps, constants)
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert copies and set(copies) == {"0x10"}
     assert ptx.count("griddepcontrol.wait") == 1 and ".local" not in ptx

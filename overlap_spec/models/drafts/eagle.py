@@ -17,13 +17,13 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle_config import EagleConfig
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
-from overlap_spec.models.work import ForwardWork, llama_work
+from overlap_spec.models.work import llama_work
 
 
 @dataclass(frozen=True)
@@ -40,36 +40,18 @@ class EagleWeights:
     num_bytes: int  # of what the head brings itself
 
     @property
-    def hidden_size(self) -> int:
-        """Width H of the features."""
-        return self.config.llama.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        return self.config.llama.kv_shape
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step; the embedding is only gathered from."""
         config = self.config.llama
         read, attention = count_bytes((self.fc, self.layers, self.head)), config.num_heads * config.head_dim
-        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, config.num_layers)
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """Absorbing committed tokens is a draft step."""
-        return self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """No layer is tapped: features are the target's final hidden state."""
-        return ()
+        work = llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, config.num_layers)
+        return DraftProfile(
+            kv_shape=config.kv_shape,
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "EagleHead":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
@@ -80,7 +62,7 @@ class EagleHead:
     """`DraftHead` of EAGLE and EAGLE-2."""
 
     def __init__(self, weights: EagleWeights, attention: PagedAttention) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -109,6 +91,6 @@ class EagleHead:
         """Shapes: [R, H] -> [R, H]."""
         return output.values
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
-        return HeadScores(self._weights.head, output.values)
+        return HeadLogits(self._weights.head, output.values)

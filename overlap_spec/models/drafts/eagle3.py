@@ -15,11 +15,11 @@ from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.work import ForwardWork, llama_work
 
@@ -59,34 +59,17 @@ class Eagle3Weights:
     num_bytes: int  # of what the head brings itself
 
     @property
-    def hidden_size(self) -> int:
-        """Width Hd of the features."""
-        return self.config.llama.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        return self.config.llama.kv_shape
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
-        return self._work(count_bytes((self.hidden_norm, self.layers, self.norm, self.head)))
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """What absorbing committed tokens reads and computes: a draft step, and the fusion."""
-        return self._work(count_bytes((self.fusion, self.hidden_norm, self.layers, self.norm, self.head)))
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs the target must tap."""
-        return self.config.aux_layers
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step, and the fusion; the embedding is only gathered from."""
+        every_step = (self.hidden_norm, self.layers, self.norm, self.head)
+        return DraftProfile(
+            kv_shape=self.config.llama.kv_shape,
+            num_bytes=self.num_bytes,
+            work=self._work(count_bytes(every_step)),
+            extend_work=self._work(count_bytes((self.fusion, *every_step))),
+            aux_layers=self.config.aux_layers,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(
         self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
@@ -103,7 +86,7 @@ class Eagle3Head:
     """`DraftHead` of EAGLE-3."""
 
     def __init__(self, weights: Eagle3Weights, attention: PagedAttention) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -136,6 +119,6 @@ class Eagle3Head:
         """Shapes: [R, Hd] -> [R, Hd]."""
         return output.normalised() if self._weights.config.norm_output else output.values
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
-        return HeadScores(self._weights.head, output)
+        return HeadLogits(self._weights.head, output)

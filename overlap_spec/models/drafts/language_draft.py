@@ -17,13 +17,20 @@ from overlap_spec.config.draft_kind import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.models.drafts.token_map import read_token_map
-from overlap_spec.models.interfaces import LoadedTarget, Progress, RowBatch, Scores, TargetModel, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import (
+    DraftProfile,
+    LazyLogits,
+    LoadedTarget,
+    Progress,
+    RowBatch,
+    TargetModel,
+    TargetOutput,
+)
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import HeadScores, Linear
+from overlap_spec.models.layers.linear import HeadLogits, Linear
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
-from overlap_spec.models.work import ForwardWork
 
 
 @dataclass(frozen=True)
@@ -47,26 +54,22 @@ class LanguageDraftWeights:
         return cls(model, head, torch.arange(shared, device=device), knows_all)
 
     @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the draft's cache."""
-        return self.model.kv_shape
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights; gathered rows of the head count beside it."""
-        whole, own = self.model.head.weight, self.head.weight
-        gathered = own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-        return self.model.num_bytes + (own.nbytes if gathered else 0)
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a forward reads and computes."""
+    def profile(self) -> DraftProfile:
+        """Gathered rows of the head count beside the weights; absorbing committed tokens is a forward."""
         whole, own, work = self.model.head.weight, self.head.weight, self.model.work
+        is_gathered = own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
         left_out = whole.nbytes - own.nbytes
-        return replace(
+        work = replace(
             work,
             weight_bytes=work.weight_bytes - left_out,
             head_flop=work.head_flop - 2 * left_out // whole.itemsize,
+        )
+        return DraftProfile(
+            kv_shape=self.model.kv_shape,
+            num_bytes=self.model.num_bytes + (own.nbytes if is_gathered else 0),
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
         )
 
     def attach(
@@ -90,9 +93,9 @@ class LanguageDraft:
         known = tokens if self._knows_all_ids else tokens.clamp(max=self._model.vocab_size - 1)
         return self._model.forward(known, rows)
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, Vd]."""
-        return HeadScores(self._head, hidden)
+        return HeadLogits(self._head, hidden)
 
 
 def load_language_draft(

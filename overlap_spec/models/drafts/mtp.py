@@ -15,14 +15,14 @@ import torch
 from overlap_spec_kernels import Normed, draft_input
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from overlap_spec.models.work import ForwardWork, llama_work
+from overlap_spec.models.work import llama_work
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,18 @@ class MtpWeights:
     embeds_first: bool  # false: the embedding at position 0 counts for nothing
 
     @property
-    def hidden_size(self) -> int:
-        """Width H of the features, which is the target's."""
-        return self.config.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the layer can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the layer's cache."""
-        return self.config.kv_shape
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step; the embedding is only gathered from."""
         read = count_bytes((self.token_norm, self.hidden_norm, self.input_map, self.layer, self.norm, self.head))
         attention = self.config.num_heads * self.config.head_dim
-        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, 1)
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """Absorbing committed tokens is the same forward."""
-        return self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's final hidden state is enough."""
-        return ()
+        work = llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, 1)
+        return DraftProfile(
+            kv_shape=self.config.kv_shape,
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
@@ -82,7 +64,7 @@ class MtpHead:
     """`DraftHead` of one MTP layer, reused for every guess; or layer `index` of several, which share `attention`."""
 
     def __init__(self, weights: MtpWeights, attention: PagedAttention, index: int = 0) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -107,9 +89,9 @@ class MtpHead:
         """Shapes: [R, H] -> [R, H], after the final norm, as the target's are."""
         return output.normalised()
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, V]."""
-        return HeadScores(self._weights.head, output)
+        return HeadLogits(self._weights.head, output)
 
     def _inputs(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Embedding and features, normalised, side by side.
@@ -122,7 +104,7 @@ class MtpHead:
             tokens, weights.embedding, weights.token_norm.weight, features, norm.weight, weights.token_norm.eps
         )
         if not weights.embeds_first and rows.row_starts is not None:
-            embedded = x[:, : weights.hidden_size]
+            embedded = x[:, : features.shape[1]]
             embedded.masked_fill_((rows.positions == 0)[:, None], 0)
         return x
 

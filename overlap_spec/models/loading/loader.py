@@ -18,7 +18,7 @@ from overlap_spec.models.drafts.eagle_config import EagleConfig
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
 from overlap_spec.models.drafts.token_map import read_token_map
-from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading import eagle3_loader, eagle_loader, llama_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
@@ -73,7 +73,7 @@ def load_eagle3(
     device: torch.device,
     progress: Progress = ignore_progress,
     load_format: str = "auto",
-) -> LoadedDraft:
+) -> LoadedDraft[DraftHead]:
     """Load the EAGLE-3 head of a target.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
@@ -95,7 +95,7 @@ def load_eagle(
     progress: Progress = ignore_progress,
     load_format: str = "auto",
     token_map: str | None = None,
-) -> LoadedDraft:
+) -> LoadedDraft[DraftHead]:
     """Load the EAGLE or EAGLE-2 head of a target. `token_map`: file of the target tokens that it may guess.
 
     A checkpoint with an MTP layer is run by the same method, as SGLang's documentation has it.
@@ -124,7 +124,7 @@ def load_mtp(
     progress: Progress = ignore_progress,
     load_format: str = "auto",
     token_map: str | None = None,
-) -> LoadedDraft:
+) -> LoadedDraft[DraftHead]:
     """Load the MTP layer of a checkpoint, which may hold the target too. `token_map`: as for `load_eagle`.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if it has no such layer.

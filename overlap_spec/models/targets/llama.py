@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from overlap_spec_kernels import DecodeScratch, Normed
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.head_norm import HeadNormLinear
-from overlap_spec.models.layers.linear import AnyLinear, GatedMLP, HeadScores, Linear, RMSNorm
+from overlap_spec.models.layers.linear import AnyLinear, GatedMLP, HeadLogits, Linear, RMSNorm
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import ForwardWork, llama_work
 
@@ -118,9 +118,9 @@ class LlamaTarget:
             stream, torch.cat(aux_hidden, dim=1) if aux_hidden else stream.values.new_empty(len(tokens), 0)
         )
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, V]."""
-        return HeadScores(self._weights.head, hidden)
+        return HeadLogits(self._weights.head, hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Shapes: tokens [R] i64 -> [R, H]."""

@@ -21,11 +21,11 @@ import torch
 from overlap_spec_kernels import Candidates, add_children, expand_tree, select_tree
 from torch import Tensor
 
-from overlap_spec.models.interfaces import MASK_BITS, RowBatch, Scores, TargetOutput, TreeKeys
+from overlap_spec.models.interfaces import MASK_BITS, LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.spec.interfaces import Prompts, Proposer
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.rows import tree_rows
-from overlap_spec.spec.types import Guesses, SlotBatch, TreeShape, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 Drafted = TypeVar("Drafted")  # what a draft's rows give
 
@@ -33,7 +33,7 @@ Drafted = TypeVar("Drafted")  # what a draft's rows give
 class Drafter(Proposer, Protocol[Drafted]):
     """A proposer of chains, and the steps of which its chains are made."""
 
-    target_ids: Tensor  # [Vd] i64: target id of each column of scores
+    target_ids: Tensor  # [Vd] i64: target id of each column of logits
     first_row: int  # a child of the root has its row so many positions after the slot's length
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Drafted:
@@ -48,7 +48,7 @@ class Drafter(Proposer, Protocol[Drafted]):
         """Run guesses. Shapes: tokens [R] i64, features of the rows before [R, n]."""
         ...
 
-    def scores(self, drafted: Drafted) -> Scores:
+    def logits(self, drafted: Drafted) -> LazyLogits:
         """Shapes: -> logits [R, Vd]."""
         ...
 
@@ -148,8 +148,8 @@ class TreeProposer(Generic[Drafted]):
 
     def _children(self, batch: SlotBatch, level: int, nodes: Nodes[Drafted]) -> tuple[Tensor, Tensor]:
         """See `top_children`. The nodes are of level `level`, the root's being 0."""
-        scores = self._drafter.scores(nodes.drafted)
-        return top_children(scores, batch, level, self._branching.topk, self._drafter.target_ids)
+        lazy_logits = self._drafter.logits(nodes.drafted)
+        return top_children(lazy_logits, batch, level, self._branching.topk, self._drafter.target_ids)
 
     def _run_best(
         self,

@@ -4,22 +4,24 @@ import torch
 from overlap_spec_kernels import top_tokens
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.sampler import allowed, log_weights, slices
 from overlap_spec.spec.types import SlotBatch
 
 
-def top_children(scores: Scores, batch: SlotBatch, level: int, topk: int, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+def top_children(
+    lazy_logits: LazyLogits, batch: SlotBatch, level: int, topk: int, target_ids: Tensor
+) -> tuple[Tensor, Tensor]:
     """The topk most probable columns of each row, distinct and descending, with the logs of their probabilities.
 
     Where tokens are drawn, the probabilities are those of log q / T + g: the first child is what a chain would draw.
     What filters and masks drop has -inf. Sync: never.
-    Shapes: scores of B * R rows, target_ids [Vd] i64 -> logs [B, R, topk] f32 or f64, columns [B, R, topk] i64.
+    Shapes: logits of B * R rows, target_ids [Vd] i64 -> logs [B, R, topk] f32 or f64, columns [B, R, topk] i64.
     `level`: the children stand so many + 1 positions after their root.
     """
     sampling, num_slots = batch.sampling, len(batch.slots)
-    logits = scores.logits()
+    logits = lazy_logits.compute()
     logits = logits.view(num_slots, -1, logits.shape[1])
     if sampling.work.sampled or sampling.work.masked:
         positions = (batch.lengths + (level + 1))[:, None].expand(-1, logits.shape[1])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.sampler import Draw, draw_after, draw_columns
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
@@ -22,9 +22,9 @@ class ChainVerifier:
         self._token_ids = token_ids  # [V] i64
         self._draw = draw
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """See `Verifier`."""
-        return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids, draw=self._draw))
+        return Drawn(draw_after(lazy_logits, window.positions, batch.sampling, self._token_ids, draw=self._draw))
 
 
 class GreedyVerifier:
@@ -33,8 +33,8 @@ class GreedyVerifier:
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """See `Verifier`, less its promise of the target's distribution."""
         sampling = batch.sampling
         greedy = replace(sampling, work=replace(sampling.work, sampled=False, filtered=False))
-        return self._inner.verify(window, scores, replace(batch, sampling=greedy))
+        return self._inner.verify(window, lazy_logits, replace(batch, sampling=greedy))

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.noise import gumbel, stream, uniform
 from overlap_spec.sampling.sampler import allowed, draw_after, log_weights, slices
 from overlap_spec.sampling.types import Sampling
@@ -65,12 +65,12 @@ class DraftProbs:
         self._probs = torch.zeros(*size, len(target_ids), dtype=torch.float32, device=target_ids.device)
         self._of_guess = torch.zeros(size, dtype=torch.float32, device=target_ids.device)
 
-    def draw(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
+    def draw(self, lazy_logits: LazyLogits, batch: SlotBatch, index: int) -> Tensor:
         """Draw guess `index`, which stands `index` + 1 after the last token, from q. Shapes: -> target ids [B] i64."""
         sampling = batch.sampling
         if not sampling.work.sampled:
-            return draw_after(scores, batch.lengths[:, None], sampling, self.target_ids, index).squeeze(1)
-        logits = scores.logits().double()
+            return draw_after(lazy_logits, batch.lengths[:, None], sampling, self.target_ids, index).squeeze(1)
+        logits = lazy_logits.compute().double()
         q = (logits / sampling.temperature.clamp(min=1e-6)[:, None]).softmax(1)
         noise = gumbel(stream(sampling.seed, GUESS), batch.lengths + (1 + index), self.target_ids)
         columns = torch.where(sampling.temperature > 0, (q.log() + noise).argmax(1), logits.argmax(1))
@@ -88,14 +88,16 @@ class DraftProbs:
         return q.index_copy(2, self.target_ids, self._probs[slots, :num_guesses].double())
 
 
-def draw_guess(scores: Scores, batch: SlotBatch, index: int, target_ids: Tensor, probs: DraftProbs | None) -> Tensor:
+def draw_guess(
+    lazy_logits: LazyLogits, batch: SlotBatch, index: int, target_ids: Tensor, probs: DraftProbs | None
+) -> Tensor:
     """Draw guess `index` of each chain: from q if `probs` is to be told of it, else with the target's noise.
 
-    Shapes: scores of B rows, target_ids [Vd] i64 -> target ids [B] i64.
+    Shapes: logits of B rows, target_ids [Vd] i64 -> target ids [B] i64.
     """
     if probs is not None:
-        return probs.draw(scores, batch, index)
-    return draw_after(scores, batch.lengths[:, None], batch.sampling, target_ids, offset=index).squeeze(1)
+        return probs.draw(lazy_logits, batch, index)
+    return draw_after(lazy_logits, batch.lengths[:, None], batch.sampling, target_ids, offset=index).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,12 @@ class ResidualVerifier:
         self._rule = rule
         self._token_ids = token_ids  # [V] i64
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """See `Verifier`; what is kept is the target's distribution, where the rule keeps it."""
         if not batch.sampling.work.sampled:
-            return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids))
+            return Drawn(draw_after(lazy_logits, window.positions, batch.sampling, self._token_ids))
         positions = window.positions + 1
-        logits = scores.logits().view(*positions.shape, -1)
+        logits = lazy_logits.compute().view(*positions.shape, -1)
         logits = allowed(logits, positions, batch.sampling, self._token_ids)
         judged = [self._judge(window.tokens[:, 1:], logits, positions, batch, part) for part in slices(logits)]
         tokens, accept_len = (torch.cat(parts) for parts in zip(*judged, strict=True))

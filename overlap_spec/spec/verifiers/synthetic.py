@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
@@ -39,6 +39,6 @@ class SimulatedVerifier:
         self._inner = inner
         self._acceptance = acceptance
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """See `Verifier`, less its promise of the target's distribution."""
-        return replace(self._inner.verify(window, scores, batch), accept_len=self._acceptance.accept_len(batch))
+        return replace(self._inner.verify(window, lazy_logits, batch), accept_len=self._acceptance.accept_len(batch))

@@ -9,7 +9,7 @@ Greedy requests are judged by matching.
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.noise import gumbel, stream, uniform
 from overlap_spec.sampling.sampler import allowed, draw_after, log_weights, slices
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
@@ -23,12 +23,12 @@ class TreeThresholdVerifier:
         self._thresholds = thresholds
         self._token_ids = token_ids  # [V] i64
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """See `Verifier`; what is kept is the target's distribution, where the thresholds keep it."""
         if not batch.sampling.work.sampled:
-            return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids))
+            return Drawn(draw_after(lazy_logits, window.positions, batch.sampling, self._token_ids))
         positions = window.positions + 1
-        logits = scores.logits().view(*positions.shape, -1)
+        logits = lazy_logits.compute().view(*positions.shape, -1)
         logits = allowed(logits, positions, batch.sampling, self._token_ids)
         drawn = torch.cat([self._draw(window, logits, positions, batch, part) for part in slices(logits)])
         return Drawn(torch.where(batch.sampling.temperature[:, None] > 0, drawn, logits.argmax(2)))

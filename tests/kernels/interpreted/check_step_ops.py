@@ -18,6 +18,7 @@ from support.step_inputs import (
     draws,
     slot_state,
     step_slots,
+    token_rows,
 )
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -58,8 +59,14 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     window, drawn = draws(kind, state.window[slots, :width])
     arguments = drawn, window, slots, state.length[slots]
     accept_len = torch.randint(0, columns, (num_rows,)) if given else None
-    actual = _judge_chain_triton(*arguments, state.length, state.window, state.dummy, accept_len)
-    expected = judge_chain_reference(*arguments, expected_state.length, expected_state.window, state.dummy, accept_len)
+    store = token_rows(slots, state) if kind != "no guesses" else None
+    wanted_store = None if store is None else store._replace(pool=store.pool.clone())
+    actual = _judge_chain_triton(*arguments, state.length, state.window, state.dummy, accept_len, store)
+    expected = judge_chain_reference(
+        *arguments, expected_state.length, expected_state.window, state.dummy, accept_len, wanted_store
+    )
+    if store is not None:
+        assert torch.equal(store.pool[16:], wanted_store.pool[16:])
     for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
     assert torch.equal(state.length, expected_state.length)

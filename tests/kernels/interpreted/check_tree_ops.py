@@ -11,7 +11,7 @@ from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_
 from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
 from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
 from overlap_spec_kernels.window.place_tree import _place_tree_triton, place_tree_reference
-from support.step_inputs import covered_pages
+from support.step_inputs import covered_pages, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -59,8 +59,12 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
     arguments = drawn, window, parents, slots, state.length[slots]
     accept_len = torch.randint(0, depth + 1, (num_rows,)) if given else None
     rest = state.dummy, depth, accept_len
-    actual = _judge_tree_triton(*arguments, state.length, state.window, *rest)
-    expected = judge_tree_reference(*arguments, expected_state.length, expected_state.window, *rest)
+    store = token_rows(slots, state) if kind != "no guesses" else None
+    wanted_store = None if store is None else store._replace(pool=store.pool.clone())
+    actual = _judge_tree_triton(*arguments, state.length, state.window, *rest, store)
+    expected = judge_tree_reference(*arguments, expected_state.length, expected_state.window, *rest, wanted_store)
+    if store is not None:
+        assert torch.equal(store.pool[16:], wanted_store.pool[16:])
     for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
     assert torch.equal(state.length, expected_state.length)

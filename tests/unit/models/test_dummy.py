@@ -15,7 +15,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_draft, resolve_model
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
 from overlap_spec.models.loading.sources import open_directory
@@ -50,14 +50,15 @@ def test_logits_of_dummy_models_are_finite_and_not_all_alike(tmp_path: Path, dty
     target, head = load_dummies(tmp_path, dtype)
     paged = Paged(num_requests=2)
 
-    def cache(weights: LlamaWeights | Eagle3Weights) -> KVCache:
-        return KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    def cache(shape: KVShape) -> KVCache:
+        return KVCache.allocate(shape, paged.num_pages, paged.page_size, dtype, CPU)
 
     rows, tokens = paged.rows([5, 3]), torch.arange(8)
-    model, draft = target.attach(cache(target), 64, head.aux_layers), head.attach(cache(head), 64)
+    model = target.attach(cache(target.kv_shape), 64, head.profile.aux_layers)
+    draft = head.attach(cache(head.profile.kv_shape), 64)
     output = model.forward(tokens, rows)
     drafted = draft.forward(tokens, draft.fuse(output), rows)
-    for logits, size in ((model.scores(output.hidden).logits(), 128), (draft.scores(drafted).logits(), 112)):
+    for logits, size in ((model.logits(output.hidden).compute(), 128), (draft.logits(drafted).compute(), 112)):
         assert logits.shape == (8, size) and logits.isfinite().all()
         assert logits.argmax(1).unique().numel() > 1
 
@@ -70,7 +71,7 @@ def test_every_architecture_has_dummies(tmp_path: Path, family: str) -> None:
     paged = Paged(num_requests=2)
     cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float32, CPU)
     model = target.attach(cache, 64)
-    logits = model.scores(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).logits()
+    logits = model.logits(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).compute()
     assert logits.isfinite().all() and logits.argmax(1).unique().numel() > 1
 
 
@@ -81,7 +82,7 @@ def test_shapes_and_dtypes_are_the_configs(tmp_path: Path) -> None:
     assert target.head.weight is not target.embedding
     assert head.head.weight.shape == (112, 32)
     assert head.embedding is target.embedding
-    assert count_bytes(head) > head.num_bytes > 0
+    assert count_bytes(head) > head.profile.num_bytes > 0
 
 
 def test_every_load_gives_the_same_weights(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def logits(weights: LlamaWeights, tokens: list[int]) -> Tensor:
     paged = Paged(num_requests=1)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, torch.float64, CPU)
     model = weights.attach(cache, 512)
-    return model.scores(model.forward(torch.tensor(tokens), paged.rows([len(tokens)])).hidden).logits()
+    return model.logits(model.forward(torch.tensor(tokens), paged.rows([len(tokens)])).hidden).compute()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -175,6 +175,6 @@ def test_the_default_model_speaks_as_in_transformers() -> None:
     with torch.inference_mode():
         while len(tokens) < len(expected):
             output = model.forward(torch.tensor(tokens[-fresh:]), paged.rows([fresh]))
-            tokens.append(int(model.scores(output.hidden[-1:]).argmax()))
+            tokens.append(int(model.logits(output.hidden[-1:]).argmax()))
             fresh = 1
     assert tokens == expected

@@ -30,7 +30,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def attached(weights: LanguageDraftWeights) -> LanguageDraft:
-    return weights.attach(KVCache.allocate(weights.kv_shape, 5, 8, torch.float64, CPU), 32)
+    return weights.attach(KVCache.allocate(weights.profile.kv_shape, 5, 8, torch.float64, CPU), 32)
 
 
 def rows(count: int) -> RowBatch:
@@ -46,20 +46,20 @@ def test_a_directory_is_loaded_in_the_targets_dtype(tmp_path: Path) -> None:
     tokens = torch.tensor([5, 77, 9])
     expected = attached(load_tiny_language_draft(checkpoint, TARGET))
     model = attached(loaded)
-    assert loaded.kv_shape == KVShape(1, 1, 16), "its own layers, heads and head size"
+    assert loaded.profile.kv_shape == KVShape(1, 1, 16), "its own layers, heads and head size"
     assert model.target_ids.tolist() == list(range(128))
-    logits = model.scores(model.forward(tokens, rows(3)).hidden).logits()
+    logits = model.logits(model.forward(tokens, rows(3)).hidden).compute()
     assert logits.dtype == torch.float64 and logits.shape == (3, 128)
-    torch.testing.assert_close(logits, expected.scores(expected.forward(tokens, rows(3)).hidden).logits())
+    torch.testing.assert_close(logits, expected.logits(expected.forward(tokens, rows(3)).hidden).compute())
 
 
 @pytest.mark.parametrize(("vocab", "shared"), [(112, 112), (128, 128), (144, 128)])
 def test_only_ids_that_both_have_are_guessed_and_any_is_read(vocab: int, shared: int) -> None:
     weights = load_tiny_language_draft(tiny_language_draft(7, CHECKPOINT, vocab=vocab), TARGET)
     model = attached(weights)
-    scores = model.scores(model.forward(torch.tensor([5, 127]), rows(2)).hidden)
-    assert scores.logits().shape == (2, shared)
-    assert weights.num_bytes == weights.model.num_bytes, "a part of the head is no copy"
+    lazy_logits = model.logits(model.forward(torch.tensor([5, 127]), rows(2)).hidden)
+    assert lazy_logits.compute().shape == (2, shared)
+    assert weights.profile.num_bytes == weights.model.num_bytes, "a part of the head is no copy"
 
 
 def test_a_token_map_gathers_rows_of_its_head() -> None:
@@ -69,19 +69,19 @@ def test_a_token_map_gathers_rows_of_its_head() -> None:
     mapped = attached(weights)
     assert mapped.target_ids.tolist() == [90, 3, 41], "an id that the draft does not have is no guess"
     tokens = torch.tensor([5, 77])
-    every = whole.scores(whole.forward(tokens, rows(2)).hidden).logits()
-    some = mapped.scores(mapped.forward(tokens, rows(2)).hidden).logits()
+    every = whole.logits(whole.forward(tokens, rows(2)).hidden).compute()
+    some = mapped.logits(mapped.forward(tokens, rows(2)).hidden).compute()
     torch.testing.assert_close(some, every[:, [90, 3, 41]])
-    assert weights.num_bytes == weights.model.num_bytes + 3 * 32 * 8
+    assert weights.profile.num_bytes == weights.model.num_bytes + 3 * 32 * 8
     left_out = (112 - 3) * 32
-    assert weights.model.work.weight_bytes - weights.work.weight_bytes == 8 * left_out
-    assert weights.model.work.head_flop - weights.work.head_flop == 2 * left_out
+    assert weights.model.work.weight_bytes - weights.profile.work.weight_bytes == 8 * left_out
+    assert weights.model.work.head_flop - weights.profile.work.head_flop == 2 * left_out
 
 
 def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_language_draft(7, CHECKPOINT))
     (tmp_path / "model.safetensors").unlink()
-    assert load_language_draft(str(tmp_path), TARGET, ignore, "dummy").kv_shape == KVShape(1, 1, 16)
+    assert load_language_draft(str(tmp_path), TARGET, ignore, "dummy").profile.kv_shape == KVShape(1, 1, 16)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral with a window"])
@@ -91,8 +91,8 @@ def test_any_family_of_targets_may_draft(family: str, tmp_path: Path) -> None:
     alone = load_tiny_target(checkpoint)
     cache = KVCache.allocate(alone.kv_shape, 5, 8, torch.float64, CPU)
     tokens, target = torch.arange(20) + 30, alone.attach(cache, 32)
-    expected = target.scores(target.forward(tokens, rows(20)).hidden).logits()
-    torch.testing.assert_close(model.scores(model.forward(tokens, rows(20)).hidden).logits(), expected)
+    expected = target.logits(target.forward(tokens, rows(20)).hidden).compute()
+    torch.testing.assert_close(model.logits(model.forward(tokens, rows(20)).hidden).compute(), expected)
 
 
 OTHER_KINDS = {

@@ -101,7 +101,7 @@ def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monke
         with torch.no_grad():
             expected = reference(row[None], output_hidden_states=True)
             aux_hidden = torch.cat([stream_after(reference, row, layer) for layer in (0, 1)], dim=1)
-        torch.testing.assert_close(model.scores(hidden).logits(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(model.logits(hidden).compute(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
         torch.testing.assert_close(aux, aux_hidden, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -141,4 +141,4 @@ def test_bfloat16_logits_are_widened() -> None:
     model = attached(tiny_target(6), torch.bfloat16, paged)
     output = model.forward(torch.tensor([3, 4]), paged.rows([2]))
     assert output.hidden.dtype == torch.bfloat16
-    assert model.scores(output.hidden).logits().dtype == torch.float32
+    assert model.logits(output.hidden).compute().dtype == torch.float32

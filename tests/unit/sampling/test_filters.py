@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from support.given_logits import GivenScores, commit
+from support.given_logits import GivenLogits, commit
 from support.sampling_oracle import Filters, drawn, filtered, kept, softmax, strictest, subsets
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: f
     tokens = torch.tensor([[0, *guesses]] * NUM_SEEDS)
     window = Window(tokens, (FIRST_POSITION - 1 + torch.arange(len(ROWS))).expand(NUM_SEEDS, -1))
     verdict = commit(
-        tokens, ChainVerifier(torch.arange(VOCAB)).verify(window, GivenScores(logits), batch(filters, temperature))
+        tokens, ChainVerifier(torch.arange(VOCAB)).verify(window, GivenLogits(logits), batch(filters, temperature))
     )
     for seed in range(NUM_SEEDS):
         expected = [drawn(row, temperature, filters, seed, FIRST_POSITION + i) for i, row in enumerate(rows)]
@@ -100,7 +100,7 @@ def test_a_tree_is_judged_by_what_filters_keep(filters: Filters, temperature: fl
     tokens = torch.arange(len(TREE_PARENTS)).expand(NUM_SEEDS, -1)
     parents, depths = torch.tensor(TREE_PARENTS), torch.tensor(TREE_DEPTHS)
     window = Window(tokens, (FIRST_POSITION - 1 + depths).expand(NUM_SEEDS, -1), parents.expand(NUM_SEEDS, -1))
-    found = ChainVerifier(torch.arange(VOCAB)).verify(window, GivenScores(logits), batch(filters, temperature)).tokens
+    found = ChainVerifier(torch.arange(VOCAB)).verify(window, GivenLogits(logits), batch(filters, temperature)).tokens
     for seed in range(NUM_SEEDS):
         nodes = zip(rows, TREE_DEPTHS, strict=True)
         expected = [drawn(row, temperature, filters, seed, FIRST_POSITION + depth) for row, depth in nodes]
@@ -125,7 +125,7 @@ def test_children_of_trees_are_what_filters_keep(filters: Filters, temperature: 
     of_one = SlotBatch(
         torch.arange(1), torch.tensor([9]), torch.zeros(1, 1, dtype=torch.int32), sampling(filters, temperature, 1)
     )
-    logs, children = top_children(GivenScores(logits[:1]), of_one, 0, VOCAB, torch.arange(VOCAB))
+    logs, children = top_children(GivenLogits(logits[:1]), of_one, 0, VOCAB, torch.arange(VOCAB))
     for row, worth, ids in zip(rows, logs[0], children[0].tolist(), strict=True):
         alive = kept(softmax(row, temperature), filters)
         assert set(ids[: len(alive)]) == alive and ids[0] == drawn(row, temperature, filters, 0, 10)

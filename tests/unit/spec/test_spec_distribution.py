@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels.window.judge_chain import judge_chain
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 from support.sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
@@ -100,11 +100,11 @@ def outcomes(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], s
         batch = batch_of(seeds, lengths, tables.temperature, tables.filters)
         paths, window = [prefix], torch.full((size, WIDTH), -1)
         for i in range(WIDTH - 1):
-            window[:, i + 1] = guess(GivenScores(tables.draft[tables.key(paths[-1])]), batch, i)
+            window[:, i + 1] = guess(GivenLogits(tables.draft[tables.key(paths[-1])]), batch, i)
             paths.append(paths[-1] * VOCAB + window[:, i + 1])
         positions = lengths[:, None] + torch.arange(WIDTH)
         logits = tables.target[tables.key(torch.stack(paths, 1))]
-        drawn = verifier.verify(Window(window, positions), GivenScores(logits), batch)
+        drawn = verifier.verify(Window(window, positions), GivenLogits(logits), batch)
         judged = judge_chain(
             drawn.tokens, window, batch.slots, lengths, lengths.clone(), window.clone(), size, drawn.accept_len
         )
@@ -140,9 +140,9 @@ def p_value(
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), g / 2))
 
 
-def shared(scores: GivenScores, batch: SlotBatch, index: int) -> Tensor:
+def shared(lazy_logits: GivenLogits, batch: SlotBatch, index: int) -> Tensor:
     """Guesses with the target's noise."""
-    return draw_after(scores, batch.lengths[:, None], batch.sampling, DRAFT_IDS, index).squeeze(1)
+    return draw_after(lazy_logits, batch.lengths[:, None], batch.sampling, DRAFT_IDS, index).squeeze(1)
 
 
 def rejection(size: int, rule: type[Rejection] = Rejection) -> tuple[Verifier, Callable[..., Tensor]]:
@@ -206,10 +206,10 @@ class Altered:
         self._inner = inner
         self._changes = changes
 
-    def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: GivenLogits, batch: SlotBatch) -> Drawn:
         sampling = batch.sampling
         changes = {name: torch.full_like(getattr(sampling, name), value) for name, value in self._changes.items()}
-        return self._inner.verify(window, scores, replace(batch, sampling=replace(sampling, **changes)))
+        return self._inner.verify(window, lazy_logits, replace(batch, sampling=replace(sampling, **changes)))
 
 
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
@@ -227,7 +227,7 @@ def test_rejection_draws_guesses_at_the_requests_temperature(temperature: float)
     row = [0.9, -1.3, 0.4]
     seeds = torch.arange(size)
     batch = batch_of(seeds, torch.zeros_like(seeds), temperature)
-    guesses = probs.draw(GivenScores(torch.tensor([row], dtype=torch.float64).expand(size, -1)), batch, 0)
+    guesses = probs.draw(GivenLogits(torch.tensor([row], dtype=torch.float64).expand(size, -1)), batch, 0)
     q = torch.tensor(softmax(row, temperature), dtype=torch.float64)
     counts = (guesses[:, None] == DRAFT_IDS).sum(0)
     g = 2 * torch.xlogy(counts, counts / (q * size)).sum()
@@ -255,10 +255,10 @@ class WrongRow:
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
 
-    def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
-        shifted = torch.cat((scores.given[:, :1], scores.given[:, :-1]), 1)
-        right = self._inner.verify(window, scores, batch)
-        return replace(self._inner.verify(window, GivenScores(shifted), batch), accept_len=right.accept_len)
+    def verify(self, window: Window, lazy_logits: GivenLogits, batch: SlotBatch) -> Drawn:
+        shifted = torch.cat((lazy_logits.given[:, :1], lazy_logits.given[:, :-1]), 1)
+        right = self._inner.verify(window, lazy_logits, batch)
+        return replace(self._inner.verify(window, GivenLogits(shifted), batch), accept_len=right.accept_len)
 
 
 def reused_noise(size: int) -> tuple[Verifier, Callable[..., Tensor]]:
@@ -266,10 +266,10 @@ def reused_noise(size: int) -> tuple[Verifier, Callable[..., Tensor]]:
     verifier, guess = rejection(size)
 
     class Reusing:
-        def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+        def verify(self, window: Window, lazy_logits: GivenLogits, batch: SlotBatch) -> Drawn:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(coins, "RESIDUAL", coins.GUESS)
-                return verifier.verify(window, scores, batch)
+                return verifier.verify(window, lazy_logits, batch)
 
     return Reusing(), guess
 
@@ -304,9 +304,9 @@ def test_thresholds_below_one_let_more_guesses_stand() -> None:
     assert p_value(tables, lossy, shared, 50_000, seed=1) < SIGNIFICANCE
     batch = batch_of(torch.arange(1000), torch.zeros(1000, dtype=torch.int64))
     window = Window(torch.randint(0, VOCAB, (1000, WIDTH)), torch.arange(WIDTH).expand(1000, WIDTH))
-    scores = GivenScores(tables.target[:1].expand(WIDTH * 1000, VOCAB).view(1000, WIDTH, VOCAB))
-    exact = ResidualVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, scores, batch).accept_len
-    more = lossy.verify(window, scores, batch).accept_len
+    lazy_logits = GivenLogits(tables.target[:1].expand(WIDTH * 1000, VOCAB).view(1000, WIDTH, VOCAB))
+    exact = ResidualVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, lazy_logits, batch).accept_len
+    more = lossy.verify(window, lazy_logits, batch).accept_len
     assert exact is not None and more is not None and (more >= exact).all() and (more > exact).any()
 
 
@@ -321,7 +321,7 @@ def test_greedy_slots_are_matched_under_any_rule() -> None:
         torch.cat((torch.zeros(6, 1, dtype=torch.int64), largest[:, :-1]), 1), torch.arange(WIDTH).expand(6, WIDTH)
     )
     for verifier in (rejection(6)[0], ResidualVerifier(Thresholds(0.5, 0.5), TOKENS)):
-        drawn = verifier.verify(window, GivenScores(logits), batch)
+        drawn = verifier.verify(window, GivenLogits(logits), batch)
         assert drawn.accept_len is not None
         assert drawn.accept_len[::2].tolist() == [WIDTH - 1] * 3
         assert torch.equal(drawn.tokens[::2], largest[::2])

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from overlap_spec_kernels import judge_tree, select_tree
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 from test_spec_distribution import (
     CHUNK,
     DRAFT_IDS,
@@ -42,10 +42,10 @@ Grow = Callable[[Tables, Tensor, SlotBatch], tuple[Tensor, Tensor]]  # prefixes 
 
 def noisy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
     """As trees are drafted."""
-    first, columns = top_children(GivenScores(tables.draft[tables.key(prefix)]), batch, 0, TOPK, DRAFT_IDS)
+    first, columns = top_children(GivenLogits(tables.draft[tables.key(prefix)]), batch, 0, TOPK, DRAFT_IDS)
     tokens = DRAFT_IDS[columns]
     after = tables.draft[tables.key(prefix[:, None] * VOCAB + tokens[:, 0])]
-    second, further = top_children(GivenScores(after), batch, 1, TOPK, DRAFT_IDS)
+    second, further = top_children(GivenLogits(after), batch, 1, TOPK, DRAFT_IDS)
     log_probs = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
     tokens = torch.cat((tokens[:, 0], DRAFT_IDS[further].flatten(1)), 1)
     return tuple(select_tree(log_probs, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
@@ -68,7 +68,7 @@ def tree_outcomes(tables: Tables, verifier: Verifier, grow: Grow, seeds: Tensor)
         batch = batch_of(seeds, lengths, tables.temperature, tables.filters)
         window = window_of(prefix, lengths, *grow(tables, prefix, batch))
         logits = tables.target[tables.key(paths_of(prefix, window))]
-        drawn = verifier.verify(window, GivenScores(logits), batch)
+        drawn = verifier.verify(window, GivenLogits(logits), batch)
         assert window.parents is not None
         judged = judge_tree(
             drawn.tokens, window.tokens, window.parents, batch.slots, lengths, lengths.clone(), window.tokens.clone(),
@@ -189,7 +189,7 @@ def accepted(verifier: Verifier) -> int:
     batch = batch_of(seeds, torch.zeros_like(seeds))
     window = window_of(torch.ones_like(seeds), batch.lengths, *greedy(tables, torch.ones_like(seeds), batch))
     logits = tables.target[tables.key(paths_of(torch.ones_like(seeds), window))]
-    drawn = verifier.verify(window, GivenScores(logits), batch).tokens[:, :1]
+    drawn = verifier.verify(window, GivenLogits(logits), batch).tokens[:, :1]
     assert window.parents is not None
     return int(((window.tokens == drawn) & (window.parents == 0))[:, 1:].any(1).sum())
 
@@ -202,6 +202,6 @@ def test_greedy_slots_are_matched() -> None:
     prefix = torch.arange(1, 7)
     window = window_of(prefix, batch.lengths, *noisy(tables, prefix, batch))
     logits = tables.target[tables.key(paths_of(prefix, window))]
-    drawn = TreeThresholdVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenScores(logits), batch)
+    drawn = TreeThresholdVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenLogits(logits), batch)
     assert drawn.accept_len is None
     assert torch.equal(drawn.tokens[::2], logits.argmax(2)[::2])

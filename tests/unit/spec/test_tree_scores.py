@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from overlap_spec_kernels import select_tree
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SAMPLING_WORK
@@ -16,8 +16,8 @@ IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
 ROWS, TOPK = 5, 4
 
 
-def logits(seed: int = 0, rows: int = 3 * ROWS) -> GivenScores:
-    return GivenScores(3 * torch.randn(rows, len(IDS), generator=torch.Generator().manual_seed(seed)))
+def logits(seed: int = 0, rows: int = 3 * ROWS) -> GivenLogits:
+    return GivenLogits(3 * torch.randn(rows, len(IDS), generator=torch.Generator().manual_seed(seed)))
 
 
 def working(batch: SlotBatch, work: int, **changes: torch.Tensor) -> SlotBatch:
@@ -25,9 +25,9 @@ def working(batch: SlotBatch, work: int, **changes: torch.Tensor) -> SlotBatch:
 
 
 def test_greedy_children_are_the_likeliest_tokens(make_batch) -> None:
-    scores = logits()
-    logs, found = top_children(scores, make_batch([9, 10, 11]), 0, TOPK, IDS)
-    values, columns = scores.given.log_softmax(1).topk(TOPK)
+    lazy_logits = logits()
+    logs, found = top_children(lazy_logits, make_batch([9, 10, 11]), 0, TOPK, IDS)
+    values, columns = lazy_logits.given.log_softmax(1).topk(TOPK)
     torch.testing.assert_close(logs.view(-1, TOPK), values)
     assert torch.equal(found.view(-1, TOPK), columns)
 
@@ -45,10 +45,10 @@ def test_the_first_child_is_what_a_chain_would_guess(make_batch, work: int, leve
         stop_from=torch.tensor([50, 50, 0]),
         stop_ids=IDS[:3, None].contiguous(),
     )
-    scores, last = logits(), batch.lengths[:, None].expand(-1, ROWS)
-    guesses = draw_after(scores, last, batch.sampling, IDS, level)
+    lazy_logits, last = logits(), batch.lengths[:, None].expand(-1, ROWS)
+    guesses = draw_after(lazy_logits, last, batch.sampling, IDS, level)
     for topk in (TOPK, 1):
-        assert torch.equal(IDS[top_children(scores, batch, level, topk, IDS)[1][:, :, 0]], guesses)
+        assert torch.equal(IDS[top_children(lazy_logits, batch, level, topk, IDS)[1][:, :, 0]], guesses)
 
 
 def test_what_filters_drop_is_worth_nothing(make_batch) -> None:
@@ -59,7 +59,7 @@ def test_what_filters_drop_is_worth_nothing(make_batch) -> None:
 
 
 def test_siblings_are_distinct_also_where_all_are_equal(make_batch) -> None:
-    flat = GivenScores(torch.zeros(3 * ROWS, len(IDS)))
+    flat = GivenLogits(torch.zeros(3 * ROWS, len(IDS)))
     logs, columns = top_children(flat, make_batch([9, 10, 11]), 0, TOPK, IDS)
     assert torch.equal(columns, torch.arange(TOPK).expand(3, ROWS, TOPK)), "the lower columns"
     assert logs.unique().numel() == 1
