@@ -13,6 +13,7 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
@@ -84,7 +85,8 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, pool)
+    processors = LogitProcessors(target.vocab_size, pool)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,

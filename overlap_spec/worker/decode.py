@@ -57,7 +57,7 @@ class DecodeStep:
         """See `Decoder`."""
         read = self._windows.read(slots, width, sampling)
         output = self._target.forward(read.tokens, read.rows)
-        drawn = self.method.verifier.verify(read.window, self._target.logits(output.stream), read.batch)
+        drawn = self.method.verifier.verify(read.window, self._target.logits(output.final), read.batch)
         self.parts.mark("verify")  # after the head, which computes logits only when they are asked for
         verified = self._windows.settle(read, drawn, output)
         committed = verified.committed

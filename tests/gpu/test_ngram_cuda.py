@@ -13,6 +13,7 @@ from overlap_spec_kernels import (
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
+from support.no_processors import no_processors
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.sampling.token_pool import TokenPool
@@ -53,9 +54,7 @@ class Steps:
 
     def batch(self, lengths: torch.Tensor) -> SlotBatch:
         none = torch.zeros(0, device=self.place)
-        return SlotBatch(
-            self.slots, lengths, self.table, Sampling(none, none, none, none, none, none, none, SAMPLING_WORK[0])
-        )
+        return SlotBatch(self.slots, lengths, self.table, Sampling(*[none] * 8, SAMPLING_WORK[0], no_processors(1)))
 
     def step(self) -> tuple[Guesses, torch.Tensor]:
         """Absorb what is committed, guess, move on."""

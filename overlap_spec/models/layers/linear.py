@@ -1,4 +1,4 @@
-"""The layers that every family shares: linears and norms over flattened rows.
+"""Linears over flattened rows.
 
 A linear knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
 `add` adds to the residual and hands the sum to the next norm.
@@ -20,26 +20,13 @@ from overlap_spec_kernels import (
     linear_argmax,
     linear_logits,
     normalised,
-    rms_norm,
     silu_mul,
 )
 from torch import Tensor
 
+from overlap_spec.models.work import ForwardWork, product_work
+
 FEW_ROWS = 4  # fewer are padded to so many: they cost more than these
-
-
-class RMSNorm(Norm):
-    """Root-mean-square norm."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [T, H] -> [T, H]."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def enter(self, stream: Tensor) -> Normed:
-        """A residual that no linear has handed over. Shapes: [T, H]."""
-        return Normed(stream, self(stream))
 
 
 class AnyLinear(ABC):
@@ -75,6 +62,11 @@ class AnyLinear(ABC):
     @abstractmethod
     def compute_dtype(self) -> torch.dtype:
         """Type of the rows that it reads and writes."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes, from its shape."""
+        return product_work(self.num_bytes, self.out_features * self.in_features)
 
     @abstractmethod
     def rows(self, ids: Tensor | slice) -> "AnyLinear":
@@ -130,6 +122,11 @@ class DenseLinear(AnyLinear):
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.stored.dtype
+
+    @property
+    def work(self) -> ForwardWork:
+        num_biases = 0 if self.bias is None else self.out_features
+        return product_work(self.num_bytes, self.out_features * self.in_features + num_biases)
 
     def matrix(self) -> Tensor:
         """The weight in rows, copied if its layout is another one. Shapes: -> [O, I]."""
@@ -216,18 +213,6 @@ def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
         return PackedLinear(torch.ops.mkldnn._reorder_linear_weight(weight, FEW_ROWS), bias)
     return Linear(weight, bias)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`, gate and up as one linear."""
-
-    gate_up: AnyLinear  # [2I, H], gate first
-    down: AnyLinear  # [H, I]
-
-    def add(self, x: Normed, norm: Norm) -> Normed:
-        """Adds its result to the residual that it reads, on its way into `norm`. Shapes: [T, H]."""
-        return self.down.add(self.gate_up.gated(x), x.values, norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class _Former:
     def __init__(self, form: Form, head: Form) -> None:
         self._form = form
         self._head = head
-        self._formed: dict[int, FormedLinear] = {}
+        self._formed: dict[tuple[int, int], FormedLinear] = {}
         self._kept: list[Tensor] = []  # so that no address is used again
 
     def visit(self, node: Any, name: str) -> Any:
@@ -106,7 +106,8 @@ class _Former:
 
     def _formed_linear(self, linear: DenseLinear, form: Form) -> FormedLinear:
         stored = linear.stored
-        key = stored.data_ptr() if stored.layout is torch.strided else id(stored)
+        address = stored.data_ptr() if stored.layout is torch.strided else id(stored)
+        key = address, linear.out_features  # the first rows of a linear are at its address
         if key not in self._formed:
             self._kept.append(stored)
             self._formed[key] = FormedLinear(laid_out(linear, form), linear.bias, form)

@@ -153,7 +153,7 @@ class MultiLayerProposer:
             if layer < num_guesses:
                 newest = output.view(len(batch.slots), num_rows, -1)[:, -1].contiguous()
                 guesses.append(
-                    draw_guess(self._layers.logits(layer, newest), batch, layer, self._layers.target_ids, self._probs)
+                    draw_guess(self._layers.logits(layer, newest), batch, guesses, self._layers.target_ids, self._probs)
                 )
                 tokens[:, -1] = guesses[-1]
         return guesses

@@ -25,6 +25,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 
 
+@pytest.mark.slow_but_every(5)
 @every_shape
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_gather_window(page_size: int, num_rows: int, width: int, columns: int) -> None:
@@ -49,6 +50,7 @@ def check_gather(num_rows: int, width: int, columns: int, page_size: int, longes
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
+@pytest.mark.slow_but_every(11)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])
@@ -84,6 +86,7 @@ def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
     assert torch.equal(state.window, expected)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("num_rows", [1, 3, 65])
 @pytest.mark.parametrize("size", [60, 576, 4096])
 def test_draft_input(size: int, num_rows: int) -> None:
@@ -106,6 +109,7 @@ def test_draft_input_of_16_bits_is_rounded_once() -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=2**-11, atol=1e-7)
 
 
+@pytest.mark.slow_but_every(5)
 @every_shape
 @pytest.mark.parametrize("size", [60, 576, 4096])
 def test_select_rows(size: int, num_rows: int, width: int, columns: int) -> None:

@@ -32,6 +32,7 @@ from support.tree_inputs import (
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", SHAPES)
 
 
+@pytest.mark.slow_but_every(3)
 @every_shape
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_gather_tree(page_size: int, num_rows: int, width: int, columns: int, depth: int) -> None:
@@ -47,6 +48,7 @@ def test_gather_tree(page_size: int, num_rows: int, width: int, columns: int, de
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
+@pytest.mark.slow_but_every(9)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])
@@ -94,6 +96,7 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
     assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8), (9000, 3)])
 def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
@@ -104,6 +107,7 @@ def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8)])
 def test_top_tokens_of_float64(size: int, k: int) -> None:
     for logits in (tied_logits(5, size).double(), torch.randn(3, size + 5, dtype=torch.float64)[:, :size] * 9):
@@ -114,6 +118,7 @@ def test_top_tokens_of_float64(size: int, k: int) -> None:
         torch.testing.assert_close(logs, expected.log_probs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("topk", "levels", "num_guesses"), [(1, 3, 3), (2, 1, 1), (3, 4, 9), (8, 5, 31), (4, 2, 20)])
 def test_select_tree(dtype: torch.dtype, topk: int, levels: int, num_guesses: int) -> None:

@@ -20,6 +20,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.language_draft import LanguageDraft, LanguageDraftWeights, load_language_draft
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.loading.draft_source import DraftSource
 
 CHECKPOINT = tiny_target(6)
 TARGET = load_tiny_target(CHECKPOINT)
@@ -42,7 +43,9 @@ def rows(count: int) -> RowBatch:
 
 def test_a_directory_is_loaded_in_the_targets_dtype(tmp_path: Path) -> None:
     checkpoint = tiny_language_draft(7, CHECKPOINT)
-    loaded = load_language_draft(str(write_checkpoint(tmp_path, checkpoint)), TARGET, ignore)
+    loaded = load_language_draft(
+        DraftSource.for_target(str(write_checkpoint(tmp_path, checkpoint)), TARGET, ignore), TARGET
+    )
     tokens = torch.tensor([5, 77, 9])
     expected = attached(load_tiny_language_draft(checkpoint, TARGET))
     model = attached(loaded)
@@ -81,13 +84,16 @@ def test_a_token_map_gathers_rows_of_its_head() -> None:
 def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_language_draft(7, CHECKPOINT))
     (tmp_path / "model.safetensors").unlink()
-    assert load_language_draft(str(tmp_path), TARGET, ignore, "dummy").profile.kv_shape == KVShape(1, 1, 16)
+    loaded = load_language_draft(DraftSource.for_target(str(tmp_path), TARGET, ignore, "dummy"), TARGET)
+    assert loaded.profile.kv_shape == KVShape(1, 1, 16)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral with a window"])
 def test_any_family_of_targets_may_draft(family: str, tmp_path: Path) -> None:
     checkpoint = tiny_language_draft(7, CHECKPOINT, **TINY_FAMILIES[family])
-    model = attached(load_language_draft(str(write_checkpoint(tmp_path, checkpoint)), TARGET, ignore))
+    model = attached(
+        load_language_draft(DraftSource.for_target(str(write_checkpoint(tmp_path, checkpoint)), TARGET, ignore), TARGET)
+    )
     alone = load_tiny_target(checkpoint)
     cache = KVCache.allocate(alone.kv_shape, 5, 8, torch.float64, CPU)
     tokens, target = torch.arange(20) + 30, alone.attach(cache, 32)
@@ -106,7 +112,7 @@ OTHER_KINDS = {
 def test_what_is_no_language_model_is_named(kind: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, TinyCheckpoint(tiny_config(), OTHER_KINDS[kind]))
     with pytest.raises(CheckpointError, match=f"expected an ordinary language model.*, but this looks like {kind}"):
-        load_language_draft(str(tmp_path), TARGET, ignore)
+        load_language_draft(DraftSource.for_target(str(tmp_path), TARGET, ignore), TARGET)
 
 
 def test_an_architecture_that_no_target_may_have_is_refused(tmp_path: Path) -> None:
@@ -115,11 +121,11 @@ def test_an_architecture_that_no_target_may_have_is_refused(tmp_path: Path) -> N
         tmp_path, TinyCheckpoint(checkpoint.config | {"architectures": ["GPT2LMHeadModel"]}, checkpoint.tensors)
     )
     with pytest.raises(CheckpointError, match=r"config\.json: architecture GPT2LMHeadModel is not supported"):
-        load_language_draft(str(tmp_path), TARGET, ignore)
+        load_language_draft(DraftSource.for_target(str(tmp_path), TARGET, ignore), TARGET)
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_config_that_is_no_json_object_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json: (not a readable JSON file|expected a JSON object)"):
-        load_language_draft(str(tmp_path), TARGET, ignore)
+        load_language_draft(DraftSource.for_target(str(tmp_path), TARGET, ignore), TARGET)

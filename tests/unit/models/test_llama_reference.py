@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.targets.llama import LlamaTarget
+from overlap_spec.models.targets.decoder import DecoderTarget
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -67,13 +67,13 @@ def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> LlamaTarget:
+def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> DecoderTarget:
     weights = load_tiny_target(checkpoint, dtype)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
     return weights.attach(cache, num_positions=512, aux_layers=(0, 1))
 
 
-def run(model: LlamaTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
+def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
     """Feed the next `counts[b]` tokens of each request in one forward; split the output by request."""
     parts = [row[start : start + count] for row, start, count in zip(tokens, paged.lengths, counts, strict=True)]
     output = model.forward(torch.cat(parts), paged.rows(counts))

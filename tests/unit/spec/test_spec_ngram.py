@@ -8,6 +8,7 @@ import pytest
 import torch
 from overlap_spec_kernels import allocate_log, store_tokens, with_slots
 from overlap_spec_kernels.ngram.ngram_log import PAGE
+from support.no_processors import no_processors
 from support.reference.ngram import Limits, accepted, guess
 from support.tiny.tokenizer import write_tokenizer
 from tokenizers import Tokenizer
@@ -38,7 +39,7 @@ every_variant = pytest.mark.parametrize("limits", VARIANTS)
 
 def sampling() -> Sampling:
     none = torch.zeros(0)
-    return Sampling(none, none, none, none, none, none, none, SAMPLING_WORK[0])
+    return Sampling(*[none] * 8, SAMPLING_WORK[0], no_processors(1))
 
 
 class Requests:
