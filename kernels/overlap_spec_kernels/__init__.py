@@ -9,8 +9,11 @@ from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import MAX_TREE_ROWS, tree_attention
+from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
+from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
@@ -40,6 +43,9 @@ __all__ = [
     "MAX_WIDTH",
     "Candidates",
     "DecodeScratch",
+    "DenseWeight",
+    "Int8Weight",
+    "LinearOperand",
     "NgramLimits",
     "NgramLog",
     "Norm",

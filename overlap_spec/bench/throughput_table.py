@@ -6,7 +6,7 @@ from typing import Any
 from overlap_spec.bench.methods_table import against_plain
 from overlap_spec.bench.peer import PEER, Peer
 from overlap_spec.bench.peer_rows import PeerRow, Report, peer_rows_of
-from overlap_spec.bench.workload import GREEDY, SAMPLED, Sampling, sampling_of
+from overlap_spec.bench.workload import GREEDY, SAMPLED, SamplingMode, sampling_of
 
 Rows = list[list[Any]]
 
@@ -103,7 +103,7 @@ def _chat_cell(row: Report, figure: str) -> Any:
     return f"{value} of {row['num_prompts']}" if figure == "num_ended" else value
 
 
-def _with(figures: Report | None, sampling: Sampling) -> Report | None:
+def _with(figures: Report | None, sampling: SamplingMode) -> Report | None:
     """The figures of one way of sampling: the measurement's own are greedy."""
     if figures is None or sampling == GREEDY:
         return figures

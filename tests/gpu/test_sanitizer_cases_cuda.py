@@ -16,6 +16,7 @@ from kernel_cases.inputs import HeadShape, attention_inputs, decode_inputs, rope
 from overlap_spec_kernels import (
     Candidates,
     DecodeScratch,
+    DenseWeight,
     Norm,
     TokenRows,
     add_children,
@@ -90,10 +91,13 @@ def maps(dtype: torch.dtype) -> list[Tensor]:
     for num_rows, size, inner in ((3, 192, 130), (17, 192, 130), (5, 1280, 72)):
         x, residual = drawn(num_rows, size, dtype=dtype), drawn(num_rows, inner, dtype=dtype)
         norm = Norm(drawn(inner, dtype=dtype), 1e-5)
-        stream = linear_add(x, drawn(inner, size, dtype=dtype), residual, norm)
-        outs += [stream.normalised(), fused_linear(stream, drawn(90, inner, dtype=dtype))]
-        outs += [fused_linear(x, drawn(66, size, dtype=dtype), gated=True)]
-        outs += [linear_logits(x, drawn(77, size, dtype=dtype)), linear_argmax(x, drawn(77, size, dtype=dtype)).float()]
+        stream = linear_add(x, DenseWeight(drawn(inner, size, dtype=dtype)), residual, norm)
+        outs += [stream.normalised(), fused_linear(stream, DenseWeight(drawn(90, inner, dtype=dtype)))]
+        outs += [fused_linear(x, DenseWeight(drawn(66, size, dtype=dtype)), gated=True)]
+        outs += [
+            linear_logits(x, DenseWeight(drawn(77, size, dtype=dtype))),
+            linear_argmax(x, DenseWeight(drawn(77, size, dtype=dtype))).float(),
+        ]
     return outs
 
 

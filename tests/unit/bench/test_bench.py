@@ -17,8 +17,8 @@ from overlap_spec.bench.workload import (
     Workload,
     batch_prompts,
     chat_prompts,
+    load_prompts,
     random_prompts,
-    read_prompts,
     warm_up_prompts,
 )
 from overlap_spec.cli.bench import _print
@@ -121,7 +121,7 @@ def test_ways_of_sampling() -> None:
 
 
 def test_smollm2_takes_the_first_of_the_peers_prompts_in_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = read_prompts("peer64")
+    texts = load_prompts("peer64")
     config = EngineConfig(load_format="dummy", skip_tokenizer_init=True)
     prompts = batch_prompts(config, Workload(prompts="peer64", batch_sizes=(1, 3)), 49152)
     assert prompts == chat_prompts(config, texts[:3])
@@ -289,4 +289,4 @@ def test_prompts_that_are_none_name_the_flag(tmp_path: Path, content: str | None
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match="--prompts: .*texts.json is no set of prompts .*chat20, copy20, peer64"):
-        read_prompts(str(path))
+        load_prompts(str(path))
