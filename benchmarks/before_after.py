@@ -53,7 +53,16 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-P", "-m", "overlap_spec", "serve", "--port", str(self.port), "--skip-tokenizer-init"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "overlap_spec",
+            "serve",
+            "--port",
+            str(self.port),
+            "--skip-tokenizer-init",
+        ]
         self._begun = time.perf_counter()
         self._process = subprocess.Popen(
             [*command, "--disable-radix-cache", "--log-level", "warning", *flags],
