@@ -1,6 +1,7 @@
 """Between the supervisor and every actor: life, death and progress."""
 
 from overlap_spec.messages.base import Message
+from overlap_spec.messages.facts import ActorFacts
 
 
 class Shutdown(Message, frozen=True):
@@ -10,10 +11,10 @@ class Shutdown(Message, frozen=True):
 
 
 class ActorReady(Message, frozen=True):
-    """An actor is warm. `facts` fill the start-up table."""
+    """An actor is warm."""
 
     actor: str
-    facts: dict[str, str | int | float]
+    facts: ActorFacts
 
 
 class ActorFailed(Message, frozen=True):

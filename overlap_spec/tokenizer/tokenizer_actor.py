@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from overlap_spec.config import Settings
-from overlap_spec.messages import ToTokenizer
+from overlap_spec.messages import TokenizerFacts, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
@@ -20,7 +20,7 @@ async def main(context: ActorContext) -> None:
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         service = TokenizerService(codec, checks, context.outlet("scheduler"), endpoint.router, context.send_supervisor)
         service.trace = context.trace
-        context.ready({"tokenizer": codec.name, "client_endpoint": endpoint.address})
+        context.ready(TokenizerFacts(codec.name, endpoint.address))
         await service.serve(inbox)
 
 
