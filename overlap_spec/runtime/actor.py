@@ -24,8 +24,9 @@ import zmq
 
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.transport import LAST_WORDS_MS, Inbox, Outlet, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, ToSupervisor
 from overlap_spec.runtime.tracing import recorder
 

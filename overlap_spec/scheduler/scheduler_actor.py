@@ -6,8 +6,9 @@ Draining is the tokenizer's: it holds Shutdown back until its requests are done.
 from overlap_spec.ipc.transport import Inbox
 from overlap_spec.messages import SchedulerFacts, Shutdown, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.scheduler.loop import Links
 
 
 async def main(context: ActorContext) -> None:

@@ -5,10 +5,10 @@ import random
 
 import msgspec
 from support.fake_device import FakeDevice, make_admit, make_ready
+from support.memory_link import MemoryLink
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,

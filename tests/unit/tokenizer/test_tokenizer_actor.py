@@ -26,7 +26,8 @@ from overlap_spec.config import (
     SpecSettings,
     encode_settings,
 )
-from overlap_spec.ipc.transport import Endpoints, Inbox, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.transport import Inbox, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFailed,
     ActorReady,
