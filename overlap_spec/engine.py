@@ -5,8 +5,10 @@ and when an actor dies.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -23,7 +25,6 @@ from overlap_spec.messages import ActorFacts, EngineFacts, SamplingParams, Sched
 from overlap_spec.runtime.actor import ROLES
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Progress, Supervisor
-from overlap_spec.runtime.threads import in_daemon_thread
 from overlap_spec.runtime.tracing import CLIENT, recorder
 
 T = TypeVar("T")
@@ -203,3 +204,22 @@ def _started(part: T | None) -> T:
     if part is None:
         raise Overloaded("the engine has not been started")
     return part
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread and return its result.
+
+    Cancellation: returns at once and abandons the thread. An executor would be joined at exit, so that
+    Ctrl-C during a download waited for the download.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()  # from here on a cancelled waiter cannot make `set_result` fail
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(outcome)
