@@ -1,9 +1,8 @@
-"""What travels on each link: tagged, array-like, frozen msgspec structs, one union type per link.
+"""The messages of each link: tagged, array-like, frozen msgspec structs, one union type per link.
 
 A struct is named for where it goes. Times are seconds as float (monotonic clock of the machine), sizes are counts of
-tokens unless the name says otherwise. A new field goes last, with a default, so that old payloads still decode. Whoever
-uses one imports it from here; which file it stands in says only which link it travels on, and an actor's inbox takes
-the union of its links.
+tokens unless the name tells otherwise. A new field goes last, with a default, so that old payloads still decode. Import
+them from this package: each file holds the messages of one link, and an actor's inbox takes the union of its links.
 
     client ==Generate,Cancel,..==> tokenizer --Admit,Abort--> scheduler --StepPlan--> worker
     client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker

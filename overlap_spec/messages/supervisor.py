@@ -1,4 +1,4 @@
-"""Between the supervisor and every actor: life, death and progress."""
+"""Between the supervisor and every actor: ready, failed, progress, shutdown."""
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
@@ -26,7 +26,7 @@ class ActorFailed(Message, frozen=True):
 
 
 class ActorProgress(Message, frozen=True):
-    """A line for the person who waits: what is being loaded, done out of total (0: unknown)."""
+    """Progress of the start, for the terminal: what is being loaded, done out of total (0: unknown)."""
 
     actor: str
     what: str

@@ -1,6 +1,6 @@
-"""The scheduler process: waits for the worker, tells the tokenizer what fits, then runs the loop.
+"""The scheduler process: waits for the worker, sends the tokenizer the engine's limits, then runs the loop.
 
-Draining is the tokenizer's: it holds Shutdown back until its requests are done.
+The tokenizer drains: it holds Shutdown back until its requests are done.
 """
 
 from overlap_spec.ipc.transport import Inbox

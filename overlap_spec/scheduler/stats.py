@@ -1,6 +1,6 @@
-"""What the scheduler counts, and the reports made of it: a Stats message and the log lines.
+"""The scheduler's counters and the reports made of them: a Stats message and the log lines.
 
-There is no timer: reports leave about once a second while there is work, and once when it ends, so an idle scheduler
+There is no timer: a report is sent about once a second while there is work, and once when it ends, so an idle scheduler
 sleeps.
 """
 
@@ -86,7 +86,7 @@ class Counters:
 
 @dataclass
 class Interval:
-    """Counters since a moment. `started_at`: seconds on the scheduler's clock, moved on by the time spent idle."""
+    """Counters since `started_at`: seconds on the scheduler's clock, moved on by the time spent idle."""
 
     started_at: float
     before: Counters

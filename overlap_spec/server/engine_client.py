@@ -1,4 +1,4 @@
-"""What the HTTP server is given: a client of the engine, facts to print and a way to ask whether the engine lives.
+"""What the HTTP server is given: a client of the engine, facts to print and the engine's health.
 
 `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
 """
@@ -13,7 +13,7 @@ from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import ChatPrompt, EngineFacts, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
 from overlap_spec.version import __version__
 
-# (True, "") or (False, why not): asked before every request, so it must not wait.
+# (True, "") or (False, the reason). It is called before every request, so it must not wait.
 EngineHealth = Callable[[], tuple[bool, str]]
 
 MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms

@@ -33,6 +33,6 @@ def make_codec(settings: Settings) -> Codec:
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
-    """The model says what ends a sequence; where it does not, its tokenizer does."""
+    """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
     return RequestChecks(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)
