@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels import MASK_BITS, Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -20,8 +20,6 @@ from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
-
-MASK_BITS = 64
 
 
 @dataclass(frozen=True)
