@@ -20,7 +20,6 @@ from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
 from overlap_spec_kernels.ngram.ngram_match import ngram_match
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
-from overlap_spec_kernels.ngram.ngram_store import ngram_store
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.draft_input import draft_input
 from overlap_spec_kernels.norm.norm_heads import norm_heads
@@ -38,6 +37,7 @@ from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
+from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
 
 __all__ = [
     "MASK_BITS",
@@ -52,9 +52,11 @@ __all__ = [
     "NgramLog",
     "Norm",
     "Normed",
+    "TokenRows",
     "add_children",
     "add_rms_norm",
     "allocate_log",
+    "cache_rows",
     "clear_log",
     "decode_attention",
     "draft_input",
@@ -72,7 +74,6 @@ __all__ = [
     "ngram_match",
     "ngram_merge",
     "ngram_lookahead",
-    "ngram_store",
     "norm_heads",
     "normalised",
     "paged_attention",
@@ -83,6 +84,7 @@ __all__ = [
     "select_rows",
     "select_tree",
     "silu_mul",
+    "store_tokens",
     "top_tokens",
     "tree_attention",
     "with_slots",

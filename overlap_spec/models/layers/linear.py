@@ -1,4 +1,4 @@
-"""The layers that every family shares: linears and norms over flattened rows.
+"""Linears over flattened rows.
 
 A linear knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
 `add` adds to the residual and hands the sum to the next norm.
@@ -21,26 +21,13 @@ from overlap_spec_kernels import (
     linear_argmax,
     linear_logits,
     normalised,
-    rms_norm,
     silu_mul,
 )
 from torch import Tensor
 
+from overlap_spec.models.work import ForwardWork, product_work
+
 FEW_ROWS = 4  # fewer are padded to so many: they cost more than these
-
-
-class RMSNorm(Norm):
-    """Root-mean-square norm."""
-
-    __slots__ = ()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [T, H] -> [T, H]."""
-        return rms_norm(x, self.weight, self.eps)
-
-    def enter(self, stream: Tensor) -> Normed:
-        """A residual that no linear has handed over. Shapes: [T, H]."""
-        return Normed(stream, self(stream))
 
 
 class AnyLinear(ABC):
@@ -76,6 +63,11 @@ class AnyLinear(ABC):
     @abstractmethod
     def compute_dtype(self) -> torch.dtype:
         """Type of the rows that it reads and writes."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes, from its shape."""
+        return product_work(self.num_bytes, self.out_features * self.in_features)
 
     @abstractmethod
     def rows(self, ids: Tensor | slice) -> "AnyLinear":
@@ -132,6 +124,11 @@ class DenseLinear(AnyLinear):
     def compute_dtype(self) -> torch.dtype:
         return self.stored.dtype
 
+    @property
+    def work(self) -> ForwardWork:
+        num_biases = 0 if self.bias is None else self.out_features
+        return product_work(self.num_bytes, self.out_features * self.in_features + num_biases)
+
     def matrix(self) -> Tensor:
         """The weight in rows, copied if its layout is another one. Shapes: -> [O, I]."""
         return self.stored if self.stored.layout is torch.strided else self.stored.to_dense()
@@ -145,11 +142,6 @@ class Linear(DenseLinear):
     """Rows of the weight one after another. Rows of x are independent: the others change a row by rounding only."""
 
     bias: Tensor | None = None  # [O]
-
-    @property
-    def weight(self) -> Tensor:
-        """Shapes: -> [O, I]."""
-        return self.stored
 
     @property
     def operand(self) -> DenseWeight:
@@ -225,25 +217,13 @@ def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`, gate and up as one linear."""
-
-    gate_up: AnyLinear  # [2I, H], gate first
-    down: AnyLinear  # [H, I]
-
-    def add(self, x: Normed, norm: Norm) -> Normed:
-        """Adds its result to the residual that it reads, on its way into `norm`. Shapes: [T, H]."""
-        return self.down.add(self.gate_up.gated(x), x.values, norm)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadScores:
-    """`Scores` of a head: a caller that wants the largest logit alone needs none of the others."""
+class HeadLogits:
+    """`LazyLogits` of a head: a caller that wants the largest logit alone needs none of the others."""
 
     head: AnyLinear  # [V, H]
     rows: Tensor | Normed  # [R, H]
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
         return self.head.logits(self.rows)
 

@@ -57,6 +57,13 @@ class FormedLinear(DenseLinear):
         return self.form.run(normalised(x), self.stored, self.bias)
 
 
+def laid_out(linear: DenseLinear, form: Form) -> Tensor:
+    """Its weight as the form wants it; what was packed while loading is not packed again."""
+    if isinstance(linear, PackedLinear) and form.lay_out is _packed:
+        return linear.stored
+    return form.lay_out(linear.matrix())
+
+
 def linears_of(node: object) -> Iterator[DenseLinear]:
     """Every dense linear below a tree of dataclasses and tuples, in order."""
     if isinstance(node, DenseLinear):
@@ -78,7 +85,7 @@ class _Former:
     def __init__(self, form: Form, head: Form) -> None:
         self._form = form
         self._head = head
-        self._formed: dict[int, FormedLinear] = {}
+        self._formed: dict[tuple[int, int], FormedLinear] = {}
         self._kept: list[Tensor] = []  # so that no address is used again
 
     def visit(self, node: Any, name: str) -> Any:
@@ -99,10 +106,9 @@ class _Former:
 
     def _formed_linear(self, linear: DenseLinear, form: Form) -> FormedLinear:
         stored = linear.stored
-        key = stored.data_ptr() if stored.layout is torch.strided else id(stored)
+        address = stored.data_ptr() if stored.layout is torch.strided else id(stored)
+        key = address, linear.out_features  # the first rows of a linear are at its address
         if key not in self._formed:
             self._kept.append(stored)
-            is_packed = isinstance(linear, PackedLinear) and form.lay_out is _packed
-            laid_out = stored if is_packed else form.lay_out(linear.matrix())
-            self._formed[key] = FormedLinear(laid_out, linear.bias, form)
+            self._formed[key] = FormedLinear(laid_out(linear, form), linear.bias, form)
         return self._formed[key]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from overlap_spec.models.layers.linear import Linear, PackedLinear, linear_map
-from overlap_spec.models.targets.llama import count_bytes
+from overlap_spec.models.work import count_bytes
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 33])

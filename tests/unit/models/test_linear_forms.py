@@ -52,6 +52,12 @@ def test_what_is_shared_stays_shared() -> None:
     assert first is second
 
 
+def test_the_first_rows_of_a_linear_are_another_linear() -> None:
+    whole, form = Linear(torch.randn(48, 32)), FORMS["weight @ x.T"]
+    formed, first = in_form((whole, whole.rows(slice(40))), form, form)
+    assert (formed.out_features, first.out_features) == (48, 40)
+
+
 def test_what_has_no_linears_is_not_touched() -> None:
     node = (1, "two", torch.zeros(3))
     assert in_form(node, FORMS["packed"], FORMS["packed"]) is node
