@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels import MASK_BITS, Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -24,7 +24,6 @@ Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in
 
 Attached = TypeVar("Attached", covariant=True)  # a draft with its cache: a `DraftHead`, or what its proposer runs
 
-MASK_BITS = 64
 NO_KV = KVShape(0, 0, 0)
 NO_WORK = ForwardWork()
 

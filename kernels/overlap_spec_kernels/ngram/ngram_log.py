@@ -18,8 +18,6 @@ from torch import Tensor
 from overlap_spec_kernels.launch import next_power_of_2
 
 PAGE = 256
-MAX_MATCH = 32  # tokens of a match
-MAX_BRANCH = 62  # tokens that follow one
 HASH_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit integer: products wrap
 NO_PAGE = -(1 << 40)
 

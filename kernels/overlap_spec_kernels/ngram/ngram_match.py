@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-from overlap_spec_kernels.ngram.ngram_log import MAX_MATCH, NgramLimits
+from overlap_spec_kernels.limits import MAX_MATCH
+from overlap_spec_kernels.ngram.ngram_log import NgramLimits
 
 if TYPE_CHECKING:
     import triton.language as tl

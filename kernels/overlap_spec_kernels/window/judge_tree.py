@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.window._judge_tree_kernel import judge_tree_kernel
 from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_rows, store_tokens_reference
-
-_MAX_COLUMNS = 64
 
 
 class JudgedTree(NamedTuple):
@@ -70,7 +69,7 @@ def judge_tree(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
-    require(drawn.shape[1] <= _MAX_COLUMNS, "drawn", "at most 64 columns")
+    require(drawn.shape[1] <= MAX_TREE_WIDTH, "drawn", "at most 64 columns")
     require(1 <= depth <= drawn.shape[1], "depth", "1 to the columns of drawn")
     if store is not None:
         require_token_rows(store, drawn.shape[0])

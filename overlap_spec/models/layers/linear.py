@@ -144,11 +144,6 @@ class Linear(DenseLinear):
     bias: Tensor | None = None  # [O]
 
     @property
-    def weight(self) -> Tensor:
-        """Shapes: -> [O, I]."""
-        return self.stored
-
-    @property
     def operand(self) -> DenseWeight:
         """What the kernels multiply by."""
         return DenseWeight(self.stored)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from overlap_spec_kernels import Candidates, add_children, expand_tree, select_tree
+from overlap_spec_kernels import MASK_BITS, Candidates, add_children, expand_tree, select_tree
 from torch import Tensor
 
-from overlap_spec.models.interfaces import MASK_BITS, LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Prompts, Proposer
 from overlap_spec.spec.proposers.tree_children import top_children
