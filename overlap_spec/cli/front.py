@@ -39,6 +39,12 @@ def server_info(config: EngineConfig, engine: Engine) -> ServerInfo:
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
-        settings=settled_flags(config, settings),
+        settings=settled_flags(config, settings) | _verification(engine),
         facts=dict(engine.facts),
     )
+
+
+def _verification(engine: Engine) -> dict[str, str]:
+    """How guesses are judged, as the worker says: a method of one's own may have a way of its own."""
+    worker = engine.facts.get("worker", {})
+    return {"verification": str(worker["verification"])} if worker.get("verification", "none") != "none" else {}

@@ -41,7 +41,6 @@ def _settled(settings: Settings) -> dict[str, str]:
         rows["token map"] = spec.token_map
     if spec.width > 1:
         rows["draft numbers"] = spec.numbers_from
-        rows["verification"] = str(spec.accept)
     if attention := _attention(settings.attention):
         rows["attention"] = attention
     return rows | {
@@ -71,6 +70,7 @@ def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
     worker, scheduler = facts.get("worker", {}), facts.get("scheduler", {})
     drafting = worker.get("draft_weights_mib")  # of n-grams, what they remember
     return {
+        **({"verification": str(worker["verification"])} if worker.get("verification", "none") != "none" else {}),
         "KV pages": f"{worker.get('pages')} of {worker.get('page_size')} tokens ({worker.get('tokens')} tokens)",
         "prefix cache": str(scheduler.get("prefix_cache")),
         "prefill chunk": f"{worker.get('chunk_tokens')} tokens",

@@ -1,11 +1,12 @@
 """The worker process: loads, warms up, says so, then runs its loop."""
 
+import logging
 import time
 from functools import partial
 
 import torch
 
-from overlap_spec.config import Settings, SpecSettings, synthetic_acceptance, waiting_fact
+from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import Roofline, StepCosts, ToWorker, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
@@ -29,6 +30,8 @@ from overlap_spec.worker.sizing.warmup import FEW_TOKENS, ChunkSize, capture_gra
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 
 NO_CEILING = Roofline()
+
+log = logging.getLogger(__name__)
 
 
 def worker_ready(
@@ -89,6 +92,16 @@ def _ceilings_fact(ceiling: Roofline) -> str:
     return f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {flop}"
 
 
+def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
+    """How guesses are judged; the log says it where that changes what is answered."""
+    if spec.width == 1:
+        return "none"
+    said = models.method.verification(spec.accept).describe(spec.accept)
+    if said.endswith(LOSSY):
+        log.warning("verification: %s", said)
+    return said
+
+
 def _acceptance_fact(spec: SpecSettings) -> str:
     mean = spec.simulated_accept_len
     return "real" if mean is None else synthetic_acceptance(mean)
@@ -128,7 +141,7 @@ async def main(context: ActorContext) -> None:
             "step_widths": " ".join(str(width) for width in geometry.step_widths),
             "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),
             "ceilings": _ceilings_fact(ceiling),
-            "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
+            "verification": _verification_fact(settings.spec, models),
             "acceptance": _acceptance_fact(settings.spec),
             **({} if on_cpu else memory_facts(demand_of(settings, models), graph_bytes)),
             "weights_mib": (models.target.num_bytes + models.proposer.profile.num_bytes) >> 20,

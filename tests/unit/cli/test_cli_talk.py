@@ -232,7 +232,10 @@ def test_the_table_says_what_was_chosen_why_and_what_is_lossy() -> None:
     accept = AcceptSettings(ngram_force_greedy_verify=True)
     attention = AttentionSettings(target_torch=True, draft_window=64)
     settings = replace(fake_settings(), spec=replace(spec, accept=accept), attention=attention)
-    shown = shown_table(settings, {"worker": {"memory": "9 MiB of workspace", "to save memory": "--dtype (4 MiB)"}})
+    shown = shown_table(
+        settings,
+        {"worker": {"verification": str(accept), "memory": "9 MiB of workspace", "to save memory": "--dtype (4 MiB)"}},
+    )
     for words in (
         "as many as a match may have",
         "LOSSY at temperature > 0",
