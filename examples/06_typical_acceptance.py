@@ -12,8 +12,9 @@ from torch import Tensor
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.hub.smollm2 import DRAFT
-from overlap_spec.models.interfaces import Scores
-from overlap_spec.sampling.sampler import allowed, draw_after, draw_columns, log_weights, slices
+from overlap_spec.models.interfaces import LazyLogits
+from overlap_spec.sampling.sampler import draw_after, draw_columns, log_weights, processed_logits, slices
+from overlap_spec.spec.draw_contexts import window_context
 from overlap_spec.spec.methods import method_named
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verification import Verification, VerifierInputs
@@ -31,21 +32,21 @@ class TypicalVerifier:
     def __init__(self, inputs: VerifierInputs) -> None:
         self.token_ids = inputs.token_ids
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """The token that follows each column of the window: a typical guess, else plain decoding's. Sync: never."""
-        sampling, positions = batch.sampling, window.positions + 1
+        sampling, context = batch.sampling, window_context(window, batch, self.token_ids)
         if not sampling.work.sampled:
-            return Drawn(draw_after(scores, window.positions, sampling, self.token_ids))
-        logits = allowed(scores.logits().view(*positions.shape, -1), positions, sampling, self.token_ids)
-        drawn = draw_columns(logits, positions, sampling, self.token_ids)
+            return Drawn(draw_after(lazy_logits, context))
+        logits = processed_logits(lazy_logits, context)
+        drawn = draw_columns(logits, context.positions, sampling, self.token_ids)
         guesses = torch.nn.functional.pad(window.tokens[:, 1:], (0, 1), value=-1)  # none follows the last column
-        p = [log_weights(logits, sampling, part).softmax(1) for part in slices(logits)]
-        typical = torch.cat([is_typical(each, guesses[part]) for each, part in zip(p, slices(logits), strict=True)])
-        return Drawn(torch.where(typical & (sampling.temperature > 0)[:, None], guesses, drawn))
+        judged = [is_typical(log_weights(logits, sampling, part), guesses[part]) for part in slices(logits)]
+        return Drawn(torch.where(torch.cat(judged) & (sampling.temperature > 0)[:, None], guesses, drawn))
 
 
-def is_typical(p: Tensor, guesses: Tensor) -> Tensor:
-    """Shapes: p [b * W, V], guesses [b, W], -1 where there is none -> bool [b, W]."""
+def is_typical(log_weights: Tensor, guesses: Tensor) -> Tensor:
+    """Shapes: log_weights [b * W, V], -inf for what filters drop; guesses [b, W], -1: none -> bool [b, W]."""
+    p = log_weights.softmax(1)
     p_guess = p.gather(1, guesses.clamp(min=0).view(-1, 1)).squeeze(1)
     threshold = (DELTA * torch.exp(torch.special.entr(p).sum(1).neg())).clamp(max=EPSILON)
     return (p_guess > threshold).view(guesses.shape) & (guesses >= 0)

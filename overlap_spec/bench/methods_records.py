@@ -51,7 +51,7 @@ class Skipped(OverlapSpecError):
     """A record was not asked for, as what it needs was not given. Says which flag would."""
 
 
-def read_records(path: str | None) -> tuple[MethodRecord, ...]:
+def read_method_records(path: str | None) -> tuple[MethodRecord, ...]:
     """The table in that JSON file, else the one that ships. Raises: ConfigError naming --methods."""
     try:
         records = msgspec.json.decode(Path(path or SHIPPED).read_bytes(), type=tuple[MethodRecord, ...])

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from overlap_spec.bench.methods import run_methods
 from overlap_spec.bench.methods_plan import Comparison
-from overlap_spec.bench.methods_records import Drafts, chosen, read_records
+from overlap_spec.bench.methods_records import Drafts, chosen, read_method_records
 from overlap_spec.bench.methods_table import FULL, full_rows, notes
 from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import Workload
@@ -60,7 +60,7 @@ async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int,
     drafts = Drafts(_paths(arguments.draft or []), arguments.token_map)
     only = arguments.only.split(",") if arguments.only else []
     comparison = Comparison(
-        chosen(read_records(arguments.methods), only, drafts),
+        chosen(read_method_records(arguments.methods), only, drafts),
         drafts,
         arguments.num_prompts,
         2 if arguments.runs is None else arguments.runs,

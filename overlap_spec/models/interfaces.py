@@ -16,7 +16,8 @@ from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import Linear
+from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
@@ -73,26 +74,26 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What a target's layers give. `aux` holds the residual stream after each tapped layer, concatenated."""
+    """What a target's layers give. `aux` holds the residual after each aux layer, concatenated."""
 
-    stream: Tensor | Normed  # [T, H], the final norm's result
-    aux: Tensor  # [T, n * H]; n = 0 if nothing is tapped
+    final: Tensor | Normed  # [T, H], the final norm's result
+    aux: Tensor  # [T, n * H]; n = 0 without aux layers
 
     @property
     def hidden(self) -> Tensor:
         """Shapes: [T, H], after the final norm."""
-        return normalised(self.stream)
+        return normalised(self.final)
 
     @property
     def aux_hidden(self) -> Tensor:
-        """What a draft head reads of a target: what is tapped, or the hidden states. Shapes: [T, n * H]."""
+        """What a draft head reads: aux hidden states, or without aux layers the final ones. Shapes: [T, n * H]."""
         return self.aux if self.aux.shape[1] else self.hidden
 
 
-class Scores(Protocol):
+class LazyLogits(Protocol):
     """Logits of some rows, computed when asked for."""
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
         ...
 
@@ -111,7 +112,7 @@ class TargetModel(Protocol):
         """Run all layers. Shapes: tokens [T] i64, in 0..V-1. Sync: never on CUDA."""
         ...
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, V]."""
         ...
 
@@ -125,7 +126,7 @@ class LoadedTarget(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width H of the residual stream."""
+        """Width H of the residual."""
         ...
 
     @property
@@ -135,7 +136,7 @@ class LoadedTarget(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers whose outputs a draft head may tap."""
+        """Layers whose outputs a draft head may read."""
         ...
 
     @property
@@ -154,12 +155,12 @@ class LoadedTarget(Protocol):
         ...
 
     @property
-    def embedding(self) -> Tensor:
-        """[V, H]; draft heads may share it."""
+    def embedding(self) -> Embedding:
+        """[V, H], with its scale; draft heads may share it. The model's type and device are its own."""
         ...
 
     @property
-    def head(self) -> Linear:
+    def head(self) -> AnyLinear:
         """[V, H]; draft heads may share it."""
         ...
 
@@ -170,7 +171,7 @@ class LoadedTarget(Protocol):
         aux_layers: tuple[int, ...] = (),
         attention: AttentionChoice = DEFAULT_ATTENTION,
     ) -> TargetModel:
-        """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are tapped."""
+        """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are kept."""
         ...
 
 
@@ -199,7 +200,7 @@ class DraftHead(Protocol):
         """What the next draft step takes as features. Shapes: [R, Hd] -> [R, Hd]."""
         ...
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
         ...
 

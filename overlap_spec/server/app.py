@@ -10,7 +10,7 @@ from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
 from overlap_spec.server.facts import Facts
 from overlap_spec.server.gate import Gate
-from overlap_spec.server.native import Generate
+from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS
 from overlap_spec.server.running import Runner
@@ -24,7 +24,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
     routes = [
         Route("/v1/chat/completions", ChatCompletions(runner, info).post, methods=["POST"]),
         Route("/v1/completions", Completions(runner, info).post, methods=["POST"]),
-        Route("/generate", Generate(runner, info).post, methods=["POST"]),
+        Route("/generate", NativeGenerate(runner, info).post, methods=["POST"]),
         *Health(runner, info, health).routes(),
         *Facts(client, info).routes(),
         *Tokens(client, info).routes(),

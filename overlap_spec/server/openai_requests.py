@@ -86,7 +86,7 @@ async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
     return body
 
 
-def sampling_of(
+def sampling_params(
     request: CommonRequest, max_new_tokens: int | None, names: dict[str, str], info: ServerInfo
 ) -> SamplingParams:
     """Check the ranges. Raises: RequestError with the API's name of the field."""

@@ -16,7 +16,7 @@ from overlap_spec.server.engine_client import EngineClient, EngineHealth, Server
 from overlap_spec.server.facts import newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
 from overlap_spec.server.prompts import read_ids
-from overlap_spec.server.running import Group, Job, Runner
+from overlap_spec.server.running import EngineRequest, Group, Runner
 from overlap_spec.server.streams import unless_gone
 
 PROBE_S = 20.0
@@ -43,10 +43,10 @@ class Health:
         """Generate one token."""
         name = f"health-{uuid.uuid4().hex}"
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
-        job = Job(name, read_ids([0], "input_ids", self._info), sampling, {})
+        probe = EngineRequest(name, read_ids([0], "input_ids", self._info), sampling, {})
         try:
             async with asyncio.timeout(PROBE_S):
-                await unless_gone(request.receive, self._runner.collect(Group(name, [job])))
+                await unless_gone(request.receive, self._runner.collect(Group(name, [probe])))
         except TimeoutError:
             return _unhealthy(f"no token within {PROBE_S:.0f} s")
         except OverlapSpecError as error:

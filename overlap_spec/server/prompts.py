@@ -25,7 +25,7 @@ def read_ids(ids: Any, field: str, info: ServerInfo) -> TokenPrompt:
     if isinstance(ids, list) and len(ids) > info.max_model_len:
         text = f"{field}: the {CONTEXT_WORDS} is {info.max_model_len} tokens, the prompt has {len(ids)}"
         raise Problem(400, text, field, "context_length_exceeded")
-    checked = check_ids(ids, field)
+    checked = parse_ids(ids, field)
     if not checked:
         raise Problem(400, f"{field}: a prompt must have at least one token", field, "invalid_value")
     return TokenPrompt(struct.pack(f"<{len(checked)}i", *checked))
@@ -76,7 +76,7 @@ def need_tokenizer(field: str, info: ServerInfo) -> None:
         raise Problem(400, f"{field}: this server has no tokenizer (--skip-tokenizer-init)", field, "invalid_value")
 
 
-def check_ids(ids: Any, field: str) -> list[int]:
+def parse_ids(ids: Any, field: str) -> list[int]:
     """Raises: Problem for what is no list of token ids."""
     try:
         return msgspec.convert(ids, list[TokenId])

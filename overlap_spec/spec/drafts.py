@@ -20,6 +20,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import DraftHead, DraftProfile, LoadedDraft
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.spec.proposers.multi_layer import Layers, MultiLayerProposer, RecentRows, rows_to_remember
@@ -42,6 +43,7 @@ class EngineShape:
     device: torch.device
     hidden_size: int  # of the target
     max_deferred: int  # draft rows that steps of width 1 may leave behind
+    token_pool: TokenPool  # every request's tokens
     attention: AttentionChoice = DEFAULT_ATTENTION  # of the draft
     scratch_start: int = 0  # the first cache row of the draft behind its pages
     probs: DraftProbs | None = None  # given: guesses are to be drawn, and this is told what from

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 
@@ -67,14 +67,14 @@ class Verifier(Protocol):
     (`Verification.is_lossy`).
     """
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """Give a token for each column of the window: the one to commit after it, if the guesses up to it are accepted.
 
         A guess is accepted while it is the token after the column before it (a tree's: after its parent), unless
         `Drawn.accept_len` says how many are. `batch.sampling.work` is known to the host: a step of greedy requests
-        alone needs no logits. Steps are captured as CUDA graphs: nothing may depend on the values of tensors.
+        alone needs no logits. Steps are captured as CUDA graphs: no branch may go by the values of a tensor.
 
-        Pure. Sync: never. Shapes: scores of B * W rows, row j of a slot follows window column j.
+        Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j.
         """
         ...
 

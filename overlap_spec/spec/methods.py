@@ -12,6 +12,7 @@ from overlap_spec.config import AcceptSettings, SpecSettings, is_own_method
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
 from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, NoDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.proposers.ngram_draft import NgramDraft
@@ -43,34 +44,30 @@ def _load_ngram(spec: SpecSettings, target: LoadedTarget, progress: Progress) ->
     return NgramDraft.of(spec.ngram, spec.width - 1, target.embedding.device)
 
 
-def _head(load_head: Callable[..., LoadedDraft[DraftHead]]) -> Load:
-    """Load a draft head in its target's dtype, where that is."""
+def _head(load_head: Callable[[DraftSource, LoadedTarget], LoadedDraft[DraftHead]]) -> Load:
+    """Load a draft head."""
 
     def load(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-        like = target.embedding
-        token_map = {} if spec.token_map is None else {"token_map": spec.token_map}
-        head = load_head(
-            _draft_path(spec), target, like.dtype, like.device, progress, spec.draft_load_format, **token_map
-        )
+        head = load_head(_source(spec, target, progress), target)
         return _chain_or_tree(ChainDraft(head, spec.num_steps), spec)
 
     return load
 
 
 def _load_standalone(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    draft = load_language_draft(_draft_path(spec), target, progress, spec.draft_load_format, spec.token_map)
+    draft = load_language_draft(_source(spec, target, progress), target)
     return _chain_or_tree(SmallModelDraft(draft, spec.num_steps), spec)
 
 
 def _load_mtp_layers(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    return MultiLayerDraft(load_mtp_layers(_draft_path(spec), target, spec.num_steps, progress, spec.draft_load_format))
+    return MultiLayerDraft(load_mtp_layers(_source(spec, target, progress), target, spec.num_steps))
 
 
-def _draft_path(spec: SpecSettings) -> str:
-    """The draft's directory. Raises: ConfigError, of a method of one's own that was given none."""
+def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> DraftSource:
+    """Where the draft is. Raises: ConfigError, of a method of one's own that was given none."""
     if spec.draft_path is None:
         raise ConfigError("speculative_draft_model_path", f"{spec.method} needs a draft model: give its directory")
-    return spec.draft_path
+    return DraftSource.for_target(spec.draft_path, target, progress, spec.draft_load_format, spec.token_map)
 
 
 def _chain_or_tree(chain: ChainDraft | SmallModelDraft, spec: SpecSettings) -> LoadedProposer:

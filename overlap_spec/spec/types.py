@@ -34,6 +34,7 @@ class Window:
     tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
     positions: Tensor  # [B, W] i64
     parents: Tensor | None = None  # [B, W] i64, columns before their own, the root's 0; None: a chain
+    num_levels: int | None = None  # of guesses, at most; None: W - 1
 
 
 @dataclass(frozen=True)

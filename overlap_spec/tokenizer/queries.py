@@ -20,7 +20,7 @@ from overlap_spec.messages import (
     ToScheduler,
 )
 from overlap_spec.tokenizer.prompts import PromptReader
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 
 Query = Tokenize | Detokenize | Flush | GetStats
 
@@ -29,10 +29,10 @@ class Queries:
     """Answers clients; what only the scheduler knows is asked there or remembered from its last report."""
 
     def __init__(
-        self, prompts: PromptReader, admission: Admission, scheduler: Outlet[ToScheduler], clients: ClientLink
+        self, prompts: PromptReader, checks: RequestChecks, scheduler: Outlet[ToScheduler], clients: ClientLink
     ) -> None:
         self._prompts = prompts
-        self._admission = admission
+        self._checks = checks
         self._scheduler = scheduler
         self._clients = clients
         self._stats = Stats()
@@ -45,7 +45,7 @@ class Queries:
                 ids = await self._prompts.encode(query.prompt, query.add_special_tokens, None)
                 self._clients.send(client, Tokenized(query.request_id, pack_ids(ids)))
             case Detokenize():
-                text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._admission.vocab_size)
+                text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._checks.vocab_size)
                 self._clients.send(client, Detokenized(query.request_id, text))
             case Flush():
                 self._flushing.append((client, query.request_id))

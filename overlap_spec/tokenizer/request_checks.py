@@ -19,7 +19,7 @@ class Refusal(Exception):
         self.code = code
 
 
-class Admission:
+class RequestChecks:
     """The rules of one engine. `limits` are unknown until it is warm."""
 
     def __init__(self, eos_token_ids: Sequence[int], max_open_requests: int, seed: int | None) -> None:

@@ -49,7 +49,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.request_checks import Admission, Refusal
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +60,19 @@ class TokenizerService:
     def __init__(
         self,
         codec: Codec,
-        admission: Admission,
+        checks: RequestChecks,
         scheduler: Outlet[ToScheduler],
         clients: ClientLink,
         tell_supervisor: Callable[[ToSupervisor], None],
     ) -> None:
         self._codec = codec
-        self._admission = admission
+        self._checks = checks
         self._scheduler = scheduler
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # replaced by who wants to know
         self._prompts = PromptReader(codec)
-        self._queries = Queries(self._prompts, admission, scheduler, clients)
+        self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts
         self._stopped = False
@@ -103,7 +103,7 @@ class TokenizerService:
             case TokenDeltas():
                 self._add_tokens(message)
             case EngineLimits():
-                self._admission.limits = message
+                self._checks.limits = message
             case Refused():
                 self._refused(message)
             case Flushed():
@@ -146,7 +146,7 @@ class TokenizerService:
             self._clients.send(request.client, Rejected(request.request_id, message.code, message.message))
 
     def _shut_down(self, drain: bool) -> None:
-        self._admission.draining = True
+        self._checks.draining = True
         self._stopped = not drain
         if drain:
             self._report_if_drained()
@@ -176,7 +176,7 @@ class TokenizerService:
             case Cancel():
                 self._cancel(client, message)
             case Ping():
-                self._clients.send(client, Pong(message.sent_at, self._admission.limits is not None, client))
+                self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
                 self._client_gone(client, message)
             case Malformed():
@@ -197,14 +197,14 @@ class TokenizerService:
             self._refuse(client, message.request_id, error)
 
     async def _generate(self, client: int, message: Generate) -> None:
-        limits = self._admission.check_open(len(self._requests))
+        limits = self._checks.check_open(len(self._requests))
         self._codec.check_stop_strings(message.sampling.stop)
-        stop_ids = self._admission.stop_ids(message.sampling)
+        stop_ids = self._checks.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
-            sampling = self._admission.settle(message.sampling, ids, limits)
+            sampling = self._checks.settle(message.sampling, ids, limits)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while it was read: it has had its last row
@@ -256,7 +256,7 @@ class TokenizerService:
         self._report_if_drained()
 
     def _report_if_drained(self) -> None:
-        if self._admission.draining and not self._stopped and not self._requests:
+        if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
 
 

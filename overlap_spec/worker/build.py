@@ -13,7 +13,9 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import draw_columns
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import SpecMethod, Tree
 from overlap_spec.spec.methods import method_of
@@ -82,7 +84,9 @@ def build_executor(
     tree = profile.tree
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
+    pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
+    processors = LogitProcessors(target.vocab_size, pool)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,
@@ -91,6 +95,7 @@ def build_executor(
         device=place,
         hidden_size=target.hidden_size,
         max_deferred=geometry.max_deferred,
+        token_pool=pool,
         attention=of_draft,
         scratch_start=geometry.num_pages * geometry.page_size,
         probs=DraftProbs() if accept.rejection else None,

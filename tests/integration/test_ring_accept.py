@@ -30,7 +30,7 @@ TOGETHER = 500  # requests that are open at a time
 SIGNIFICANCE = 1e-3
 WRONG: dict[str, Callable[..., Tensor]] = {
     "residual": lambda self, p, guesses, slots: p,  # the guess may be drawn again, as if q had taken nothing of it
-    "stands": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
+    "accepts": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
 }
 
 
@@ -84,6 +84,7 @@ def expected() -> dict[tuple[int, ...], float]:
     return joint(tiny_loaded(3, 3).target, PROMPT, 3, lambda logits: filtered(logits, 1.5, filters))
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "num_samples", [FEW_SAMPLES, pytest.param(30_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
@@ -94,6 +95,7 @@ def test_rejection_keeps_the_distribution(num_samples: int, depth: int, codec: T
     assert p_value(Counter(answers(config, codec, sampled(range(num_samples)))), expected()) > SIGNIFICANCE
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rejection_gone_wrong_is_noticed(wrong: str, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rejection, wrong, WRONG[wrong])

@@ -94,6 +94,7 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
     return "fp32" if argument in ("eps", "scale_log2") else "i32"
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", MAPS)
 def test_streamed_maps(name: str) -> None:
     constants = MAPS[name]
@@ -101,6 +102,7 @@ def test_streamed_maps(name: str) -> None:
     check(ptx)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_maps(name: str) -> None:
     """The copy engine brings the tiles, a warpgroup multiplies, and W is asked for before the wait."""
@@ -110,6 +112,7 @@ def test_tiled_maps(name: str) -> None:
     assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention(name: str) -> None:
     check(
@@ -117,6 +120,7 @@ def test_attention(name: str) -> None:
     )
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", TREES)
 def test_tree_attention(name: str) -> None:
     """A warpgroup multiplies what threads have copied 16 bytes at a time past the registers."""

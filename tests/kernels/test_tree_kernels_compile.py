@@ -102,11 +102,12 @@ def assembly(
     return text
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:
     """Keys are copied 16 bytes at a time while others are multiplied; it waits once for the kernel before it."""
     dtype, num_warps, constants = ATTENTION[name]
-    ptx = assembly("_tree_attention_kernel", "tree_attention_kernel", dtype, "fp32", num_warps, constants)
+    ptx = assembly("attention._tree_attention_kernel", "tree_attention_kernel", dtype, "fp32", num_warps, constants)
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert copies and set(copies) == {"0x10"}
     assert ptx.count("griddepcontrol.wait") == 1 and ".local" not in ptx
@@ -114,6 +115,7 @@ def test_attention(name: str) -> None:
     assert (dtype == "fp32") != ("mma" in ptx), "float32 is not multiplied as TF32"
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: f"{case[1]}-{case[2]}-{case[3]}")
 def test_others(case: tuple[str, str, str, str, int, dict[str, Any]]) -> None:
     *known, constants = case

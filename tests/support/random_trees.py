@@ -28,8 +28,8 @@ class RandomTreeDraft:
 
     @classmethod
     def of(cls, target: LoadedTarget, num_levels: int) -> "RandomTreeDraft":
-        normed = target.embedding / target.embedding.pow(2).mean(1, keepdim=True).sqrt()
-        return cls((normed @ target.head.weight.T).argmax(1).tolist(), num_levels)
+        normed = target.embedding.weight / target.embedding.weight.pow(2).mean(1, keepdim=True).sqrt()
+        return cls(target.head.argmax(normed).tolist(), num_levels)
 
     @property
     def profile(self) -> DraftProfile:

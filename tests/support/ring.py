@@ -29,7 +29,7 @@ from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeD
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
@@ -155,9 +155,9 @@ class Ring:
             self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        admission = Admission(codec.eos_token_ids, 1000, 0)
-        admission.limits = self.scheduler.limits.engine_limits()
-        self.tokenizer = TokenizerService(codec, admission, self.to_scheduler, self.clients, lambda message: None)
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0)
+        checks.limits = self.scheduler.limits.engine_limits()
+        self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
 
     def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
         """Send a request."""

@@ -26,7 +26,7 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from support.small_tokenizers import EOS, smollm2
 
@@ -58,8 +58,8 @@ class Harness:
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.supervisor: list[ToSupervisor] = []
-        admission = Admission((EOS,), max_open, seed=1)
-        self.service = TokenizerService(codec, admission, self.scheduler, self.clients, self.supervisor.append)
+        checks = RequestChecks((EOS,), max_open, seed=1)
+        self.service = TokenizerService(codec, checks, self.scheduler, self.clients, self.supervisor.append)
 
     def say(self, message: Arrival, client: int = 1) -> None:
         self.clients.said.put_nowait((client, message))

@@ -9,11 +9,9 @@ from typing import Any
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp_layouts import has_layer
-from overlap_spec.models.kv_cache import KVShape
+from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.rope import RopeConfig
-from overlap_spec.models.targets.families import FAMILIES, AttentionBias, Windows, family_of
-
-ARCHITECTURES = tuple(FAMILIES)
+from overlap_spec.models.targets.families import AttentionBias, Windows, family_of
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,10 @@ class LlamaConfig:
             origin=origin,
         )
 
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in this model's cache."""
-        return KVShape(self.num_layers, self.num_kv_heads, self.head_dim)
+    def attention_shape(self, window: int | None) -> AttentionShape:
+        """The heads of a layer with this window."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        return AttentionShape(*sizes, self.head_dim**-0.5, window, self.rope)
 
 
 def _head_dim(config: Mapping[str, Any], default: int | None, hidden: int, heads: int, origin: str) -> int:

@@ -52,13 +52,10 @@ class NgramDraft:
             num_bytes=num_bytes,
             log_bytes=num_bytes,
             tree=None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses),
-            token_bytes=torch.int32.itemsize,  # of the pool
         )
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
-        """Take the memory of requests' own tokens."""
-        pool = torch.zeros(shape.scratch_start, dtype=torch.int32, device=shape.device)
         log = with_slots(self.log, shape.num_rows)
-        memory = NgramMemory(self.limits, pool, log, shape.page_size, self.corpus)
+        memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus)
         memory.enter_corpus()
         return NgramProposer(memory, NgramWindows.allocate(shape.num_rows, self.num_guesses, shape.device))

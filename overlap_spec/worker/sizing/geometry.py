@@ -6,6 +6,7 @@ import torch
 
 from overlap_spec.config import MIB, Settings
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
 from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
@@ -109,7 +110,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
         ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
-        token_bytes=draft.token_bytes,
+        token_bytes=TOKEN_BYTES + draft.token_bytes,
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 

@@ -37,7 +37,7 @@ def _module(name: str) -> ModuleType:
 
 
 _OPS = tuple(
-    _module(name) for name in ("attention.decode_attention", "attention.tree_attention", "linear.fused_linear")
+    _module(name) for name in ("attention.decode_attention", "attention.tree_attention", "linear.whole_rows_linear")
 )
 _LINEARS = tuple(_module(name) for name in ("linear.streamed_linear", "linear.warpgroup_linear"))
 _ATTENTIONS = tuple(_module(name) for name in ("attention._decode_attention_gluon", "attention._tree_attention_gluon"))

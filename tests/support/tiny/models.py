@@ -23,10 +23,10 @@ from torch import Tensor
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import eagle3_loader, llama_loader
+from overlap_spec.models.loading import eagle3_loader, llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
+from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.families import family_of
-from overlap_spec.models.targets.llama import LlamaWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 VOCAB, EOS = 128, 2
@@ -136,10 +136,10 @@ def tiny_eagle3(
 
 def load_tiny_target(
     checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
-) -> LlamaWeights:
+) -> DecoderWeights:
     """Through the real loader, from memory."""
     config = LlamaConfig.from_hf(checkpoint.config, "memory/config.json")
-    return llama_loader.load_llama(config, _open(checkpoint, llama_loader.canonical_name, dtype, device))
+    return llama_loader.load_llama(config, _open(checkpoint, parts.canonical_name, dtype, device))
 
 
 def load_tiny_draft(checkpoint: TinyCheckpoint, target: LoadedTarget) -> Eagle3Weights:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3
 
 F64 = torch.float64
@@ -79,7 +80,7 @@ def inputs(width: int) -> tuple[Tensor, TargetOutput]:
     random = torch.Generator().manual_seed(width)
     tokens = torch.randint(128, (ROWS,), generator=random)
     aux = torch.randn(ROWS, width, generator=random, dtype=F64)
-    return tokens, TargetOutput(stream=torch.randn(ROWS, 32, generator=random, dtype=F64), aux=aux)
+    return tokens, TargetOutput(final=torch.randn(ROWS, 32, generator=random, dtype=F64), aux=aux)
 
 
 def run(draft: LoadedDraft[DraftHead], tokens: Tensor, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +91,7 @@ def run(draft: LoadedDraft[DraftHead], tokens: Tensor, output: TargetOutput) -> 
     chunks = [5, 1, ROWS - 6]
     parts = zip(tokens.split(chunks), features.split(chunks), chunks, strict=True)
     result = torch.cat([head.forward(part, feature, paged.rows([n])).values for part, feature, n in parts])
-    return features, result, head.scores(head.enter(result)).logits()
+    return features, result, head.logits(head.enter(result)).compute()
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -102,7 +103,7 @@ def test_the_head_is_its_formula(layers: int, agree: bool) -> None:
     features, result, logits = run(load_tiny_draft(checkpoint, target), tokens, output)
     t = checkpoint.tensors
     torch.testing.assert_close(features, output.aux @ t["fc.weight"].T)
-    expected = formula(checkpoint, features, target.embedding[tokens])
+    expected = formula(checkpoint, features, target.embedding(tokens))
     torch.testing.assert_close(result, expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(logits, norm(expected, t["norm.weight"]) @ t["lm_head.weight"].T, atol=1e-10, rtol=0)
 
@@ -163,7 +164,7 @@ def test_every_layout_is_the_same_head(layout: str, binary: bool, tmp_path: Path
     target = load_tiny_target(TARGET)
     checkpoint = tiny_eagle3(4, TARGET)
     write_checkpoint(tmp_path, LAYOUTS[layout](checkpoint), binary=binary)
-    loaded = load_eagle3(str(tmp_path), target, F64, CPU)
+    loaded = load_eagle3(DraftSource(str(tmp_path), F64, CPU), target)
     expected = load_tiny_draft(checkpoint, target)
     tokens, output = inputs(64)
     for mine, theirs in zip(run(loaded, tokens, output), run(expected, tokens, output), strict=True):
@@ -205,7 +206,7 @@ def test_without_taps_the_final_hidden_state_is_the_feature() -> None:
     features, result, _ = run(draft, tokens, plain)
     assert draft.profile.aux_layers == ()
     torch.testing.assert_close(features, plain.hidden)
-    torch.testing.assert_close(result, formula(checkpoint, features, target.embedding[tokens]), atol=1e-10, rtol=0)
+    torch.testing.assert_close(result, formula(checkpoint, features, target.embedding(tokens)), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("names", [("fc_norm.0", "fc_norm.1"), ("aux_norm_low", "aux_norm_mid")])
@@ -247,14 +248,14 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
     model = target.attach(cache, 512, draft.profile.aux_layers)
     outputs = [model.forward(torch.tensor(tokens), paged.rows([3]))]
     while len(tokens) < 120:
-        tokens.append(int(model.scores(outputs[-1].hidden[-1:]).argmax()))
+        tokens.append(int(model.logits(outputs[-1].hidden[-1:]).argmax()))
         outputs.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])))
     paged.lengths = [0]
     head = draft.attach(KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     aux = torch.cat([output.aux for output in outputs])[:-2]
     features = head.fuse(TargetOutput(aux, aux))
     guesses = draft.target_ids[
-        head.scores(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
+        head.logits(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
     ]
     right = (guesses == torch.tensor(tokens[2:])).float()
     assert 0.3 < right.mean() < 0.95

@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.targets.llama import LlamaTarget
+from overlap_spec.models.targets.decoder import DecoderTarget
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -67,13 +67,13 @@ def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> LlamaTarget:
+def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> DecoderTarget:
     weights = load_tiny_target(checkpoint, dtype)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
     return weights.attach(cache, num_positions=512, aux_layers=(0, 1))
 
 
-def run(model: LlamaTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
+def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
     """Feed the next `counts[b]` tokens of each request in one forward; split the output by request."""
     parts = [row[start : start + count] for row, start, count in zip(tokens, paged.lengths, counts, strict=True)]
     output = model.forward(torch.cat(parts), paged.rows(counts))
@@ -101,7 +101,7 @@ def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monke
         with torch.no_grad():
             expected = reference(row[None], output_hidden_states=True)
             aux_hidden = torch.cat([stream_after(reference, row, layer) for layer in (0, 1)], dim=1)
-        torch.testing.assert_close(model.scores(hidden).logits(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(model.logits(hidden).compute(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
         torch.testing.assert_close(aux, aux_hidden, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -141,4 +141,4 @@ def test_bfloat16_logits_are_widened() -> None:
     model = attached(tiny_target(6), torch.bfloat16, paged)
     output = model.forward(torch.tensor([3, 4]), paged.rows([2]))
     assert output.hidden.dtype == torch.bfloat16
-    assert model.scores(output.hidden).logits().dtype == torch.float32
+    assert model.logits(output.hidden).compute().dtype == torch.float32

@@ -18,7 +18,11 @@ from overlap_spec.runtime import supervisor as supervisor_module
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
-OBEDIENT = {"tokenizer": "support.actors.obedient", "scheduler": "obedient_actor", "worker": "obedient_actor"}
+OBEDIENT = {
+    "tokenizer": "support.actors.obedient",
+    "scheduler": "support.actors.obedient",
+    "worker": "support.actors.obedient",
+}
 
 
 @contextlib.asynccontextmanager

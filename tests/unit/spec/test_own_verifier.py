@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.given_logits import GivenScores, window_of
+from support.given_logits import GivenLogits, window_of
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.errors import ConfigError
@@ -38,26 +38,26 @@ def example() -> ModuleType:
     return module
 
 
-def some_windows() -> tuple[torch.Tensor, GivenScores]:
+def some_windows() -> tuple[torch.Tensor, GivenLogits]:
     """Windows with a guess missing here and there; logits from flat to peaked."""
     random = torch.Generator().manual_seed(3)
     tokens = torch.randint(-1, VOCAB, (SLOTS, WIDTH), generator=random).clamp_(min=-1)
     tokens[:, 0] = 1
     sharpness = torch.linspace(0.1, 6, SLOTS, dtype=torch.float64)[:, None, None]
-    return tokens, GivenScores(torch.randn(SLOTS, WIDTH, VOCAB, generator=random, dtype=torch.float64) * sharpness)
+    return tokens, GivenLogits(torch.randn(SLOTS, WIDTH, VOCAB, generator=random, dtype=torch.float64) * sharpness)
 
 
 def test_at_a_temperature_a_guess_is_accepted_if_it_is_typical_or_drawn(example: ModuleType, make_batch) -> None:
-    tokens, scores = some_windows()
+    tokens, logits = some_windows()
     batch = make_batch([7] * SLOTS, temperature=0.8)
-    drawn = example.TypicalVerifier(INPUTS).verify(window_of(tokens, 7), scores, batch)
-    plain = ChainVerifier(TOKENS).verify(window_of(tokens, 7), scores, batch).tokens
+    drawn = example.TypicalVerifier(INPUTS).verify(window_of(tokens, 7), logits, batch)
+    plain = ChainVerifier(TOKENS).verify(window_of(tokens, 7), logits, batch).tokens
     assert drawn.accept_len is None
     seen = set()
     for slot in range(SLOTS):
         for column in range(WIDTH):
             guess = int(tokens[slot, column + 1]) if column + 1 < WIDTH else -1
-            weights = [math.exp(float(logit) / 0.8) for logit in scores.given[slot, column]]
+            weights = [math.exp(float(logit) / 0.8) for logit in logits.given[slot, column]]
             p = [weight / sum(weights) for weight in weights]
             entropy = -sum(each * math.log(each) for each in p)
             typical = guess >= 0 and p[guess] > min(example.EPSILON, example.DELTA * math.exp(-entropy))
@@ -68,11 +68,11 @@ def test_at_a_temperature_a_guess_is_accepted_if_it_is_typical_or_drawn(example:
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["greedy steps", "beside sampled requests"])
 def test_greedy_requests_are_given_the_argmax(example: ModuleType, make_batch, mixed: bool) -> None:
-    tokens, scores = some_windows()
+    tokens, logits = some_windows()
     batch: SlotBatch = make_batch([7] * SLOTS)
     batch = replace(batch, sampling=replace(batch.sampling, work=SamplingWork(mixed, False, False)))
-    drawn = example.TypicalVerifier(INPUTS).verify(window_of(tokens, 7), scores, batch)
-    assert torch.equal(drawn.tokens, scores.given.argmax(2))
+    drawn = example.TypicalVerifier(INPUTS).verify(window_of(tokens, 7), logits, batch)
+    assert torch.equal(drawn.tokens, logits.given.argmax(2))
 
 
 def test_what_it_is_called_says_that_it_is_lossy(example: ModuleType) -> None:

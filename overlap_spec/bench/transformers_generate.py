@@ -13,7 +13,7 @@ from overlap_spec.bench.workload import Workload
 from overlap_spec.config import Settings, child_environment, own_environment
 
 
-class Generate:
+class TransformersGenerate:
     """transformers on the prompts of one workload."""
 
     def __init__(self, settings: Settings, workload: Workload) -> None:
