@@ -8,6 +8,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
+from overlap_spec.models.targets import gemma3, olmo2, phi3
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -47,6 +48,9 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": LLAMA,
     "MiMoForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
+    "Gemma3ForCausalLM": Architecture(gemma3.read_config, gemma3.load),
+    "Olmo2ForCausalLM": Architecture(olmo2.read_config, olmo2.load),
+    "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
 }
 
 

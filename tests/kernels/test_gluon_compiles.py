@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import triton
 from overlap_spec_kernels.attention import _decode_attention_gluon, _tree_attention_gluon
-from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -64,11 +63,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 def assembly(module: Any, name: str, constants: dict[str, Any], num_warps: int) -> str:
     """PTX of a kernel in bfloat16, with the alignments that its launch has."""
-    scope = vars(module)
-    kernel = scope[name]
-    if isinstance(kernel, TritonKernel):  # as its first launch would do
-        kernel.compile_module()
-    function = scope[name]
+    function = vars(module)[name].compiled
     signature = {argument: type_of(argument, constants) for argument in function.arg_names}
     aligned = [i for i, (argument, kind) in enumerate(signature.items()) if kind == "i32" and "num" not in argument]
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]

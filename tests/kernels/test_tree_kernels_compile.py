@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.launch import TritonKernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -80,10 +79,7 @@ def assembly(
     module: str, name: str, dtype: str, scores: str, num_warps: int, constants: dict[str, Any], logits: str = ""
 ) -> str:
     """PTX, with the alignments that a launch has."""
-    scope = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))
-    if isinstance(scope[name], TritonKernel):  # as its first launch would do
-        scope[name].compile_module()
-    function = scope[name]
+    function = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))[name].compiled
     types = INT32 | dict.fromkeys(FLOATS, f"*{scores}") | dict.fromkeys(MODEL, f"*{dtype}") | {"scale_log2": "fp32"}
     types["logits_ptr"] = f"*{logits or scores}"
     signature = {

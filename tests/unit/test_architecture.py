@@ -232,7 +232,8 @@ def test_the_step_path_never_waits_for_the_device(path: Path) -> None:
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    names = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
+    """Decorated by `@TritonKernel` or `@TritonKernel.with_options(..)`, or those of Gluon."""
+    names = {name.id for decorator in node.decorator_list for name in ast.walk(decorator) if isinstance(name, ast.Name)}
     return bool(names & {"TritonKernel", "GluonKernel"})
 
 

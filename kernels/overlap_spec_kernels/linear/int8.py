@@ -87,7 +87,7 @@ def int8_linear_reference(x: Tensor, values: Tensor, scales: Tensor, dtype: torc
     return (F.linear(wide, values.to(wide.dtype)) * scales).to(dtype)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _int8_linear_kernel(
     x_ptr: tl.tensor,
     values_ptr: tl.tensor,

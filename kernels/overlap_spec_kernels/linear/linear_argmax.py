@@ -72,7 +72,7 @@ def _empty_best(programs: int, num_rows: int, device: torch.device, by_row: bool
     return torch.empty((programs, num_rows), dtype=torch.float32, device=device)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("program_step", "row_step"))
 def _best_kernel(
     best_ptr: tl.tensor,
     best_at_ptr: tl.tensor,

@@ -99,7 +99,7 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _streamed_linear_kernel(
     x_ptr: gl.tensor, weight_ptr: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,

@@ -112,7 +112,7 @@ def tile_counters(device: torch.device) -> Tensor:
     return torch.zeros(_SPLIT_BELOW, dtype=torch.int32, device=device)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _warpgroup_linear_kernel(
     w_tiles: gl.tensor, x_tiles: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,

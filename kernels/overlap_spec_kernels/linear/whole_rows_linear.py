@@ -64,7 +64,7 @@ def whole_rows_for(x: Tensor, weight: Tensor, gated: bool) -> WholeRows | None:
     return WholeRows(8, whole_k, 8) if shared <= _SHARED_BYTES else None
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _whole_rows_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, squares_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor,
     out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor,

@@ -163,7 +163,7 @@ def _ngram_absorb_triton(
     log.opened.add_(taken)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_absorb_kernel(
     tokens_ptr: tl.tensor,
     fill_ptr: tl.tensor,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def judge_tree_kernel(
     drawn_ptr: tl.tensor,
     window_tokens_ptr: tl.tensor,

@@ -153,7 +153,7 @@ def _judge_chain_triton(
     return out
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _judge_chain_kernel(
     drawn_ptr: tl.tensor,
     window_tokens_ptr: tl.tensor,

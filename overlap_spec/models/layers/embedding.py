@@ -43,6 +43,10 @@ class Embedding:
         rows = F.embedding(tokens, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 
+    def scaled(self, scale: float) -> "Embedding":
+        """The same memory, with a scale."""
+        return Embedding(self.weight, scale)
+
     def tied_head(self) -> AnyLinear:
         """The head of a model that ties both: the same memory, without the scale."""
         return Linear(self.weight)

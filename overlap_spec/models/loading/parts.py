@@ -18,9 +18,9 @@ def canonical_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def take_embedding(checkpoint: Weights, vocab_size: int, size: int, scale: float = 1.0) -> Embedding:
+def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding:
     """The token embedding."""
-    return Embedding(checkpoint.take("embed_tokens.weight", (vocab_size, size)), scale)
+    return Embedding(checkpoint.take("embed_tokens.weight", (vocab_size, size)))
 
 
 def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinear:
