@@ -17,7 +17,6 @@ from overlap_spec.models.layers.embedding import DraftInput
 from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.eagle_loader import mapped_head
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import count_bytes
 
