@@ -70,7 +70,7 @@ async def main(model: str = "smollm2", head: str = str(DRAFT)) -> None:
         async with Engine(EngineConfig(model_path=model, log_level="error", **asked)) as engine:
             sampled = await asyncio.gather(*(engine.client.complete(prompt, sampling) for sampling in HOT))
             greedy.append(await engine.client.complete(prompt, COLD))
-            print(f"{engine.facts['worker']['verification']}: accept length", end=" ")
+            print(f"{engine.facts.worker.verification}: accept length", end=" ")
             print(f"{16 * 63 / sum(answer.usage.spec_verify_ct for answer in sampled):.2f} at temperature 1")
     print("greedy tokens are the same:", greedy[0].token_ids == greedy[1].token_ids)
 

@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from overlap_spec.cli import bench, chat
-from overlap_spec.cli.flags import ALIASES, flag_name
+from overlap_spec.cli.flags import ALIASES, REFUSED, flag_name
 from overlap_spec.cli.parser import Parser
-from overlap_spec.cli.refused_flags import REFUSED
 from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, ModelFiles, SpecSettings
 from overlap_spec.config.fields import ConfigField, config_fields
 from overlap_spec.config.resolve import resolve

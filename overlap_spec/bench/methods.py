@@ -100,8 +100,8 @@ async def _start(
 
 async def _measure_job(entry: Report, job: Job, engine: Engine, session: Session) -> None:
     """Fill in the entry; what was measured before a failure stays. Stops the engine."""
-    worker = engine.facts["worker"]
-    entry |= {"settings": describe_settings(engine), "memory": {name: worker.get(name) for name in MEMORY}}
+    worker = engine.facts.worker.report()
+    entry |= {"settings": describe_settings(engine), "memory": {name: worker[name] for name in MEMORY}}
     entry["figures"] = figures = list[Report]()
     try:
         await _warm_up(engine, session)

@@ -75,7 +75,7 @@ def best_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    return {"settings": describe_settings(engine), "facts": {role: dict(facts) for role, facts in engine.facts.items()}}
+    return {"settings": describe_settings(engine), "facts": engine.facts.report()}
 
 
 async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import asyncio
 import ipaddress
 import logging
 
-from overlap_spec.cli.front import Front, server_info
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from overlap_spec.cli.progress import shown_progress
 from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import http_url, print_start
@@ -19,6 +20,8 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.server.app import create_app
+from overlap_spec.server.engine_client import server_info
+from overlap_spec.server.problems import Problem
 from overlap_spec.server.serve import HttpServer
 
 DRAIN_S = 30.0  # for open requests after the first signal
@@ -74,7 +77,8 @@ class Service:
             await engine.start()
         for note in engine.notes:
             log.info("%s", note)
-        self._front.app = create_app(engine.client, server_info(engine.config, engine), self.health)
+        info = server_info(engine.config, engine.settings, engine.facts)
+        self._front.app = create_app(engine.client, info, self.health)
         url = http_url(engine.config.host, self._server.port)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
 
@@ -106,6 +110,20 @@ class Service:
         """End connections, processes and files."""
         await self._server.stop(CLOSE_S)
         await self._engine.stop()
+
+
+class Front:
+    """What the port answers from the first moment to the last: 503 until the engine is warm, then the app."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp = _starting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    await Problem(503, "the engine is starting", code="not_ready").response()(scope, receive, send)
 
 
 def is_loopback(host: str) -> bool:

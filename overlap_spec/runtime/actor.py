@@ -24,9 +24,10 @@ import zmq
 
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.ipc.transport import LAST_WORDS_MS, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, ToSupervisor
 from overlap_spec.runtime.tracing import recorder
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
@@ -78,8 +79,8 @@ class ActorContext:
         self._links.append(link)
         return link
 
-    def ready(self, facts: dict[str, str | int | float]) -> None:
-        """Tell the supervisor that this actor is warm; `facts` fill the start-up table.
+    def ready(self, facts: ActorFacts) -> None:
+        """Tell the supervisor that this actor is warm.
 
         What is loaded by now stays, and no later garbage collection goes through it: one takes milliseconds.
         """

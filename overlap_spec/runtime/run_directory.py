@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.ipc.transport import Endpoints
+from overlap_spec.ipc.endpoints import Endpoints
 
 PREFIX = "overlap-spec"
 LOCK_FILE = "lock"

@@ -14,13 +14,12 @@ import zmq
 from overlap_spec.config import Settings, encode_settings
 from overlap_spec.errors import ActorDied
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
+from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
 from overlap_spec.runtime.actor import SETTINGS_FILE
 from overlap_spec.runtime.processes import Children, describe_exit
 from overlap_spec.runtime.run_directory import RunDirectory
 
 T = TypeVar("T")
-Facts = dict[str, str | int | float]
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
 
 STOP_S = 5.0  # for an actor to leave after Shutdown
@@ -34,7 +33,7 @@ class Supervisor:
 
     def __init__(self, run_dir: RunDirectory, roles: Mapping[str, str], progress: Progress) -> None:
         self.failed: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
-        self.facts: dict[str, Facts] = {}
+        self.facts: dict[str, ActorFacts] = {}  # by role, of those that are ready
         self._run_dir = run_dir
         self._roles = roles
         self._progress = progress

@@ -8,7 +8,7 @@ import torch
 
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.messages import Roofline, StepCosts, ToWorker, WorkerReady
+from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.worker.build import build
@@ -67,29 +67,10 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
-def _cpu_facts(settings: Settings, models: LoadedModels) -> dict[str, str]:
-    """What a figure of this machine depends on, and what was chosen for it."""
-    return {
-        "processor": f"{processor_name()}, {num_cores()} cores",
-        "threads": f"{torch.get_num_threads()}, {waiting_fact()}",
-        "linears": models.linears,
-    }
-
-
-def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
-    if not batch_sizes:
-        return "none"
-    return f"batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes, captured in {seconds:.1f} s)"
-
-
-def _start_fact(batch_sizes: tuple[int, ...], seconds: float, of_captures: float) -> str:
-    said = f"{seconds:.1f} s"
-    return f"{said}, {seconds - of_captures:.1f} s without captures" if batch_sizes else said
-
-
-def _ceilings_fact(ceiling: Roofline) -> str:
-    flop = f"{ceiling.flop_per_s / 1e12:.3g} TFLOP/s" if ceiling.flop_per_s else "FLOP/s not known"
-    return f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {flop}"
+def _platform_facts(settings: Settings, models: LoadedModels, graph_bytes: int) -> CpuFacts | CudaFacts:
+    if settings.model.device == "cuda":
+        return memory_facts(demand_of(settings, models), graph_bytes)
+    return CpuFacts(processor_name(), num_cores(), torch.get_num_threads(), waiting_fact(), models.linears)
 
 
 def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
@@ -127,28 +108,27 @@ async def main(context: ActorContext) -> None:
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # what was said to warm up
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
-    started_s = time.perf_counter() - begun
     context.ready(
-        {
-            "device": device_name(settings.model.device),
-            "tokens": (geometry.num_pages - 1) * geometry.page_size,
-            "pages": geometry.num_pages - 1,
-            "page_size": geometry.page_size,
-            "slots": geometry.num_slots,
-            "chunk_tokens": measured.chunk.tokens,
-            **(_cpu_facts(settings, models) if on_cpu else {}),
-            "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
-            "step_widths": " ".join(str(width) for width in geometry.step_widths),
-            "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),
-            "ceilings": _ceilings_fact(ceiling),
-            "verification": _verification_fact(settings.spec, models),
-            "acceptance": _acceptance_fact(settings.spec),
-            **({} if on_cpu else memory_facts(demand_of(settings, models), graph_bytes)),
-            "weights_mib": (models.target.num_bytes + models.proposer.profile.num_bytes) >> 20,
-            "draft_weights_mib": models.proposer.profile.num_bytes >> 20,
-            "kv_bytes_per_token": bytes_per_token(models, geometry.dtype),
-            "draft_kv_bytes_per_token": models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
-        }
+        WorkerFacts(
+            device=device_name(settings.model.device),
+            num_pages=geometry.num_pages - 1,
+            page_size=geometry.page_size,
+            num_slots=geometry.num_slots,
+            chunk_tokens=measured.chunk.tokens,
+            platform=_platform_facts(settings, models, graph_bytes),
+            graph_batch_sizes=settings.graph_batch_sizes,
+            capture_s=capture_s,
+            step_widths=geometry.step_widths,
+            start_s=time.perf_counter() - begun,
+            bytes_per_s=ceiling.bytes_per_s,
+            flop_per_s=ceiling.flop_per_s,
+            verification=_verification_fact(settings.spec, models),
+            acceptance=_acceptance_fact(settings.spec),
+            weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
+            draft_weight_bytes=models.proposer.profile.num_bytes,
+            kv_bytes_per_token=bytes_per_token(models, geometry.dtype),
+            draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
+        )
     )
     tracer = _step_tracer(context, executor)
     Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer).run()

@@ -12,7 +12,6 @@ import zmq
 import overlap_spec
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -34,6 +33,7 @@ from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import load_codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.memory_link import MemoryLink
 
 PATIENCE_S = 5.0
 STEP_S = 0.002

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -34,7 +33,10 @@ from overlap_spec.messages import (
     Usage,
     WorkerReady,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.runtime.tracing import NO_TRACE
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
+from support.memory_link import MemoryLink
 from support.random_widths import RandomWidths
 from support.scheduler_invariants import check_invariants
 
@@ -243,7 +245,7 @@ class Bench:
         self.tokenizer: MemoryLink = MemoryLink(ToTokenizer)
         settings = SchedulerSettings(options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None)
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
-        links = Links(self.inbox, self.worker, self.tokenizer)
+        links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
@@ -285,9 +287,9 @@ class Bench:
         self.scheduler.dispatch(message)
         check_invariants(self.scheduler, self.device.lengths())
         self.scheduler.plan_ahead()
-        self.scheduler.speak()
+        self.scheduler.send_replies()
         check_invariants(self.scheduler, self.device.lengths())
-        assert self.scheduler.inflight or self.scheduler.queues.idle, "asleep with work that nothing will wake"
+        assert self.scheduler.inflight or self.scheduler.queues.idle, "work is left and nothing in flight"
         sent = self.worker.drain()
         self.plans += sent
         self.all_plans += sent

@@ -13,7 +13,6 @@ import torch
 
 from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Cancel,
     Generate,
@@ -24,7 +23,8 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
@@ -37,6 +37,7 @@ from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 from overlap_spec.worker.worker_actor import worker_ready
+from support.memory_link import MemoryLink
 from support.random_widths import RandomWidths
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from overlap_spec.client.link import Arrival, Gone, pack_ids
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -28,6 +27,7 @@ from overlap_spec.messages import (
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2
 
 LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)

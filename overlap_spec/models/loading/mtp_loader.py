@@ -39,7 +39,7 @@ def load_mtp(
         raise CheckpointError(
             f"{checkpoint.origin}: it has several MTP layers, one for each guess: --enable-multi-layer-eagle runs them"
         )
-    head, ids = mapped_head(target, target_ids)
+    head, ids = parts.mapped_head(target, target_ids)
     weights = _load_layer(config, layout, checkpoint, 0, target, head, ids)
     _finish(checkpoint)
     return weights
@@ -60,7 +60,7 @@ def load_mtp_layers(
             f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
             f" give at most {len(found)}, not {num_layers}",
         )
-    shared, ids = mapped_head(target, None)
+    shared, ids = parts.mapped_head(target, None)
     layers = []
     for index in range(num_layers):
         name, shape = f"layers.{index}.{layout.head}.weight", (shared.out_features, shared.in_features)

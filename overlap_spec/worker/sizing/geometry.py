@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap_spec.config import MIB, Settings
+from overlap_spec.config import Settings
+from overlap_spec.messages import CudaFacts
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
@@ -115,9 +116,9 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     )
 
 
-def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
-    """For the start-up table: what memory goes to, and what gives some of it back."""
-    parts = {
+def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
+    """What memory holds, and what gives some of it back."""
+    held = {
         "of target weights": demand.target_weights,
         "of draft weights": demand.draft_weights,
         "of n-gram log": demand.ngram_log,
@@ -126,12 +127,12 @@ def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
         "of draft probabilities": demand.draft_probs,
         "of CUDA graphs": graph_bytes,
     }
-    taken = ", ".join(f"{num_bytes // MIB} MiB {what}" for what, num_bytes in parts.items() if num_bytes)
-    beside = f" and {demand.token_bytes} beside it" if demand.token_bytes else ""
-    return {
-        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token{beside}",
-        "to save memory": ", ".join(map(str, savings(demand))),
-    }
+    return CudaFacts(
+        held_bytes={purpose: num_bytes for purpose, num_bytes in held.items() if num_bytes},
+        kv_bytes=demand.target_kv + demand.draft_kv,
+        other_bytes=demand.token_bytes,
+        savings=tuple(savings(demand)),
+    )
 
 
 def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:

@@ -16,8 +16,9 @@ import pytest
 import uvloop
 import zmq
 
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import Endpoints, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,

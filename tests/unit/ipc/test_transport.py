@@ -12,8 +12,10 @@ import msgspec
 import pytest
 import uvloop
 import zmq
+from support.memory_link import MemoryLink
 
-from overlap_spec.ipc.transport import Endpoints, MemoryLink, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
