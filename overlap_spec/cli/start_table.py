@@ -24,12 +24,12 @@ def start_table(settings: Settings, facts: EngineFacts, url: str, endpoint: str)
     table = Table(show_header=False, title="overlap-spec")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (_settled(settings) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
+    for name, value in (_settled(settings, facts) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
         table.add_row(name, value)
     return table
 
 
-def _settled(settings: Settings) -> dict[str, str]:
+def _settled(settings: Settings, facts: EngineFacts) -> dict[str, str]:
     spec, model, scheduler = settings.spec, settings.model, settings.scheduler
     counts = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens"
     numbers = counts if spec.num_steps else ""
@@ -40,7 +40,7 @@ def _settled(settings: Settings) -> dict[str, str]:
         rows["token map"] = spec.token_map
     if spec.width > 1:
         rows["draft numbers"] = spec.numbers_from
-        rows["verification"] = str(spec.accept)
+        rows["verification"] = facts.worker.verification
     if attention := _attention(settings.attention):
         rows["attention"] = attention
     return rows | {

@@ -10,8 +10,8 @@ import torch
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.drafts.eagle_config import EagleConfig
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
