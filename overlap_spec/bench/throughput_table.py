@@ -55,7 +55,7 @@ def _target_row(target: Target, report: Report, peer: Peer) -> list[Any]:
 
 
 def target_notes(report: Report) -> list[str]:
-    """What is otherwise than the README says."""
+    """Notes on what differs from the README's description."""
     if all("one_token_walls_s" in row for _, part in _parts(report) for row in part["batches"]):
         return []
     return ["An older measurement: its one-token call is the one before the better run, not the smallest of three."]
@@ -69,7 +69,7 @@ def sampled_head(report: Report) -> list[str]:
 
 
 def sampled_rows(report: Report) -> Rows:
-    """One row for each batch size, and one for chats; empty where the report does not say."""
+    """One row for each batch size, and one for chats; empty if the report has none."""
     engine, plain = (_loads(report[name]) for name in ("engine", "plain"))
     return [
         [load, *(cell for s in (GREEDY, *SAMPLED) for cell in _pair(_with(row, s), _with(plain.get(load), s)))]

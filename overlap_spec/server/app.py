@@ -20,7 +20,7 @@ from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
 OPEN = "/health"  # reports the engine's health itself, and needs no key
-COUNTS = "/metrics"  # answered until the last moment: it gives the engine no work
+COUNTS = "/metrics"  # answered until the end: it gives the engine no work
 
 
 def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> Starlette:
