@@ -16,7 +16,7 @@ from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
-from overlap_spec.server.serve import HttpServer
+from overlap_spec.server.http_server import HttpServer
 
 HOST = "127.0.0.1"
 

@@ -21,8 +21,8 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
+from overlap_spec.server.http_server import HttpServer
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.serve import HttpServer
 
 DRAIN_S = 30.0  # for open requests after the first signal
 GOODBYE_S = 0.3  # after a failure: error events leave, and /health answers 503

@@ -12,7 +12,7 @@ from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
-from overlap_spec.server.facts import Facts
+from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS, Problem
@@ -32,7 +32,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
         Route("/v1/completions", Completions(runner, info).post, methods=["POST"]),
         Route("/generate", NativeGenerate(runner, info).post, methods=["POST"]),
         *Health(runner, info, health).routes(),
-        *Facts(client, info).routes(),
+        *InfoEndpoints(client, info).routes(),
         *Tokens(client, info).routes(),
         *Operations(client, runner, metrics, info).routes(),
     ]
