@@ -9,7 +9,8 @@ import sys
 import torch
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
-from overlap_spec.spec.methods import Method, NoDraft
+from overlap_spec.spec.drafts import NoDraft
+from overlap_spec.spec.methods import Method
 from overlap_spec.spec.proposers.none import NoProposer
 from overlap_spec.spec.types import Guesses
 

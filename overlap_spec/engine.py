@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client.calls import Delta
-from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, EngineConfig, Settings, sets_thread_waiting
+from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
@@ -167,23 +167,8 @@ class Engine:
         settings = replace(settings, trace_dir=self._trace_dir)
         if settings.model.device == "cpu" and not sets_thread_waiting():
             settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))
-        if settings.spec.draft_path is not None:
-            draft_path = hub.resolve_draft(
-                settings.spec.draft_path,
-                self.progress,
-                settings.spec.draft_load_format,
-                self.config.speculative_draft_model_revision,
-            )
-            settings = replace(settings, spec=replace(settings.spec, draft_path=draft_path))
-            hub.check_draft_kind(settings.spec.method, draft_path, settings.spec.draft_load_format)
-            if settings.spec.method in LANGUAGE_MODEL_DRAFTS:
-                notes += hub.check_draft_vocabulary(draft_path, files)
-        if settings.spec.token_map is not None:
-            token_map = hub.resolve_token_map(settings.spec.token_map, self.progress)
-            settings = replace(settings, spec=replace(settings.spec, token_map=token_map))
-        if settings.spec.ngram.corpus is not None:
-            hub.check_corpus(settings.spec.ngram.corpus)
-        return settings, notes
+        spec, said = hub.resolve_drafting(settings.spec, files, self.config, self.progress)
+        return replace(settings, spec=spec), notes + said
 
     def _remove_files(self, run_dir: RunDirectory) -> None:
         run_dir.remove()

@@ -1,9 +1,9 @@
 """Whether a result is older than the code that it measures.
 
 A result records a hash of every part of the code that ran (`source.py`). It is *current* while the parts that its
-benchmark depends on hash the same today: a change of prose leaves it current, a change of code does not. A README
-shows current results. One that is not must be named in `benchmarks/results/older.json` with the reason why it is kept,
-and its table shows both. `tests/unit/bench/test_age.py` checks it.
+benchmark depends on hash the same today: a change of prose leaves it current, a change of code does not. The
+documents show current results. One that is not must be named in `benchmarks/results/older.json` with the reason why it
+is kept, and its table shows both. `tests/unit/bench/test_age.py` checks it.
 """
 
 import json

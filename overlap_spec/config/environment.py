@@ -2,7 +2,7 @@
 
 import os
 
-from overlap_spec.config.settings import Settings
+from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ def asks_for_spec_v2() -> bool:
 
 def forces_greedy_ngram() -> bool:
     """True if SGLANG_NGRAM_FORCE_GREEDY_VERIFY is switched on, in one of SGLang's spellings."""
-    return os.environ.get("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "").lower() in ("1", "true", "yes", "y", "on", "t")
+    return os.environ.get(FORCE_GREEDY_NGRAM, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
 def cache_directory() -> str:

@@ -6,6 +6,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 MIB = 1 << 20
+LOSSY = "LOSSY at temperature > 0"  # said of whatever changes the output's distribution
+FORCE_GREEDY_NGRAM = "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"
 
 
 class Machine(Struct, frozen=True):
@@ -59,11 +61,20 @@ class AcceptSettings(Struct, frozen=True):
         """Whether a guess that the target did not draw may be accepted: then the output's distribution changes."""
         return self.threshold_single < 1 or self.threshold_acc < 1
 
+    @property
+    def asked_by(self) -> str | None:
+        """The flag (or variable) that asks for something else than matching; None: none does."""
+        if self.ngram_force_greedy_verify:
+            return FORCE_GREEDY_NGRAM
+        if self.thresholds:
+            return f"speculative_accept_threshold_{'single' if self.threshold_single < 1 else 'acc'}"
+        return "speculative_use_rejection_sampling" if self.rejection else None
+
     def __str__(self) -> str:
         if self.ngram_force_greedy_verify:
-            return "match with the argmax (SGLANG_NGRAM_FORCE_GREEDY_VERIFY): LOSSY at temperature > 0"
+            return f"match with the argmax ({FORCE_GREEDY_NGRAM}): {LOSSY}"
         if self.thresholds:
-            return f"thresholds single {self.threshold_single:g}, acc {self.threshold_acc:g}: LOSSY at temperature > 0"
+            return f"thresholds single {self.threshold_single:g}, acc {self.threshold_acc:g}: {LOSSY}"
         return "rejection sampling (exact in distribution)" if self.rejection else "match (exact, token for token)"
 
 

@@ -83,7 +83,7 @@ class Request:
 
     def reset(self) -> ResetSlot:
         """The message that this request takes its slot."""
-        return ResetSlot(self.admit.sampling, self.target, self.admit.stop_ids, self.stop_from)
+        return ResetSlot(self.admit.sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len)
 
     def usage(self, speculative: bool) -> Usage:
         """Running counts; verify steps are 0 without speculation, as in SGLang."""

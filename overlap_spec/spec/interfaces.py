@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 
@@ -59,8 +59,8 @@ class Proposer(Protocol):
 class Verifier(Protocol):
     """Decides which guesses stand, without changing the target's distribution."""
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
-        """Pure. Sync: never. Shapes: scores of B * W rows, row j of a slot follows window column j."""
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
+        """Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j."""
         ...
 
 

@@ -57,8 +57,8 @@ class DecodeStep:
         """See `Decoder`."""
         read = self._windows.read(slots, width, sampling)
         output = self._target.forward(read.tokens, read.rows)
-        drawn = self.method.verifier.verify(read.window, self._target.scores(output.stream), read.batch)
-        self.parts.mark("verify")  # after the head, which computes scores only when they are asked for
+        drawn = self.method.verifier.verify(read.window, self._target.logits(output.final), read.batch)
+        self.parts.mark("verify")  # after the head, which computes logits only when they are asked for
         verified = self._windows.settle(read, drawn, output)
         committed = verified.committed
         if self.self_drafting is not None:

@@ -66,6 +66,11 @@ class Executor:
         self._before = handle.device
         return handle
 
+    @property
+    def is_self_drafting(self) -> bool:
+        """Whether the proposer drafts without a model (`SelfDrafting`)."""
+        return self.decode_step.self_drafting is not None
+
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""
         if self.decode_step.self_drafting is not None:

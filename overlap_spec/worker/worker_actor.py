@@ -34,6 +34,7 @@ NO_CEILING = Roofline()
 def worker_ready(
     geometry: Geometry,
     models: LoadedModels,
+    executor: Executor,
     chunk: ChunkSize,
     ceiling: Roofline = NO_CEILING,
     costs: StepCosts = NO_COSTS,
@@ -51,10 +52,10 @@ def worker_ready(
         chunk_tokens=chunk.tokens,
         chunk_pairs=chunk.pairs,
         step_costs=costs,
-        max_deferred=geometry.max_deferred,
+        max_deferred=0 if executor.is_self_drafting else geometry.max_deferred,
         roofline=ceiling,
-        is_self_drafting=models.method.is_self_drafting,
-        branches=models.proposer.tree is not None,
+        is_self_drafting=executor.is_self_drafting,
+        branches=models.proposer.profile.tree is not None,
     )
 
 
@@ -93,7 +94,7 @@ async def main(context: ActorContext) -> None:
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # the tokens of the warm-up
-    scheduler.send(worker_ready(geometry, models, measured.chunk, ceiling, measured.steps))
+    scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     context.ready(
         WorkerFacts(
             device=device_name(settings.model.device),
@@ -110,10 +111,10 @@ async def main(context: ActorContext) -> None:
             flop_per_s=ceiling.flop_per_s,
             verification=str(settings.spec.accept) if geometry.width > 1 else "none",
             acceptance=_acceptance_fact(settings.spec),
-            weight_bytes=models.target.num_bytes + models.proposer.num_bytes,
-            draft_weight_bytes=models.proposer.num_bytes,
+            weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
+            draft_weight_bytes=models.proposer.profile.num_bytes,
             kv_bytes_per_token=bytes_per_token(models, geometry.dtype),
-            draft_kv_bytes_per_token=models.proposer.kv_shape.bytes_per_token(geometry.dtype),
+            draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
         )
     )
     tracer = _step_tracer(context, executor)

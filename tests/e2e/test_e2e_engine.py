@@ -45,6 +45,7 @@ async def running(tiny_model: Path, tmp_path: Path) -> AsyncIterator[Engine]:
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path: Path, loop: str) -> None:
     async def scenario() -> None:
@@ -63,6 +64,7 @@ def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path:
     LOOPS[loop](scenario())
 
 
+@pytest.mark.slow
 def test_many_requests_at_once_equal_each_alone(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:
@@ -141,6 +143,7 @@ def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> N
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow
 def test_a_refused_request_hurts_nobody(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:

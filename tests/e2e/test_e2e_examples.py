@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.command_line import COMMAND_S, Service, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,6 +36,7 @@ def test_the_openai_client(service: Service, tmp_path: Path) -> None:
     assert "[tiny: " in run_example("03_openai_stream.py", tmp_path, service.url)
 
 
+@pytest.mark.slow
 def test_the_two_timelines(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("04_timeline.py", tmp_path, str(tiny_model))
     assert "1 in flight: " in output and "2 in flight: " in output

@@ -59,7 +59,7 @@ def test_low_thresholds_let_more_of_a_tree_stand(codec: TextCodec) -> None:
     config = replace(CONFIG, topk=3)
     exact, lossy = (
         answers(replace(config, accept=accept), codec, sampled)
-        for accept in (None, AcceptSettings(threshold_single=0.05, threshold_acc=0.2))
+        for accept in (AcceptSettings(), AcceptSettings(threshold_single=0.05, threshold_acc=0.2))
     )
     assert exact == answers(CONFIG, codec, sampled)
     assert exact != lossy and all(len(tokens) == 20 for tokens in lossy)
@@ -80,6 +80,7 @@ def expected() -> dict[tuple[int, ...], float]:
     return joint(tiny_loaded(3, 3).target, PROMPT, 3, lambda logits: filtered(logits, 1.5, filters))
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "num_samples", [FEW_SAMPLES, pytest.param(30_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
@@ -90,6 +91,7 @@ def test_rejection_keeps_the_distribution(num_samples: int, depth: int, codec: T
     assert p_value(Counter(answers(config, codec, sampled(range(num_samples)))), expected()) > SIGNIFICANCE
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rejection_gone_wrong_is_noticed(wrong: str, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rejection, wrong, WRONG[wrong])

@@ -48,6 +48,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) 
         assert asyncio.run(answers(num_steps)) == expected, f"{num_steps} steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_storm_of_20_schedules(codec: TextCodec, family: str) -> None:
     run_storm(20, codec, family=family)

@@ -63,4 +63,4 @@ class AnswerReader:
 
     def _forward(self, tokens: Tensor, rows: RowBatch) -> Tensor:
         with torch.inference_mode():
-            return self._target.scores(self._target.forward(tokens, rows).stream).logits()
+            return self._target.logits(self._target.forward(tokens, rows).final).compute()

@@ -30,7 +30,7 @@ def joint(
         positions = torch.arange(len(tokens))
         rows = chunk_rows(pages, torch.zeros_like(positions), positions, ends, len(tokens), PAGE_SIZE)
         hidden = target.forward(torch.tensor(tokens), rows).hidden[-1:]
-        return distribution(target.scores(hidden).logits()[0].tolist())
+        return distribution(target.logits(hidden).compute()[0].tolist())
 
     runs: dict[Run, float] = {(): 1.0}
     for _ in range(length):

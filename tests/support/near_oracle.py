@@ -85,4 +85,4 @@ class NearOracle:
         starts = torch.tensor([0, count])
         rows = chunk_rows(pages[None], torch.zeros_like(positions), positions, starts, count, PAGE_SIZE)
         output = self._target.forward(torch.tensor(tokens), rows)
-        return self._target.scores(output.stream).logits()
+        return self._target.logits(output.final).compute()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
-from overlap_spec.models.interfaces import LoadedTarget, Scores
+from overlap_spec.models.interfaces import LazyLogits, LoadedTarget
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
@@ -72,7 +72,7 @@ class OverheardTarget:
 
     def __init__(self, loaded: LoadedTarget) -> None:
         self._loaded = loaded
-        self._scores: Scores | None = None
+        self._last: LazyLogits | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loaded, name)
@@ -80,19 +80,19 @@ class OverheardTarget:
     def attach(self, *given: Any) -> Any:
         """Make it runnable, and listen."""
         model = self._loaded.attach(*given)
-        scores_of = model.scores
+        logits_of = model.logits
 
-        def scores(hidden: Tensor) -> Scores:
-            self._scores = scores_of(hidden)
-            return self._scores
+        def logits(hidden: Tensor) -> LazyLogits:
+            self._last = logits_of(hidden)
+            return self._last
 
-        model.scores = scores
+        model.logits = logits
         return model
 
     def logits(self) -> list[float]:
         """What the last token of the only request was drawn from."""
-        assert self._scores is not None
-        (row,) = self._scores.logits().tolist()
+        assert self._last is not None
+        (row,) = self._last.compute().tolist()
         return row
 
 

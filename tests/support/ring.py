@@ -25,7 +25,8 @@ from overlap_spec.messages import (
 )
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
-from overlap_spec.spec.methods import ChainDraft, NoDraft, SmallModelDraft, TreeDraft, method_named, method_of
+from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
+from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
@@ -93,7 +94,7 @@ class RingConfig:
     place: torch.device = CPU
     graph_batch_sizes: tuple[int, ...] = ()
     warm: bool = False  # warmed up before it serves, as the worker process is
-    accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
+    accept: AcceptSettings = AcceptSettings()  # how guesses are judged
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
@@ -116,7 +117,6 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
-            method_named(EVERY_METHOD[self.method][0]).is_self_drafting,
         )
 
 
@@ -141,7 +141,13 @@ class Ring:
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
         self.scheduler = build_scheduler(
-            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs), costs=config.step_costs),
+            worker_ready(
+                geometry,
+                models,
+                self.executor,
+                ChunkSize(config.chunk_tokens, config.chunk_pairs),
+                costs=config.step_costs,
+            ),
             settings,
             cache,
             links,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.no_processors import no_processors
 
 from overlap_spec.sampling.types import Sampling, SamplingWork
 from overlap_spec.spec.types import SlotBatch
@@ -24,7 +25,9 @@ def make_batch() -> Callable[..., SlotBatch]:
             seed=torch.arange(size),
             stop_from=torch.zeros(size, dtype=torch.int64),
             stop_ids=torch.full((size, 1), -1),
+            output_from=torch.zeros(size, dtype=torch.int64),
             work=SamplingWork(temperature > 0, False, False),
+            processors=no_processors(200, num_pages=size * pages + 1),
         )
         table = torch.arange(1, size * pages + 1, dtype=torch.int32).view(size, pages)
         return SlotBatch(torch.arange(size), torch.tensor(lengths), table, sampling)

@@ -111,7 +111,7 @@ def tiles_for(
     return Tiles(2 * _SMALL, 32, 4, max_registers=128)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows",))
 def tree_attention_gluon_kernel(
     q_ptr: gl.tensor, k_cache_ptr: gl.tensor, v_cache_ptr: gl.tensor, page_table_ptr: gl.tensor,
     prefix_ptr: gl.tensor, extra_rows_ptr: gl.tensor, mask_ptr: gl.tensor, out_ptr: gl.tensor,

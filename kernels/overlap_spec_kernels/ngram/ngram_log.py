@@ -93,9 +93,3 @@ def next_hash(state: Tensor, tokens: Tensor) -> Tensor:
 def entry_of(state: Tensor, places: Tensor) -> Tensor:
     """Where the index keeps a hash. Shapes: i64 -> i64."""
     return (state >> 17) & (len(places) - 1)
-
-
-def cache_rows(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Rows of the token pool; what is outside is at either end. Shapes: [B, P] i32, [B, R] i64 -> [B, R]."""
-    positions = positions.clamp(0, page_table.shape[1] * page_size - 1)
-    return page_table.gather(1, positions // page_size).long() * page_size + positions % page_size

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from overlap_spec_kernels.launch import require, runs_triton
 from overlap_spec_kernels.ngram._ngram_merge_kernel import merge_on_device
-from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, cache_rows, entry_of, next_hash
+from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, entry_of, next_hash
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
+from overlap_spec_kernels.window.store_tokens import cache_rows
 
 _PLACE = OWN_BIT - 1  # of a key
 _PROBABILITY_BITS = 20

@@ -25,9 +25,9 @@ class MtpLayout:
 
     token_norm: str
     hidden_norm: str
-    input_map: str
+    fc: str
     norm: str
-    hidden_first: bool  # the order of the halves that `input_map` reads
+    hidden_first: bool  # the order of the halves that `fc` reads
     embeds_first: bool  # false: the embedding at position 0 counts for nothing
     copies: tuple[str, ...] = ()  # of the target's tensors
     head: str | None = None  # the layer's own; None: the target's

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import last_rows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -31,7 +31,7 @@ class Layers(Protocol):
     """MTP layers, in the order of the guesses, with their KV caches."""
 
     num_layers: int  # S
-    target_ids: Tensor  # [Vd] i64: target id of each column of scores
+    target_ids: Tensor  # [Vd] i64: target id of each column of logits
 
     def features(self, output: TargetOutput) -> Tensor:
         """What a target row hands to the first layer. Shapes: -> [T, H]."""
@@ -45,7 +45,7 @@ class Layers(Protocol):
         """What the next layer reads where a layer has read `features`. Shapes: [T, H] each -> [T, H]."""
         ...
 
-    def scores(self, layer: int, output: Tensor) -> Scores:
+    def logits(self, layer: int, output: Tensor) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
         ...
 
@@ -153,7 +153,7 @@ class MultiLayerProposer:
             if layer < num_guesses:
                 newest = output.view(len(batch.slots), num_rows, -1)[:, -1].contiguous()
                 guesses.append(
-                    draw_guess(self._layers.scores(layer, newest), batch, layer, self._layers.target_ids, self._probs)
+                    draw_guess(self._layers.logits(layer, newest), batch, guesses, self._layers.target_ids, self._probs)
                 )
                 tokens[:, -1] = guesses[-1]
         return guesses

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.config import Settings
-from overlap_spec.models.layers.linear import Linear, PackedLinear
+from overlap_spec.models.layers.linear import DenseLinear
 from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, laid_out, linears_of
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.sizing.geometry import LoadedModels
@@ -105,7 +105,7 @@ def fastest(seconds: Callable[[Form], float]) -> str:
 
 def timer(linears: Iterable[object]) -> Seconds:
     """Times some of the linears, as much memory as does not fit into a cache. Nothing is timed twice."""
-    measured: list[Linear | PackedLinear | FormedLinear] = []
+    measured: list[DenseLinear] = []
     num_bytes = 0
     for linear in linears_of(tuple(linears)):
         if num_bytes < MEASURED_BYTES:
@@ -134,8 +134,8 @@ def timer(linears: Iterable[object]) -> Seconds:
     return seconds
 
 
-def _shape(linear: Linear | PackedLinear | FormedLinear) -> torch.Size:
-    return (linear.packed if isinstance(linear, PackedLinear) else linear.weight).shape
+def _shape(linear: DenseLinear) -> torch.Size:
+    return linear.stored.shape
 
 
 def _best(formed: list[FormedLinear], inputs: list[Tensor], limit: float) -> float:

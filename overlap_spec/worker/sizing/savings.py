@@ -32,7 +32,7 @@ class Demand:
     scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: those of trees
     ngram_log: int = 0
     ngram_capacity: int = 0  # tokens that the log holds
-    token_bytes: int = 0  # of a token, beside its KV
+    token_bytes: int = 0  # of a token, beside its KV: its id
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
 
     @property
@@ -89,7 +89,7 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
     if demand.chunk > SHORT_CHUNK:
         yield f"--chunked-prefill-size {SHORT_CHUNK}", replace(demand, chunk=SHORT_CHUNK)
     if demand.width > 1:
-        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0, token_bytes=0)
+        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0)
         yield "--speculative-algorithm NONE", plain
 
 

@@ -79,6 +79,7 @@ def test_of_rounds_that_disagree_the_shorter_spin_stands(monkeypatch: pytest.Mon
     assert choose_spin(2, lambda *_: None) == 1000
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", USERS)
 def test_where_the_user_says_how_to_wait_nothing_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")

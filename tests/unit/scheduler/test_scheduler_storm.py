@@ -126,6 +126,7 @@ def test_random_schedules_give_every_request_its_tokens(capsys):
     assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
 
 
+@pytest.mark.slow
 def test_reckless_admission_preempts_much_and_still_ends(monkeypatch):
     monkeypatch.setattr(admission, "INITIAL_RATIO", 0.0)
     monkeypatch.setattr(admission, "MIN_RATIO", 0.0)

@@ -107,9 +107,9 @@ def test_what_was_packed_while_loading_is_timed_as_it_is(monkeypatch: pytest.Mon
     timed = linear_choice.timer([linear])
     for form in FORMS.values():
         timed(form, torch.get_num_threads(), ())
-    kept = [formed.weight for formed in formed_of]
+    kept = [formed.stored for formed in formed_of]
     assert isinstance(linear, PackedLinear)
-    assert kept[0] is linear.packed and kept[1] is linear.packed
+    assert kept[0] is linear.stored and kept[1] is linear.stored
     assert kept[2] is kept[3] and kept[2].layout is torch.strided
 
 

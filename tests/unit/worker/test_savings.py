@@ -113,6 +113,8 @@ def test_torch_attention_has_shorter_chunks() -> None:
 def test_the_demand_is_that_of_the_models() -> None:
     models = tiny_loaded(1, 3, torch.float32)
     demand = demand_of(settled(False), models)
-    assert demand.target_weights == models.target.num_bytes and demand.draft_weights == models.proposer.num_bytes
+    assert (
+        demand.target_weights == models.target.num_bytes and demand.draft_weights == models.proposer.profile.num_bytes
+    )
     assert (demand.target_kv, demand.draft_kv) == (2 * 2 * 2 * 16 * 4, 2 * 1 * 2 * 16 * 4)
     assert (demand.width, demand.max_running_requests, demand.chunk, demand.itemsize) == (4, 48, 512, 4)

@@ -1,20 +1,42 @@
-"""Writes a few tokens of each request into the token pool, which has a row for each cache row."""
+"""Writes tokens of each request into the token pool, which has a row for each row of the KV cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
-from overlap_spec_kernels.ngram.ngram_log import cache_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-def ngram_store(
+class TokenRows(NamedTuple):
+    """Where the tokens of a batch's requests are."""
+
+    pool: Tensor  # [R] i32
+    page_table: Tensor  # [B, P] i32
+    page_size: int
+
+
+def require_token_rows(store: TokenRows, num_rows: int) -> None:
+    """Raises: ValueError naming the argument."""
+    pool, page_table, _ = store
+    require(pool.dim() == 1 and pool.dtype == torch.int32 and pool.is_contiguous(), "pool", "[R] int32")
+    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require(page_table.shape[0] == num_rows, "page_table", "[B, P]")
+
+
+def cache_rows(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Rows of the token pool; what is outside is at either end. Shapes: [B, P] i32, [B, R] i64 -> [B, R]."""
+    positions = positions.clamp(0, page_table.shape[1] * page_size - 1)
+    return page_table.gather(1, positions // page_size).long() * page_size + positions % page_size
+
+
+def store_tokens(
     pool: Tensor, page_table: Tensor, page_size: int, starts: Tensor, tokens: Tensor, counts: Tensor
 ) -> None:
     """Write the first `counts` tokens of each row at positions starts, starts + 1, .., in place.
@@ -22,19 +44,16 @@ def ngram_store(
     Page 0 is nobody's, and may be written as well. Shapes: pool [R] i32, page_table [B, P] i32, starts, counts [B] i64,
     tokens [B, n] i64. Raises: ValueError naming the argument. Sync: never.
     """
-    require(pool.dim() == 1 and pool.dtype == torch.int32 and pool.is_contiguous(), "pool", "[R] int32")
-    require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
-    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require_token_rows(TokenRows(pool, page_table, page_size), tokens.shape[0])
     require(tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.is_contiguous(), "tokens", "[B, n] int64")
     for name, value in {"starts": starts, "counts": counts}.items():
         require(value.shape == tokens.shape[:1] and value.is_contiguous(), name, "[B], contiguous")
         require(value.dtype == torch.int64, name, "int64")
-    require(page_table.shape[0] == tokens.shape[0], "page_table", "[B, P]")
-    run = _ngram_store_triton if runs_triton(pool) else ngram_store_reference
+    run = _store_tokens_triton if runs_triton(pool) else store_tokens_reference
     run(pool, page_table, page_size, starts, tokens, counts)
 
 
-def ngram_store_reference(
+def store_tokens_reference(
     pool: Tensor, page_table: Tensor, page_size: int, starts: Tensor, tokens: Tensor, counts: Tensor
 ) -> None:
     columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -43,11 +62,11 @@ def ngram_store_reference(
     pool[cache_rows(page_table, positions, page_size).masked_fill(~inside, 0)] = tokens.int()
 
 
-def _ngram_store_triton(
+def _store_tokens_triton(
     pool: Tensor, page_table: Tensor, page_size: int, starts: Tensor, tokens: Tensor, counts: Tensor
 ) -> None:
     num_rows, most = tokens.shape
-    _ngram_store_kernel[(num_rows,)](
+    _store_tokens_kernel[(num_rows,)](
         pool,
         page_table,
         starts,
@@ -63,7 +82,7 @@ def _ngram_store_triton(
 
 
 @TritonKernel
-def _ngram_store_kernel(
+def _store_tokens_kernel(
     pool_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -83,6 +102,19 @@ def _ngram_store_kernel(
         tl.extra.cuda.gdc_wait()
     inside = (column < most) & (column < tl.load(counts_ptr + row))
     position = tl.load(starts_ptr + row) + column
-    page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + row * most + column, mask=inside, other=0)
+    store_token_run(pool_ptr, page_table_ptr + row * table_stride, position, token, inside, PAGE_SIZE)
+
+
+@TritonKernel
+def store_token_run(
+    pool_ptr: tl.tensor,
+    pages_ptr: tl.tensor,
+    position: tl.tensor,
+    token: tl.tensor,
+    inside: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+) -> None:
+    """Part of a kernel: write a request's tokens at `position`. `pages_ptr`: its row of the page table."""
+    page = tl.load(pages_ptr + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     tl.store(pool_ptr + page * PAGE_SIZE + position % PAGE_SIZE, token.to(tl.int32), mask=inside)

@@ -1,4 +1,4 @@
-"""What throughput is compared with: SGLang's figures (`peer.py`), and what is to be reached.
+"""Rows that set our throughput beside SGLang's: what is read of a report, and what of `peer.py`.
 
 Both were measured in bfloat16 by the same kind of call: one batch of token ids, the same prompts, prefix cache off,
 without a tokenizer, the better of two runs.
@@ -18,16 +18,17 @@ BATCHES = (1, 8, 32, 64)
 
 
 @dataclass(frozen=True)
-class Target:
-    """One row. `peer` None: not measured there. `must` and `aim` None: nothing was set. Less is better for times, more
-    for the rest."""
+class PeerRow:
+    """One row. `peer` None: not measured there. Less is better for times, more for the rest.
+
+    `step`: (label of the work, batch) where the row is the time of a decode step.
+    """
 
     work: str
     read: Read
     peer: ReadPeer | None
-    must: float | None = None
-    aim: float | None = None
     is_time: bool = True
+    step: tuple[str, int] | None = None
 
     def peer_figure(self, peer: Peer) -> PeerFigure | None:
         """The peer's, from the line that is hardest on us."""
@@ -36,12 +37,6 @@ class Target:
     def ratio(self, ours: float, peer: float) -> float:
         """How many times better than the peer."""
         return peer / ours if self.is_time else ours / peer
-
-    def is_met(self, ours: float, peer: float | None) -> bool:
-        """Whether it is what must be reached, and better than the peer where it was measured."""
-        assert self.must is not None, "nothing was set"
-        reached = ours <= self.must if self.is_time else ours >= self.must
-        return reached and (peer is None or self.ratio(ours, peer) > 1)
 
 
 def _step(part: str, batch: int) -> Read:
@@ -91,21 +86,19 @@ def _peer_overlap(config: str, batch: int) -> ReadPeer:
     return lambda peer: peer.overlap_ratio(config, batch)
 
 
-def _steps(
-    work: str, part: str, config: str, limits: dict[int, tuple[float | None, float | None]]
-) -> tuple[Target, ...]:
-    """Step times: what must be reached and what is aimed at, by batch size."""
+def _steps(work: str, part: str, config: str, batches: tuple[int, ...]) -> tuple[PeerRow, ...]:
+    """Step times, by batch size."""
     return tuple(
-        Target(f"{work}, batch {batch}, ms a step", _step(part, batch), _peer_step(config, batch), must, aim)
-        for batch, (must, aim) in limits.items()
+        PeerRow(f"{work}, batch {batch}, ms a step", _step(part, batch), _peer_step(config, batch), step=(work, batch))
+        for batch in batches
     )
 
 
-def _one_tokens(model: str, batches: tuple[int, ...]) -> tuple[Target, ...]:
+def _one_tokens(model: str, batches: tuple[int, ...]) -> tuple[PeerRow, ...]:
     """One-token calls: the prefill of a batch, and its first tokens."""
     kinds = ((CHAIN, "engine", f"{model}-{PEER_CHAIN}"), ("plain", "plain", f"{model}-{PEER_PLAIN}"))
     return tuple(
-        Target(f"{work}, batch {batch}, one-token call, ms", _one_token(part, batch), _peer_one_token(config, batch))
+        PeerRow(f"{work}, batch {batch}, one-token call, ms", _one_token(part, batch), _peer_one_token(config, batch))
         for work, part, config in kinds
         for batch in batches
     )
@@ -113,35 +106,30 @@ def _one_tokens(model: str, batches: tuple[int, ...]) -> tuple[Target, ...]:
 
 CHAIN = "EAGLE-3 (3, 1, 4)"
 SYNTHETIC = f"{CHAIN}, synthetic acceptance of 2.5"
-FIRST_TOKEN = Target("first token of 128-token prompts, batch 1, streamed, ms (median of 20)", _first_token, None)
+FIRST_TOKEN = PeerRow("first token of 128-token prompts, batch 1, streamed, ms (median of 20)", _first_token, None)
 PEER_PLAIN, PEER_CHAIN = "nospec", "eagle3-3-1-4"  # after the model's name: "8b", "smol"
 
-NOT_SET = (None, None)
-
-TARGETS: dict[str, tuple[Target, ...]] = {  # by the last part of the model's name
+ROWS: dict[str, tuple[PeerRow, ...]] = {  # by the last part of the model's name
     "llama-3.1-8b": (
-        *_steps("plain", "plain", f"8b-{PEER_PLAIN}", {1: (4.30, 4.03), 8: NOT_SET, 32: NOT_SET}),
-        *_steps(SYNTHETIC, "engine", f"8b-{PEER_CHAIN}", {1: (5.0, 4.88), 8: (5.4, 5.1), 32: (6.5, 6.0)}),
+        *_steps("plain", "plain", f"8b-{PEER_PLAIN}", (1, 8, 32)),
+        *_steps(SYNTHETIC, "engine", f"8b-{PEER_CHAIN}", (1, 8, 32)),
         *_one_tokens("8b", (1, 8, 32)),
         FIRST_TOKEN,
     ),
     "smollm2": (
-        *_steps("plain", "plain", f"smol-{PEER_PLAIN}", {1: (0.6, 0.4), 8: NOT_SET, 32: NOT_SET, 64: (1.0, 0.7)}),
-        *_steps(CHAIN, "engine", f"smol-{PEER_CHAIN}", {1: (0.95, 0.6), 8: NOT_SET, 32: NOT_SET, 64: (1.7, 1.2)}),
-        Target(
+        *_steps("plain", "plain", f"smol-{PEER_PLAIN}", BATCHES),
+        *_steps(CHAIN, "engine", f"smol-{PEER_CHAIN}", BATCHES),
+        PeerRow(
             "EAGLE-3 / plain tok/s, worst of batch 1, 8, 32, 64",
             _worst_speed_ratio,
             lambda peer: peer.worst_ratio(f"smol-{PEER_CHAIN}", f"smol-{PEER_PLAIN}", BATCHES),
-            must=0.98,
-            aim=1.0,
             is_time=False,
         ),
         *(
-            Target(
+            PeerRow(
                 f"depth 2 / depth 1 tok/s, batch {batch}",
                 _speed_ratio("depth1", batch),
                 _peer_overlap(f"smol-{PEER_CHAIN}", batch),
-                must=1.0,
                 is_time=False,
             )
             for batch in (1, 64)
@@ -150,18 +138,18 @@ TARGETS: dict[str, tuple[Target, ...]] = {  # by the last part of the model's na
         FIRST_TOKEN,
     ),
 }
-TREE_TARGETS: dict[str, tuple[Target, ...]] = {
+TREE_ROWS: dict[str, tuple[PeerRow, ...]] = {
     "llama-3.1-8b": _steps(
         "EAGLE-3 tree (5, 8, 32), synthetic acceptance of 2.5",
         "engine",
         "8b-eagle3-5-8-32",
-        {1: (6.2, None), 8: (8.0, None), 32: (26.0, None)},
+        (1, 8, 32),
     ),
-    "smollm2": _steps("EAGLE-3 tree (5, 4, 16)", "engine", "smol-eagle3-5-4-16", {1: (1.3, None), 64: (2.8, None)}),
+    "smollm2": _steps("EAGLE-3 tree (5, 4, 16)", "engine", "smol-eagle3-5-4-16", (1, 64)),
 }
 
 
-def targets_of(report: Report) -> tuple[Target, ...]:
-    """The rows for a report's model and chain or tree. Raises: KeyError if nothing is to be reached with it."""
+def peer_rows_of(report: Report) -> tuple[PeerRow, ...]:
+    """The rows for a report's model and chain or tree. Raises: KeyError if the peer did not run it."""
     settings = report["engine"]["settings"]
-    return (TREE_TARGETS if settings["topk"] > 1 else TARGETS)[settings["model"].rstrip("/").rpartition("/")[2]]
+    return (TREE_ROWS if settings["topk"] > 1 else ROWS)[settings["model"].rstrip("/").rpartition("/")[2]]
