@@ -1,4 +1,4 @@
-"""The worker process: loads, warms up, says so, then runs its loop."""
+"""The worker process: loads, warms up, reports its facts, then runs its loop."""
 
 import logging
 import time
@@ -63,7 +63,7 @@ def worker_ready(
 
 
 def device_name(device: str) -> str:
-    """The device as a person would name it."""
+    """The device's name for reports."""
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
@@ -89,7 +89,7 @@ def _acceptance_fact(spec: SpecSettings) -> str:
 
 
 async def main(context: ActorContext) -> None:
-    """Load, warm up, say so, and work until told to stop. Blocks its event loop, which has nothing else to do."""
+    """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do."""
     begun = time.perf_counter()
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
@@ -106,7 +106,7 @@ async def main(context: ActorContext) -> None:
     graph_bytes = free - free_bytes(settings.model.device)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
-    executor.forget()  # what was said to warm up
+    executor.forget()  # the tokens of the warm-up
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     context.ready(
         WorkerFacts(

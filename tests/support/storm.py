@@ -142,7 +142,7 @@ def random_filters(rng: random.Random) -> dict[str, float]:
 
 def random_prompt(rng: random.Random, earlier: list[list[int]], crowded: bool) -> list[int]:
     prompt = [rng.randrange(6, 128) for _ in range(rng.randint(1, 8 if crowded else 40))]
-    if earlier and rng.random() < 0.6:  # share a prefix with somebody, or repeat them whole
+    if earlier and rng.random() < 0.6:  # share a prefix with an earlier prompt, or repeat it whole
         other = rng.choice(earlier)
         prompt = other[: rng.randint(1, len(other))] + prompt[: rng.choice([0, 0, 1, 5])]
     earlier.append(prompt)
@@ -152,7 +152,7 @@ def random_prompt(rng: random.Random, earlier: list[list[int]], crowded: bool) -
 def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, **engine: Any) -> Counter[str]:
     """One schedule. Returns how often the things that must work did happen."""
     rng = random.Random(seed)
-    crowded = rng.random() < 0.25  # long answers that together exceed the pool: somebody must be preempted
+    crowded = rng.random() < 0.25  # long answers that together exceed the pool: a request must be preempted
     config = with_room(replace(random_config(rng, crowded), **engine))
     requests = random_requests(rng, rng.randint(4, 10), crowded)
     models = tiny_loaded(
