@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from overlap_spec.cli.refused_flags import REFUSED
-
 from overlap_spec.cli import bench, chat
 from overlap_spec.cli.flags import ALIASES, REFUSED, flag_name
 from overlap_spec.cli.parser import Parser
