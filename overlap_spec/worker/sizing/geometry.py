@@ -113,6 +113,8 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         ngram_log=log,
         ngram_capacity=settings.spec.ngram.capacity,
         token_bytes=TOKEN_BYTES + proposer.token_bytes,
+        level_rows=1 if proposer.tree is None else proposer.tree.level_rows,
+        history=settings.model.max_len if settings.logit_processor else 0,
         drawn_from=proposer.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 
