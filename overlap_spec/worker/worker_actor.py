@@ -129,6 +129,7 @@ async def main(context: ActorContext) -> None:
             "ceilings": _ceilings_fact(ceiling),
             "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
             "acceptance": _acceptance_fact(settings.spec),
+            "logit_processor": settings.logit_processor or "none",
             **({} if on_cpu else memory_facts(demand_of(settings, models), graph_bytes)),
             "weights_mib": (models.target.num_bytes + models.proposer.num_bytes) >> 20,
             "draft_weights_mib": models.proposer.num_bytes >> 20,

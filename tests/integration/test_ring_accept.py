@@ -26,7 +26,7 @@ TOGETHER = 500  # requests that are open at a time
 SIGNIFICANCE = 1e-3
 WRONG: dict[str, Callable[..., Tensor]] = {
     "residual": lambda self, p, guesses, slots: p,  # the guess may be drawn again, as if q had taken nothing of it
-    "stands": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
+    "accepts": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
 }
 
 
