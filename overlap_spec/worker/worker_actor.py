@@ -124,6 +124,7 @@ async def main(context: ActorContext) -> None:
             flop_per_s=ceiling.flop_per_s,
             verification=_verification_fact(settings.spec, models),
             acceptance=_acceptance_fact(settings.spec),
+            logit_processor=settings.logit_processor or "none",
             weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
             draft_weight_bytes=models.proposer.profile.num_bytes,
             kv_bytes_per_token=bytes_per_token(models, geometry.dtype),

@@ -38,6 +38,7 @@ from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 from overlap_spec.worker.worker_actor import worker_ready
 from support.memory_link import MemoryLink
+from support.own_processors import OWN_PROCESSORS
 from support.random_widths import RandomWidths
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
@@ -96,6 +97,7 @@ class RingConfig:
     warm: bool = False  # warmed up before it serves, as the worker process is
     accept: AcceptSettings = AcceptSettings()  # how guesses are judged
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
+    processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
@@ -128,8 +130,9 @@ class Ring:
         self._config = config
         self.ready = asyncio.Event()
         self.executor: Executor = build_executor(
-            models, geometry, config.place, config.accept, attention=config.attention
-        )
+            models, geometry, config.place, config.accept, attention=config.attention,
+            own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
+        )  # fmt: skip
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)

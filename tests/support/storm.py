@@ -280,7 +280,7 @@ def run_seeds_elsewhere(seeds: range, engine: dict[str, Any]) -> Counter[str]:
 
 def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter[str]:
     """These schedules, one after another."""
-    place = {name: engine[name] for name in ("dtype", "place", "family") if name in engine}
+    place = {name: engine[name] for name in ("dtype", "place", "family", "processor") if name in engine}
     models = sorted({seed % NUM_MODELS for seed in seeds})
     oracles = {which: PlainOracle(10 * which, codec, **place) for which in models}
     seen: Counter[str] = Counter()
@@ -290,6 +290,7 @@ def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter
             seen += run_schedule(seed, 10 * which, oracles[which], codec, **engine)
         for oracle in oracles.values():
             seen.update({f"{name}_strictest_of_several": count for name, count in oracle.strictest.items()})
+            seen["forbidden"] += oracle.num_forbidden
     finally:
         for oracle in oracles.values():
             oracle.close()
