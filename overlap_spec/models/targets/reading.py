@@ -89,11 +89,12 @@ class ConfigReader:
 
     def decoder(self, shapes: tuple[AttentionShape, ...], tied: bool = False) -> DecoderConfig:
         """`tied`: where the config does not say whether the head is the embedding."""
+        says = self.values.get("tie_word_embeddings")
         return DecoderConfig(
             hidden_size=self.size("hidden_size"),
             intermediate_size=self.size("intermediate_size"),
             vocab_size=self.size("vocab_size"),
             rms_norm_eps=float(self.values.get("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(self.values.get("tie_word_embeddings", tied)),
+            tie_word_embeddings=tied if says is None else bool(says),
             shapes=shapes,
         )
