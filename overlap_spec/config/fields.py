@@ -1,4 +1,4 @@
-"""What `EngineConfig`'s fields are, read from the struct itself: for flags, help and checks.
+"""The fields of `EngineConfig`, read from the struct itself, for flags, help and checks.
 
 A field is added in one place, and its flag, its help line and its range check follow.
 """
@@ -18,7 +18,7 @@ Limited = inspect.IntType | inspect.FloatType
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field. `wanted` says in words which values it takes; `many`: it takes one or more of them."""
+    """One field. `wanted`: the values that it takes, in words; `many`: it takes one or more of them."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]

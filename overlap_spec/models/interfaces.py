@@ -7,11 +7,11 @@ at position p attends to positions 0..p of its own request; a row of a tree, to 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels import MASK_BITS, Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -22,7 +22,10 @@ from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
 
-MASK_BITS = 64
+Attached = TypeVar("Attached", covariant=True)  # a draft with its cache: a `DraftHead`, or what its proposer runs
+
+NO_KV = KVShape(0, 0, 0)
+NO_WORK = ForwardWork()
 
 
 @dataclass(frozen=True)
@@ -201,44 +204,38 @@ class DraftHead(Protocol):
         ...
 
 
-class LoadedDraft(Protocol):
-    """A draft head's weights in memory, before its KV cache exists."""
+@dataclass(frozen=True)
+class TreeShape:
+    """What is static about a method's trees."""
+
+    num_levels: int  # of guesses: the most that a step can accept
+    scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
+    level_rows: int = 1  # of each slot, in a draft step
+
+
+@dataclass(frozen=True)
+class DraftProfile:
+    """What the engine has to know of a loaded draft. The defaults are those of a method that loads nothing."""
+
+    kv_shape: KVShape = NO_KV  # what a token takes in the draft's own cache; no layers, no cache
+    num_bytes: int = 0  # memory that it has taken at load: weights that are not the target's, and `log_bytes`
+    log_bytes: int = 0  # the part of it that remembers what requests said
+    work: ForwardWork = NO_WORK  # what a draft step reads and computes, what it borrows of the target included
+    extend_work: ForwardWork = NO_WORK  # the same of absorbing committed tokens
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
+    tree: TreeShape | None = None  # None: it guesses chains
+    draft_vocab_size: int = 0  # tokens Vd that it can guess, where it can draw them for rejection sampling; else 0
+    token_bytes: int = 0  # what each token of the KV pool takes beside its KV
+
+
+class LoadedDraft(Protocol[Attached]):
+    """A draft model's weights in memory, before its KV cache exists."""
 
     @property
-    def hidden_size(self) -> int:
-        """Width Hd of the features."""
+    def profile(self) -> DraftProfile:
+        """What the engine has to know of it."""
         ...
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        ...
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights that are not the target's."""
-        ...
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes, what it borrows of the target included."""
-        ...
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """The same of absorbing committed tokens."""
-        ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs the target must keep, ascending."""
-        ...
-
-    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> DraftHead:
+    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> Attached:
         """Make it runnable; it has the page ids of its target, in a cache of its own."""
         ...

@@ -24,15 +24,6 @@ class Guesses:
 
 
 @dataclass(frozen=True)
-class TreeShape:
-    """What is static about a method's trees."""
-
-    num_levels: int  # of guesses: the most that a step can accept
-    scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
-    level_rows: int = 1  # of each slot, in a draft step
-
-
-@dataclass(frozen=True)
 class Window:
     """What a step verifies. Column 0 is the root, the last committed token; the others are guesses.
 
@@ -43,6 +34,7 @@ class Window:
     tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
     positions: Tensor  # [B, W] i64
     parents: Tensor | None = None  # [B, W] i64, columns before their own, the root's 0; None: a chain
+    num_levels: int | None = None  # of guesses, at most; None: W - 1
 
 
 @dataclass(frozen=True)

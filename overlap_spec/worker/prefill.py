@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
+from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
@@ -92,9 +93,12 @@ class PrefillStep:
             page_table, inputs.owners, inputs.positions, inputs.row_starts, shape.max_rows, self._page_size
         )
         output = self._target.forward(inputs.tokens, rows)
+        assert rows.cache_rows is not None, "chunks say where their rows are"
+        self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
         batch = self._slots.batch(inputs.finals, sampling)
-        lazy_logits, last = self._target.logits(output.hidden[inputs.last_rows]), inputs.lengths[:, None] - 1
-        drawn = draw_after(lazy_logits, last, batch.sampling, self._token_ids).squeeze(1)
+        lazy_logits, last = self._target.logits(output.hidden[inputs.last_rows]), inputs.lengths - 1
+        context = DrawContext(batch.sampling, self._token_ids, batch.page_table, last, last[:, None])
+        drawn = draw_after(lazy_logits, context).squeeze(1)
         next_tokens = torch.where(inputs.next_tokens < 0, drawn[inputs.owners], inputs.next_tokens)
         published = drawn.masked_fill(inputs.finals == self._slots.dummy, -1)
         return Prefilled(

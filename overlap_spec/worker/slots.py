@@ -13,11 +13,12 @@ from overlap_spec_kernels import gather_tree, gather_window, judge_chain, judge_
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
-_RESET_INTS = 4
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, three doubles, the stop ids.
+_RESET_INTS = 5
 _RESET_FLOATS = 3
 RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
 _ALL = 1 << 62  # a top_k that keeps everything
@@ -61,8 +62,11 @@ class SlotRows:
     The last row is the dummy slot: padding of a captured batch reads and writes it, and page 0 with it.
     """
 
-    def __init__(self, num_slots: int, width: int, num_page_columns: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, width: int, num_page_columns: int, processors: LogitProcessors) -> None:
         self.dummy = num_slots
+        self.pool = processors.pool
+        self._processors = processors
+        device = self.pool.tokens.device
         self.width = width
         self.num_rows = num_slots = num_slots + 1
 
@@ -73,7 +77,7 @@ class SlotRows:
         self.window = ints(num_slots, width)  # [S, W], root first
         self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
-        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k; column 0 unused
+        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from; column 0 unused
         self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self._host: dict[int, HostSlot] = {}
@@ -141,16 +145,19 @@ class SlotRows:
 
     def _sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """What greedy slots never read is not gathered."""
-        _, seed, stop_from, top_k = self._ints[slots].unbind(1)
-        read = slots if work.sampled or work.masked else slots[:0]
+        _, seed, stop_from, top_k, output_from = self._ints[slots].unbind(1)
+        read = slots if work.sampled or work.processed else slots[:0]
         temperature, top_p, min_p = self._floats[read].unbind(1)
-        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, self._stop_ids[read], work)
+        stop_ids = self._stop_ids[read]
+        return Sampling(
+            temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self._processors
+        )
 
     def commit(self, batch: SlotBatch, window: Window, drawn: Drawn) -> Committed:
         """Judge the windows and advance the slots by what is committed; nobody has a guess after it. Sync: never."""
         judged = judge_chain(
             drawn.tokens, window.tokens, batch.slots, batch.lengths, self.length, self.window, self.dummy,
-            drawn.accept_len,
+            drawn.accept_len, self.pool.rows_of(batch.page_table),
         )  # fmt: skip
         after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
         return Committed(Verdict(judged.tokens, judged.follow, judged.accept_len), after, judged.published)
@@ -163,7 +170,7 @@ class SlotRows:
         assert window.parents is not None
         judged = judge_tree(
             drawn.tokens, window.tokens, window.parents, batch.slots, batch.lengths, self.length, self.window,
-            self.dummy, longest, drawn.accept_len,
+            self.dummy, longest, drawn.accept_len, self.pool.rows_of(batch.page_table),
         )  # fmt: skip
         after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
         verdict = Verdict(judged.tokens, judged.follow, judged.accept_len)
@@ -172,6 +179,7 @@ class SlotRows:
     def start(self, batch: SlotBatch, lengths: Tensor, roots: Tensor) -> SlotBatch:
         """Put completed prompts at their first token. Shapes: lengths, roots [F] i64. Sync: never."""
         self.length[batch.slots] = lengths
+        self.pool.write(batch.page_table, lengths, roots)
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
         return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
 
@@ -192,4 +200,4 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     top_k = _ALL if sampling.top_k == -1 else sampling.top_k
     floats = struct.unpack("<3q", struct.pack("<3d", temperature, sampling.top_p, sampling.min_p))
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    return [slot, sampling.seed, reset.stop_from, top_k, *floats, *stops]
+    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, *floats, *stops]

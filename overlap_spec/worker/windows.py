@@ -106,7 +106,8 @@ class TreeWindows:
         seen = self._slots.tree_windows(slots, width, self._page_size, sampling)
         positions, longest = seen.window.positions, self._longest(width)
         keys = TreeKeys(seen.batch.lengths, seen.cache_rows, seen.mask, positions, longest)
-        return Read(seen.batch, seen.window, seen.tokens, tree_rows(seen.batch, positions, seen.cache_rows, keys))
+        window = replace(seen.window, num_levels=longest - 1)
+        return Read(seen.batch, window, seen.tokens, tree_rows(seen.batch, positions, seen.cache_rows, keys))
 
     def settle(self, read: Read, drawn: Drawn, output: TargetOutput) -> Verified:
         """See `Windows`."""

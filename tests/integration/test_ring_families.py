@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from overlap_spec.messages import SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec
 
-OWN_LAYERS = ["gemma 3", "olmo 2", "phi 3 in part"]
+OWN_LAYERS = ["gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo 2", "phi 3 in part"))]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_storm.py
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
@@ -82,6 +82,7 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
     assert steps < len(plain) * (NUM_TOKENS - 1), "no guess was accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_storm_of_20_schedules(codec: TextCodec, family: str) -> None:
     run_storm(20, codec, family=family)

@@ -12,7 +12,6 @@ import zmq
 import overlap_spec
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -32,8 +31,9 @@ from overlap_spec.messages import (
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import load_codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.memory_link import MemoryLink
 
 PATIENCE_S = 5.0
 STEP_S = 0.002
@@ -98,8 +98,8 @@ class Stage:
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler = EchoScheduler(self.inbox)
         codec = load_codec(Path(overlap_spec.__file__).parent / "data" / "smollm2")
-        admission = Admission((EOS,), self.link.max_open_requests, seed=1)
-        self.service = TokenizerService(codec, admission, self.scheduler.inbox, self.endpoint.router, lambda _: None)
+        checks = RequestChecks((EOS,), self.link.max_open_requests, seed=1)
+        self.service = TokenizerService(codec, checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
 
     def warm(self) -> None:
         self.inbox.send(LIMITS)

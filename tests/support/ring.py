@@ -13,7 +13,6 @@ import torch
 
 from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Cancel,
     Generate,
@@ -24,11 +23,13 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
-from overlap_spec.spec.methods import ChainDraft, NoDraft, SmallModelDraft, TreeDraft, method_named, method_of
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
+from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
+from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
@@ -36,6 +37,7 @@ from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 from overlap_spec.worker.worker_actor import worker_ready
+from support.memory_link import MemoryLink
 from support.random_widths import RandomWidths
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
@@ -92,7 +94,7 @@ class RingConfig:
     place: torch.device = CPU
     graph_batch_sizes: tuple[int, ...] = ()
     warm: bool = False  # warmed up before it serves, as the worker process is
-    accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
+    accept: AcceptSettings = AcceptSettings()  # how guesses are judged
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
@@ -115,7 +117,6 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
-            method_named(EVERY_METHOD[self.method][0]).is_self_drafting,
         )
 
 
@@ -140,7 +141,13 @@ class Ring:
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
         self.scheduler = build_scheduler(
-            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs), costs=config.step_costs),
+            worker_ready(
+                geometry,
+                models,
+                self.executor,
+                ChunkSize(config.chunk_tokens, config.chunk_pairs),
+                costs=config.step_costs,
+            ),
             settings,
             cache,
             links,
@@ -149,9 +156,9 @@ class Ring:
             self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        admission = Admission(codec.eos_token_ids, 1000, 0)
-        admission.limits = self.scheduler.limits.engine_limits()
-        self.tokenizer = TokenizerService(codec, admission, self.to_scheduler, self.clients, lambda message: None)
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0)
+        checks.limits = self.scheduler.limits.engine_limits()
+        self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
 
     def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
         """Send a request."""

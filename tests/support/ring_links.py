@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from overlap_spec.client.link import Arrival
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Finish,
     FlushCache,
@@ -30,6 +29,7 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.scheduler.loop import Scheduler
+from support.memory_link import MemoryLink
 from support.scheduler_invariants import check_invariants
 
 CLIENT = 1

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from overlap_spec.client.link import Arrival, Gone, pack_ids
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -26,8 +25,9 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2
 
 LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)
@@ -58,8 +58,8 @@ class Harness:
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.supervisor: list[ToSupervisor] = []
-        admission = Admission((EOS,), max_open, seed=1)
-        self.service = TokenizerService(codec, admission, self.scheduler, self.clients, self.supervisor.append)
+        checks = RequestChecks((EOS,), max_open, seed=1)
+        self.service = TokenizerService(codec, checks, self.scheduler, self.clients, self.supervisor.append)
 
     def say(self, message: Arrival, client: int = 1) -> None:
         self.clients.said.put_nowait((client, message))

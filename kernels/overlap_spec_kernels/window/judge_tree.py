@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.window._judge_tree_kernel import judge_tree_kernel
-
-_MAX_COLUMNS = 64
+from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_rows, store_tokens_reference
 
 
 class JudgedTree(NamedTuple):
@@ -40,6 +40,7 @@ def judge_tree(
     dummy: int,
     depth: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
 ) -> JudgedTree:
     """Walk from the root to the child whose token equals what was drawn, and advance the slots by what is committed.
 
@@ -49,7 +50,8 @@ def judge_tree(
     nothing. In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`,
     which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
     twice. With `accept_len`, the walk goes to the lowest child instead, whatever was drawn, so many times or while
-    there is one; the guesses on it are committed, then what was drawn after the last.
+    there is one; the guesses on it are committed, then what was drawn after the last. With `store`, what is committed
+    is written into the token pool too, at positions lengths + 1, .. in a row.
     The path in bits says what narrower windows would have committed: bit i - 1 for every column i > 0 on it, and above
     them bit k, k being the last column with a guess.
     Shapes: drawn, window_tokens, parents [B, W] i64, W <= 64, slots, lengths [B] i64 (of `gather_tree`), length [S]
@@ -67,10 +69,12 @@ def judge_tree(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
-    require(drawn.shape[1] <= _MAX_COLUMNS, "drawn", "at most 64 columns")
+    require(drawn.shape[1] <= MAX_TREE_WIDTH, "drawn", "at most 64 columns")
     require(1 <= depth <= drawn.shape[1], "depth", "1 to the columns of drawn")
+    if store is not None:
+        require_token_rows(store, drawn.shape[0])
     run = _judge_tree_triton if runs_triton(drawn) else judge_tree_reference
-    return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len)
+    return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len, store)
 
 
 def judge_tree_reference(
@@ -84,6 +88,7 @@ def judge_tree_reference(
     dummy: int,
     depth: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
 ) -> JudgedTree:
     path, walked = _walk(drawn, window_tokens, parents, depth, accept_len)
     step = torch.arange(depth, device=drawn.device)
@@ -99,6 +104,8 @@ def judge_tree_reference(
     length[slots] = new_lengths.masked_fill(resting, 0)
     window[slots, 0] = bonus.masked_fill(resting, 0)
     window[slots, 1:] = -1
+    if store is not None:
+        store_tokens_reference(*store, lengths + 1, tokens, walked + 1)
     return JudgedTree(
         tokens=tokens,
         follow=tokens.clamp(min=0).reshape(-1),
@@ -159,6 +166,7 @@ def _judge_tree_triton(
     dummy: int,
     depth: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
 ) -> JudgedTree:
     num_slots, width = drawn.shape
     batch_stride = num_slots + num_slots % 2  # so that every row is aligned, which kernels are compiled for
@@ -180,6 +188,7 @@ def _judge_tree_triton(
         window,
         drawn if accept_len is None else accept_len,
         *out,
+        *(slots, slots, 0) if store is None else (store.pool, store.page_table, store.page_table.stride(0)),
         window.stride(0),
         window.shape[1],
         width,
@@ -187,6 +196,8 @@ def _judge_tree_triton(
         batch_stride,
         dummy,
         GIVEN=accept_len is not None,
+        STORE=store is not None,
+        PAGE_SIZE=1 if store is None else store.page_size,
         BLOCK_W=next_power_of_2(width),
         BLOCK_D=next_power_of_2(depth),
         BLOCK_N=next_power_of_2(window.shape[1]),

@@ -6,24 +6,44 @@
 
 The row at position p holds (the target's hidden state of p after its final norm, token of p + 1). The first layer has
 no norm in front of its attention, and there is none behind the last: what comes out is guessed from as it is, and is
-the hidden state of the draft step that follows.
+the hidden state of the draft step that follows. EAGLE and EAGLE-2 differ in how drafts are grown into trees; their
+heads are the same.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from overlap_spec_kernels import Normed
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.work import ForwardWork, total_work
+from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.work import total_work
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The head's own Llama-style numbers, of which the vocabulary and the ties are not used: it has the target's."""
+
+    llama: LlamaConfig
+    fc_bias: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], origin: str) -> "EagleConfig":
+        """Read a head's config.json; without a word about it, `fc` has a bias, as the authors' heads have.
+
+        Raises: CheckpointError naming `origin` and the key.
+        """
+        return cls(LlamaConfig.from_hf(config, origin), bool(config.get("bias", True)))
 
 
 @dataclass(frozen=True)
@@ -39,34 +59,16 @@ class EagleWeights:
     num_bytes: int  # of what the head brings itself
 
     @property
-    def hidden_size(self) -> int:
-        """Width H of the features."""
-        return self.embedding.size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        return kv_shape_of([layer.attention.shape for layer in self.layers])
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
-        return self.fc.work + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """Absorbing committed tokens is a draft step."""
-        return self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """None: features are the target's final hidden state."""
-        return ()
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step; the embedding is only gathered from."""
+        work = self.fc.work + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
+        return DraftProfile(
+            kv_shape=kv_shape_of([layer.attention.shape for layer in self.layers]),
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "EagleHead":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
@@ -78,7 +80,7 @@ class EagleHead:
     """`DraftHead` of EAGLE and EAGLE-2."""
 
     def __init__(self, weights: EagleWeights, attention: PagedAttention) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention

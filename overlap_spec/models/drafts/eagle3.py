@@ -15,8 +15,8 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
@@ -66,35 +66,18 @@ class Eagle3Weights:
     num_bytes: int  # of what the head brings itself
 
     @property
-    def hidden_size(self) -> int:
-        """Width Hd of the features."""
-        return self.embedding.size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        return kv_shape_of([layer.attention.shape for layer in self.layers])
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step, and the fusion; the embedding is only gathered from."""
         norms = self.inputs.feature_norm.work + self.norm.work  # that of the embedding is the first layer's
-        return norms + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """What absorbing committed tokens reads and computes: a draft step, and the fusion."""
-        return self.fusion.work + self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs the target must keep."""
-        return self.config.aux_layers
+        work = norms + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
+        return DraftProfile(
+            kv_shape=kv_shape_of([layer.attention.shape for layer in self.layers]),
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=self.fusion.work + work,
+            aux_layers=self.config.aux_layers,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(
         self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
@@ -108,7 +91,7 @@ class Eagle3Head:
     """`DraftHead` of EAGLE-3."""
 
     def __init__(self, weights: Eagle3Weights, attention: PagedAttention) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention

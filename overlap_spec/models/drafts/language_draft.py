@@ -13,13 +13,19 @@ from torch import Tensor
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.config.draft_kind import DraftKind
-from overlap_spec.models.interfaces import LazyLogits, LoadedTarget, RowBatch, TargetModel, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import (
+    DraftProfile,
+    LazyLogits,
+    LoadedTarget,
+    RowBatch,
+    TargetModel,
+    TargetOutput,
+)
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.work import ForwardWork
 
 
 @dataclass(frozen=True)
@@ -45,23 +51,20 @@ class LanguageDraftWeights:
         return cls(model, head, 0, torch.arange(shared, device=device), knows_all)
 
     @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the draft's cache."""
-        return self.model.kv_shape
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights; gathered rows of the head count beside it."""
-        return self.model.num_bytes + self.gathered_bytes
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a forward reads and computes."""
+    def profile(self) -> DraftProfile:
+        """Gathered rows of the head count beside the weights; absorbing committed tokens is a forward."""
         work, whole, own = self.model.work, self.model.head.work.as_head(), self.head.work.as_head()
-        return replace(
+        work = replace(
             work,
             weight_bytes=work.weight_bytes - whole.weight_bytes + own.weight_bytes,
             head_flop=work.head_flop - whole.head_flop + own.head_flop,
+        )
+        return DraftProfile(
+            kv_shape=self.model.kv_shape,
+            num_bytes=self.model.num_bytes + self.gathered_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
         )
 
     def attach(

@@ -15,15 +15,15 @@ import torch
 from overlap_spec_kernels import Normed
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.work import ForwardWork, total_work
+from overlap_spec.models.work import total_work
 
 
 @dataclass(frozen=True)
@@ -41,35 +41,17 @@ class MtpWeights:
     embeds_first: bool  # false: the embedding at position 0 counts for nothing
 
     @property
-    def hidden_size(self) -> int:
-        """Width H of the features, which is the target's."""
-        return self.embedding.size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the layer can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the layer's cache."""
-        return kv_shape_of([self.layer.attention.shape])
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step; the embedding is only gathered from."""
         read = (self.inputs.token_norm, self.inputs.feature_norm, self.fc, self.layer, self.norm)
-        return total_work(part.work for part in read) + self.head.work.as_head()
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """Absorbing committed tokens is the same forward."""
-        return self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's final hidden state is enough."""
-        return ()
+        work = total_work(part.work for part in read) + self.head.work.as_head()
+        return DraftProfile(
+            kv_shape=kv_shape_of([self.layer.attention.shape]),
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
@@ -81,7 +63,7 @@ class MtpHead:
     """`DraftHead` of one MTP layer, reused for every guess; or layer `index` of several, which share `attention`."""
 
     def __init__(self, weights: MtpWeights, attention: PagedAttention, index: int = 0) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -119,7 +101,7 @@ class MtpHead:
         weights = self._weights
         x = weights.inputs(tokens, features)
         if not weights.embeds_first and rows.row_starts is not None:
-            embedded = x[:, : weights.hidden_size]
+            embedded = x[:, : features.shape[1]]
             embedded.masked_fill_((rows.positions == 0)[:, None], 0)
         return x
 

@@ -12,11 +12,10 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
-from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.work import ForwardWork
 
 
 @dataclass(frozen=True)
@@ -27,19 +26,14 @@ class MtpLayersWeights:
     chained: bool
 
     @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the caches of all layers."""
-        return replace(self.layers[0].kv_shape, num_layers=len(self.layers))
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights that are not the target's."""
-        return sum(layer.num_bytes for layer in self.layers)
-
-    @property
-    def work(self) -> ForwardWork:
-        """What one layer, which is a draft step, reads and computes."""
-        return self.layers[0].work
+    def profile(self) -> DraftProfile:
+        """Caches are those of all layers. A draft step runs one layer."""
+        profiles = [layer.profile for layer in self.layers]
+        return replace(
+            profiles[0],
+            kv_shape=replace(profiles[0].kv_shape, num_layers=len(profiles)),
+            num_bytes=sum(profile.num_bytes for profile in profiles),
+        )
 
     def attach(
         self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import (
+    DenseWeight,
     Norm,
     Normed,
     add_rms_norm,
@@ -143,9 +144,9 @@ class Linear(DenseLinear):
     bias: Tensor | None = None  # [O]
 
     @property
-    def weight(self) -> Tensor:
-        """Shapes: -> [O, I]."""
-        return self.stored
+    def operand(self) -> DenseWeight:
+        """What the kernels multiply by."""
+        return DenseWeight(self.stored)
 
     @property
     def fused(self) -> bool:
@@ -153,19 +154,19 @@ class Linear(DenseLinear):
         return self.stored.is_cuda and self.bias is None
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        return fused_linear(x, self.stored) if self.fused else self._alone(normalised(x))
+        return fused_linear(x, self.operand) if self.fused else self._alone(normalised(x))
 
     def gated(self, x: Normed) -> Tensor:
-        return fused_linear(x, self.stored, gated=True) if self.fused else DenseLinear.gated(self, x)
+        return fused_linear(x, self.operand, gated=True) if self.fused else DenseLinear.gated(self, x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        return linear_add(x, self.stored, residual, norm) if self.fused else DenseLinear.add(self, x, residual, norm)
+        return linear_add(x, self.operand, residual, norm) if self.fused else DenseLinear.add(self, x, residual, norm)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        return linear_logits(x, self.stored) if self.fused else DenseLinear.logits(self, x)
+        return linear_logits(x, self.operand) if self.fused else DenseLinear.logits(self, x)
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
-        return linear_argmax(x, self.stored, ids) if self.fused else DenseLinear.argmax(self, x, ids)
+        return linear_argmax(x, self.operand, ids) if self.fused else DenseLinear.argmax(self, x, ids)
 
     def _alone(self, x: Tensor) -> Tensor:
         """On a CPU BLAS most often computes `weight @ x.T` at memory speed for few rows, `x @ weight.T` at half."""

@@ -57,6 +57,13 @@ class FormedLinear(DenseLinear):
         return self.form.run(normalised(x), self.stored, self.bias)
 
 
+def laid_out(linear: DenseLinear, form: Form) -> Tensor:
+    """Its weight as the form wants it; what was packed while loading is not packed again."""
+    if isinstance(linear, PackedLinear) and form.lay_out is _packed:
+        return linear.stored
+    return form.lay_out(linear.matrix())
+
+
 def linears_of(node: object) -> Iterator[DenseLinear]:
     """Every dense linear below a tree of dataclasses and tuples, in order."""
     if isinstance(node, DenseLinear):
@@ -103,7 +110,5 @@ class _Former:
         key = address, linear.out_features  # the first rows of a linear are at its address
         if key not in self._formed:
             self._kept.append(stored)
-            is_packed = isinstance(linear, PackedLinear) and form.lay_out is _packed
-            laid_out = stored if is_packed else form.lay_out(linear.matrix())
-            self._formed[key] = FormedLinear(laid_out, linear.bias, form)
+            self._formed[key] = FormedLinear(laid_out(linear, form), linear.bias, form)
         return self._formed[key]

@@ -12,11 +12,11 @@ import torch
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.drafts.eagle_config import EagleConfig
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
-from overlap_spec.models.interfaces import LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading import eagle3_loader, eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.draft_source import DraftSource, ignore_progress
@@ -55,7 +55,7 @@ def load_target(
     return architecture_of(files.config, _origin(files)).load(config, weights)
 
 
-def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft:
+def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
     """Load the EAGLE-3 head of a target.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
@@ -66,7 +66,7 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft:
     return eagle3_loader.load_eagle3(config, source.weights(eagle3_loader.canonical_name, made_up_ids), target)
 
 
-def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft:
+def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
     """Load the EAGLE or EAGLE-2 head of a target.
 
     A checkpoint with an MTP layer is run by the same method, as SGLang's documentation has it.
@@ -82,7 +82,7 @@ def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft:
     return eagle_loader.load_eagle(config, source.weights(eagle3_loader.canonical_name), target, target_ids)
 
 
-def load_mtp(source: DraftSource, target: LoadedTarget) -> LoadedDraft:
+def load_mtp(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
     """Load the MTP layer of a checkpoint, which may hold the target too.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if it has no such layer.

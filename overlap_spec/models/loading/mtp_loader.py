@@ -17,7 +17,6 @@ from overlap_spec.models.layers.embedding import DraftInput
 from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.eagle_loader import mapped_head
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import count_bytes
 
@@ -40,7 +39,7 @@ def load_mtp(
         raise CheckpointError(
             f"{checkpoint.origin}: it has several MTP layers, one for each guess: --enable-multi-layer-eagle runs them"
         )
-    head, ids = mapped_head(target, target_ids)
+    head, ids = parts.mapped_head(target, target_ids)
     weights = _load_layer(config, layout, checkpoint, 0, target, head, ids)
     _finish(checkpoint)
     return weights
@@ -61,7 +60,7 @@ def load_mtp_layers(
             f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
             f" give at most {len(found)}, not {num_layers}",
         )
-    shared, ids = mapped_head(target, None)
+    shared, ids = parts.mapped_head(target, None)
     layers = []
     for index in range(num_layers):
         name, shape = f"layers.{index}.{layout.head}.weight", (shared.out_features, shared.in_features)

@@ -102,7 +102,7 @@ class AutoregressiveProposer:
             if guesses:
                 rows = single_rows(batch, i - 1, self._page_size)
                 drafted = self.advance(guesses[-1], self.features(drafted), rows)
-            guesses.append(draw_guess(self.logits(drafted), batch, i, self.target_ids, self._probs))
+            guesses.append(draw_guess(self.logits(drafted), batch, guesses, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Normed:

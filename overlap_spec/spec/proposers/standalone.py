@@ -115,7 +115,7 @@ class StandaloneProposer:
             if guesses:
                 rows = single_rows(batch, i, self._page_size)
                 hidden = self.advance(guesses[-1], self.features(hidden), rows)
-            guesses.append(draw_guess(self.logits(hidden), batch, i, self.target_ids, self._probs))
+            guesses.append(draw_guess(self.logits(hidden), batch, guesses, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor | Normed:

@@ -1,8 +1,8 @@
 """Match verification of a chain: the target draws, and a guess is accepted when it is what was drawn.
 
 The target draws its own token after every node of the window, keyed by (seed, position, token id), exactly as plain
-decoding would draw it; guesses only decide how many of those draws stand. So the committed tokens are plain decoding's,
-greedy or sampled, for any guess.
+decoding would draw it; guesses only decide how many of those draws are kept. So the committed tokens are plain
+decoding's, greedy or sampled, for any guess.
 """
 
 from dataclasses import replace
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.sampler import Draw, draw_after, draw_columns
+from overlap_spec.spec.draw_contexts import window_context
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
@@ -23,8 +24,7 @@ class ChainVerifier:
         self._draw = draw
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
-        """See `Verifier`."""
-        return Drawn(draw_after(lazy_logits, window.positions, batch.sampling, self._token_ids, draw=self._draw))
+        return Drawn(draw_after(lazy_logits, window_context(window, batch, self._token_ids), self._draw))
 
 
 class GreedyVerifier:
@@ -34,7 +34,7 @@ class GreedyVerifier:
         self._inner = inner
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
-        """See `Verifier`, less its promise of the target's distribution."""
+        """Does not keep the target's distribution at temperatures above 0."""
         sampling = batch.sampling
         greedy = replace(sampling, work=replace(sampling.work, sampled=False, filtered=False))
         return self._inner.verify(window, lazy_logits, replace(batch, sampling=greedy))

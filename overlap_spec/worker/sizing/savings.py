@@ -7,7 +7,7 @@ sum: CUDA graphs, whose memory is known once they are captured, and `--mem-fract
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from overlap_spec.config import MIB
+from overlap_spec.messages import MemorySaving
 from overlap_spec.worker.sizing.memory_budget import workspace_bytes
 
 FEW_REQUESTS = 4
@@ -32,7 +32,7 @@ class Demand:
     scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: those of trees
     ngram_log: int = 0
     ngram_capacity: int = 0  # tokens that the log holds
-    token_bytes: int = 0  # of a token, beside its KV
+    token_bytes: int = 0  # of a token, beside its KV: its id
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
 
     @property
@@ -64,23 +64,10 @@ class Demand:
         return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs
 
 
-@dataclass(frozen=True)
-class Saving:
-    """A flag with the value that saves, and what it gives back beside pages and in each token's page."""
-
-    flag: str
-    num_bytes: int
-    kv_bytes: int  # of a token in the pool
-
-    def __str__(self) -> str:
-        per_token = f" and {self.kv_bytes} bytes a token" if self.kv_bytes else ""
-        return f"{self.flag} ({self.num_bytes // MIB} MiB{per_token})"
-
-
-def savings(demand: Demand) -> list[Saving]:
+def savings(demand: Demand) -> list[MemorySaving]:
     """What can be turned down, each by itself, in the order in which to try."""
     return [
-        Saving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
+        MemorySaving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
         for flag, less in _turned_down(demand)
         if less.num_bytes < demand.num_bytes
     ]
@@ -102,7 +89,7 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
     if demand.chunk > SHORT_CHUNK:
         yield f"--chunked-prefill-size {SHORT_CHUNK}", replace(demand, chunk=SHORT_CHUNK)
     if demand.width > 1:
-        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0, token_bytes=0)
+        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0)
         yield "--speculative-algorithm NONE", plain
 
 

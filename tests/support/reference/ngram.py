@@ -1,6 +1,6 @@
 """NGRAM's guesses written out in plain Python, with dicts and lists.
 
-What follows the places where the last tokens stood before is merged into a trie, match after match, in the order of
+What follows earlier occurrences of the last tokens is merged into a trie, match after match, in the order of
 rank: the longest first, own ones before others', later ones before earlier ones.
 """
 
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass
 class Match:
-    """A place where the last `length` tokens stood, and what followed it there."""
+    """An earlier occurrence of the last `length` tokens, and what followed it."""
 
     length: int
     following: list[int]

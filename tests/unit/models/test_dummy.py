@@ -15,7 +15,7 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_draft, resolve_model
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
@@ -54,11 +54,12 @@ def test_logits_of_dummy_models_are_finite_and_not_all_alike(tmp_path: Path, dty
     target, head = load_dummies(tmp_path, dtype)
     paged = Paged(num_requests=2)
 
-    def cache(weights: DecoderWeights | Eagle3Weights) -> KVCache:
-        return KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    def cache(shape: KVShape) -> KVCache:
+        return KVCache.allocate(shape, paged.num_pages, paged.page_size, dtype, CPU)
 
     rows, tokens = paged.rows([5, 3]), torch.arange(8)
-    model, draft = target.attach(cache(target), 64, head.aux_layers), head.attach(cache(head), 64)
+    model = target.attach(cache(target.kv_shape), 64, head.profile.aux_layers)
+    draft = head.attach(cache(head.profile.kv_shape), 64)
     output = model.forward(tokens, rows)
     drafted = draft.forward(tokens, draft.fuse(output), rows)
     for logits, size in ((model.logits(output.hidden).compute(), 128), (draft.logits(drafted).compute(), 112)):
@@ -82,18 +83,18 @@ def test_shapes_and_dtypes_are_the_configs(tmp_path: Path) -> None:
     target, head = load_dummies(tmp_path, torch.bfloat16)
     assert target.embedding.weight.shape == (128, 32) and target.embedding.dtype == torch.bfloat16
     assert len(target.layers) == 2
-    assert target.head.weight is not target.embedding.weight
-    assert head.head.weight.shape == (112, 32)
+    assert target.head.stored is not target.embedding.weight
+    assert head.head.stored.shape == (112, 32)
     assert head.embedding is target.embedding
-    assert count_bytes(head) > head.num_bytes > 0
+    assert count_bytes(head) > head.profile.num_bytes > 0
 
 
 def test_every_load_gives_the_same_weights(tmp_path: Path) -> None:
     files = dummy_files(write_config(tmp_path / "target", tiny_target(seed=1).config))
     first, second = (load_target(files, torch.float32, CPU) for _ in range(2))
     assert torch.equal(first.embedding.weight, second.embedding.weight)
-    assert torch.equal(first.head.weight, second.head.weight)
-    assert not torch.equal(first.embedding.weight, first.head.weight)
+    assert torch.equal(first.head.stored, second.head.stored)
+    assert not torch.equal(first.embedding.weight, first.head.stored)
 
 
 def test_a_dummy_heads_guesses_are_distinct_tokens_of_the_target(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_head_is_its_formula(layers: int, agree: bool, bias: bool) -> None:
 
 def test_the_output_is_the_next_features() -> None:
     draft = load_tiny_eagle(tiny_eagle(3, TARGET), load_tiny_target(TARGET))
-    head = draft.attach(KVCache.allocate(draft.kv_shape, 2, 4, F64, CPU), 16)
+    head = draft.attach(KVCache.allocate(draft.profile.kv_shape, 2, 4, F64, CPU), 16)
     x = torch.randn(3, 32, dtype=F64)
     assert head.next_features(head.enter(x)) is x
 
@@ -110,7 +110,7 @@ def test_embedding_and_head_are_the_targets() -> None:
     draft = load_tiny_eagle(tiny_eagle(5, TARGET), target)
     assert draft.embedding is target.embedding and draft.head is target.head
     assert draft.target_ids.tolist() == list(range(128))
-    assert draft.num_bytes == count_bytes((draft.fc, draft.layers, draft.target_ids))
+    assert draft.profile.num_bytes == count_bytes((draft.fc, draft.layers, draft.target_ids))
 
 
 def test_a_token_map_picks_rows_of_the_targets_head() -> None:
@@ -120,16 +120,16 @@ def test_a_token_map_picks_rows_of_the_targets_head() -> None:
     tokens, output = inputs()
     torch.testing.assert_close(run(mapped, tokens, output)[2], run(whole, tokens, output)[2][:, ids])
     assert mapped.target_ids.tolist() == ids.tolist()
-    assert mapped.draft_vocab_size == 5
+    assert mapped.profile.draft_vocab_size == 5
     assert mapped.num_bytes == whole.num_bytes - (128 - 5) * 8 + 5 * 32 * 8, "its rows are its own"
-    assert mapped.work.head_flop < whole.work.head_flop
+    assert mapped.profile.work.head_flop < whole.profile.work.head_flop
 
 
 def test_a_map_is_read_with_the_head(tmp_path: Path) -> None:
     head = write_checkpoint(tmp_path / "head", tiny_eagle(7, TARGET))
     torch.save([9, 1, 5], tmp_path / "map.pt")
     draft = load_eagle(DraftSource(str(head), F64, CPU, token_map=str(tmp_path / "map.pt")), load_tiny_target(TARGET))
-    assert draft.draft_vocab_size == 3
+    assert draft.profile.draft_vocab_size == 3
     torch.save([9, 128], tmp_path / "map.pt")
     with pytest.raises(CheckpointError, match="found token id 128, expected 0 to 127"):
         load_eagle(DraftSource(str(head), F64, CPU, token_map=str(tmp_path / "map.pt")), load_tiny_target(TARGET))
@@ -191,7 +191,7 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
         tokens.append(int(model.logits(hidden[-1][-1:]).argmax()))
         hidden.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])).hidden)
     paged.lengths = [0]
-    head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
+    head = draft.attach(KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     output = head.forward(torch.tensor(tokens[1:-1]), torch.cat(hidden)[: len(tokens) - 2], paged.rows([118]))
     right = (draft.target_ids[head.logits(output).argmax()] == torch.tensor(tokens[2:])).double()
     assert 0.2 < right.mean() < 0.95

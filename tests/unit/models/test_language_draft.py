@@ -31,7 +31,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def attached(weights: LanguageDraftWeights) -> LanguageDraft:
-    return weights.attach(KVCache.allocate(weights.kv_shape, 5, 8, torch.float64, CPU), 32)
+    return weights.attach(KVCache.allocate(weights.profile.kv_shape, 5, 8, torch.float64, CPU), 32)
 
 
 def rows(count: int) -> RowBatch:
@@ -49,7 +49,7 @@ def test_a_directory_is_loaded_in_the_targets_dtype(tmp_path: Path) -> None:
     tokens = torch.tensor([5, 77, 9])
     expected = attached(load_tiny_language_draft(checkpoint, TARGET))
     model = attached(loaded)
-    assert loaded.kv_shape == KVShape(1, 1, 16), "its own layers, heads and head size"
+    assert loaded.profile.kv_shape == KVShape(1, 1, 16), "its own layers, heads and head size"
     assert model.target_ids.tolist() == list(range(128))
     logits = model.logits(model.forward(tokens, rows(3)).hidden).compute()
     assert logits.dtype == torch.float64 and logits.shape == (3, 128)
@@ -62,7 +62,7 @@ def test_only_ids_that_both_have_are_guessed_and_any_is_read(vocab: int, shared:
     model = attached(weights)
     lazy_logits = model.logits(model.forward(torch.tensor([5, 127]), rows(2)).hidden)
     assert lazy_logits.compute().shape == (2, shared)
-    assert weights.num_bytes == weights.model.num_bytes, "a part of the head is no copy"
+    assert weights.profile.num_bytes == weights.model.num_bytes, "a part of the head is no copy"
 
 
 def test_a_token_map_gathers_rows_of_its_head() -> None:
@@ -75,18 +75,17 @@ def test_a_token_map_gathers_rows_of_its_head() -> None:
     every = whole.logits(whole.forward(tokens, rows(2)).hidden).compute()
     some = mapped.logits(mapped.forward(tokens, rows(2)).hidden).compute()
     torch.testing.assert_close(some, every[:, [90, 3, 41]])
-    assert weights.num_bytes == weights.model.num_bytes + 3 * 32 * 8
+    assert weights.profile.num_bytes == weights.model.num_bytes + 3 * 32 * 8
     left_out = (112 - 3) * 32
-    assert weights.model.work.weight_bytes - weights.work.weight_bytes == 8 * left_out
-    assert weights.model.work.head_flop - weights.work.head_flop == 2 * left_out
+    assert weights.model.work.weight_bytes - weights.profile.work.weight_bytes == 8 * left_out
+    assert weights.model.work.head_flop - weights.profile.work.head_flop == 2 * left_out
 
 
 def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_language_draft(7, CHECKPOINT))
     (tmp_path / "model.safetensors").unlink()
-    assert load_language_draft(
-        DraftSource.for_target(str(tmp_path), TARGET, ignore, "dummy"), TARGET
-    ).kv_shape == KVShape(1, 1, 16)
+    loaded = load_language_draft(DraftSource.for_target(str(tmp_path), TARGET, ignore, "dummy"), TARGET)
+    assert loaded.profile.kv_shape == KVShape(1, 1, 16)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral with a window"])

@@ -31,7 +31,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def attached(weights: MtpWeights, paged: Paged) -> MtpHead:
-    return weights.attach(KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 64)
+    return weights.attach(KVCache.allocate(weights.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 64)
 
 
 def reference(checkpoint: TinyCheckpoint, layout: Mimo) -> ReferenceMtp:
@@ -102,9 +102,9 @@ def test_a_checkpoint_holds_target_and_layer_and_each_leaves_the_other_alone(tmp
     layer = load_mtp(DraftSource(str(tmp_path / "mimo"), F64, CPU), target)
     assert isinstance(layer, MtpWeights)
     assert layer.embedding is target.embedding and layer.head is target.head
-    assert (layer.aux_layers, layer.kv_shape.num_layers, layer.draft_vocab_size) == ((), 1, 128)
+    assert (layer.profile.aux_layers, layer.profile.kv_shape.num_layers, layer.profile.draft_vocab_size) == ((), 1, 128)
     own = sum(t.nbytes // t.itemsize for name, t in MIMO.tensors.items() if ".mtp_layers." in name)
-    assert layer.num_bytes == 8 * (own + 128)  # float64, and the identity map of tokens
+    assert layer.profile.num_bytes == 8 * (own + 128)  # float64, and the identity map of tokens
     assert isinstance(load_eagle(DraftSource(str(tmp_path / "mimo"), F64, CPU), target), MtpWeights)
     alone = load_tiny_mtp(tiny_mtp(2, TARGET), target)
     gated = ran[0].repeat(1, 2)
@@ -120,7 +120,7 @@ def test_the_target_of_a_layer_after_its_last_is_the_same(tmp_path: Path) -> Non
         for path in (tmp_path, write_checkpoint(tmp_path / "m", MIMO))
     )
     assert isinstance(ours, MtpWeights) and isinstance(mimo, MtpWeights)
-    assert (ours.num_bytes, ours.embeds_first, mimo.embeds_first) == (mimo.num_bytes, True, False)
+    assert (ours.profile.num_bytes, ours.embeds_first, mimo.embeds_first) == (mimo.profile.num_bytes, True, False)
     both = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(4), dtype=F64)
     torch.testing.assert_close(ours.fc(both), mimo.fc(both), atol=1e-12, rtol=0)
 
@@ -129,7 +129,7 @@ def test_a_token_map_leaves_some_rows_of_the_head(tmp_path: Path) -> None:
     target = load_tiny_target(TARGET)
     ids = torch.tensor([5, 3, 90])
     layer = load_tiny_mtp(tiny_mtp(5, TARGET), target, ids)
-    assert layer.draft_vocab_size == 3 and torch.equal(layer.head.weight, target.head.weight[ids])
+    assert layer.profile.draft_vocab_size == 3 and torch.equal(layer.head.stored, target.head.stored[ids])
     assert torch.equal(layer.target_ids, ids)
 
 
@@ -146,7 +146,7 @@ def test_dummy_weights_have_the_layers_shape(tmp_path: Path) -> None:
     target = load_target(files_of(tmp_path, MIMO, "dummy"), torch.float32, CPU)
     dummy = load_mtp(DraftSource(str(tmp_path), torch.float32, CPU, load_format="dummy"), target)
     real = load_mtp(DraftSource(str(tmp_path), torch.float32, CPU), target)
-    assert (dummy.kv_shape, dummy.num_bytes, dummy.work) == (real.kv_shape, real.num_bytes, real.work)
+    assert dummy.profile == real.profile
 
 
 def _second_layer(checkpoint: TinyCheckpoint) -> TinyCheckpoint:

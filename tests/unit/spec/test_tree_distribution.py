@@ -27,6 +27,7 @@ from test_spec_distribution import (
 )
 from torch import Tensor
 
+from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
@@ -42,13 +43,18 @@ Grow = Callable[[Tables, Tensor, SlotBatch], tuple[Tensor, Tensor]]  # prefixes 
 
 def noisy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
     """As trees are drafted."""
-    first, columns = top_children(GivenLogits(tables.draft[tables.key(prefix)]), batch, 0, TOPK, DRAFT_IDS)
+    first, columns = children(tables, prefix[:, None], batch, 0)
     tokens = DRAFT_IDS[columns]
-    after = tables.draft[tables.key(prefix[:, None] * VOCAB + tokens[:, 0])]
-    second, further = top_children(GivenLogits(after), batch, 1, TOPK, DRAFT_IDS)
+    second, further = children(tables, prefix[:, None] * VOCAB + tokens[:, 0], batch, 1)
     log_probs = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
     tokens = torch.cat((tokens[:, 0], DRAFT_IDS[further].flatten(1)), 1)
     return tuple(select_tree(log_probs, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
+
+
+def children(tables: Tables, prefixes: Tensor, batch: SlotBatch, level: int) -> tuple[Tensor, Tensor]:
+    """Of nodes with these prefixes. Shapes: prefixes [B, R]."""
+    context = level_context(batch, None, torch.full_like(prefixes, -1), level, DRAFT_IDS)
+    return top_children(GivenLogits(tables.draft[tables.key(prefixes)]), context, TOPK)
 
 
 def greedy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
@@ -110,6 +116,7 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 }
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
@@ -117,6 +124,7 @@ def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     assert found > SIGNIFICANCE / len(EXACT)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("way", ["hot", "filtered", "cold, filtered"])
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [30_000, pytest.param(2_000_000, marks=FULL)])
@@ -127,6 +135,7 @@ def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
     assert found > SIGNIFICANCE / len(EXACT) / 3
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", ["match", "thresholds at 1"])
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
@@ -138,9 +147,9 @@ def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str,
 class CountsTwice(TreeThresholdVerifier):
     """Wrong: siblings that fell count twice."""
 
-    def _stands(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
+    def _accepts(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
         before = (parents[:, :, None] == parents[:, None]) & (column[:, None] > column)
-        return super()._stands(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
+        return super()._accepts(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
 
 
 class KeepsSiblings(TreeThresholdVerifier):
@@ -165,6 +174,7 @@ WRONG: dict[str, type[TreeThresholdVerifier]] = {
 }
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:

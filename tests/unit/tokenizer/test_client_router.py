@@ -70,7 +70,7 @@ def test_messages_go_both_ways_and_clients_have_numbers(tmp_path: Path) -> None:
             router.send(1, Pong(1.0, True))
             assert await one.recv() == Pong(1.0, True)
             assert await two.recv() == StatsReply("s", Stats())
-            router.send(77, Pong(1.0, True))  # nobody: nothing happens
+            router.send(77, Pong(1.0, True))  # no such client: nothing happens
 
     on_stage(scene, tmp_path)
 
@@ -177,7 +177,7 @@ def test_silence_ends_a_client_and_heartbeats_keep_it(tmp_path: Path) -> None:
                 heard.append(await arrives(endpoint.router))
             gone = [(number, word.why) for number, word in heard if isinstance(word, Gone)]
             assert gone == [(1, "was silent for 0.4 s")]
-            silent.send(Ping(1.0))  # back again, as somebody new
+            silent.send(Ping(1.0))  # back again, as a new client
             while (heard_last := await arrives(endpoint.router))[1] != Ping(1.0):
                 pass
             assert heard_last[0] == 3

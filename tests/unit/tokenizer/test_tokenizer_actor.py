@@ -26,7 +26,8 @@ from overlap_spec.config import (
     SpecSettings,
     encode_settings,
 )
-from overlap_spec.ipc.transport import Endpoints, Inbox, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.transport import Inbox, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFailed,
     ActorReady,
@@ -38,6 +39,7 @@ from overlap_spec.messages import (
     SamplingParams,
     Shutdown,
     TokenDeltas,
+    TokenizerFacts,
     ToScheduler,
     ToSupervisor,
     Usage,
@@ -117,7 +119,7 @@ def test_a_process_gets_ready_serves_drains_and_stops() -> None:
     async def run() -> None:
         async with started() as tokenizer:
             ready = await hears(tokenizer.supervisor, ActorReady)
-            assert ready.facts == {"tokenizer": "BPE, 49152 tokens", "client_endpoint": tokenizer.address}
+            assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address)
             tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
             async with Client(tokenizer.address) as client:
                 await client.wait_ready(PATIENCE_S)
