@@ -1,4 +1,4 @@
-"""What a request must give: plain decoding of one request alone, then cut where it ends.
+"""The oracle of requests: plain decoding of one request alone, then cut where it ends.
 
 Full attention over one contiguous request, one token a step. The executor is the project's own, and so is its sampler:
 every token that it draws by temperature is drawn again from the same logits by `sampling_oracle.py`, which shares no
@@ -61,7 +61,7 @@ class Endings:
         return text if found is None else text[: found[0]]
 
     def _first_stop_string(self, tokens: list[int], sampling: SamplingParams) -> tuple[int, str] | None:
-        """Where the first stop string begins, and which; what the first tokens say is not searched."""
+        """Where the first stop string begins, and which; the text of the first tokens is not searched."""
         text = self._codec.decode(tokens, True)
         before = len(self._codec.decode(tokens[: max(sampling.min_new_tokens - 1, 0)], True))
         found = [(text.find(stop, before), stop) for stop in sampling.stop if text.find(stop, before) >= 0]
@@ -79,7 +79,7 @@ class OverheardTarget:
         return getattr(self._loaded, name)
 
     def attach(self, *given: Any) -> Any:
-        """Make it runnable, and listen."""
+        """Make it runnable, and keep its logits."""
         model = self._loaded.attach(*given)
         logits_of = model.logits
 

@@ -1,7 +1,7 @@
 """The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
 
-A test speaks as clients do and reads each request's rows. After every event that the scheduler handles, its invariants
-are checked from scratch (`ring_links.py`).
+A test sends messages as clients do and reads each request's rows. After every event that the scheduler handles, its
+invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def tiny_loaded(
@@ -177,12 +177,12 @@ class Ring:
     async def ask(self, prompt: list[int], sampling: SamplingParams) -> Answer:
         """One request to its end."""
         answer = self.start(f"r{len(self.clients.answers)}", prompt, sampling)
-        await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+        await asyncio.wait_for(answer.done.wait(), TIMEOUT_S)
         return answer
 
     async def idle(self) -> None:
         """Wait until nothing runs and no step is in flight."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while self.scheduler.inflight or not self.scheduler.queues.idle:
                 await asyncio.sleep(0.001)
 
@@ -226,7 +226,7 @@ async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> Asy
     assert block is not None
     actors.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
     try:
-        await ring.ready.wait()  # a capture does not bear other work on the device
+        await ring.ready.wait()  # no other work may run on the device during a capture
         yield ring
     except asyncio.CancelledError:
         if actors.done():
