@@ -27,7 +27,7 @@ from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, D
 from overlap_spec.spec.proposers.multi_layer import MultiLayerProposer, RecentRows, rows_to_remember
 from overlap_spec.spec.proposers.ngram_draft import NgramDraft
 from overlap_spec.spec.proposers.none import NoProposer
-from overlap_spec.spec.proposers.standalone import RecentTokens, RereadingProposer, StandaloneProposer
+from overlap_spec.spec.proposers.standalone import LastTokens, RecentTokens, RereadingProposer, StandaloneProposer
 from overlap_spec.spec.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.spec.types import TreeShape
 from overlap_spec.spec.verifiers.rejection import DraftProbs
@@ -92,7 +92,7 @@ class LoadedProposer(Protocol):
         """What each token of the KV pool takes beside its KV."""
         ...
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         """Make it runnable."""
         ...
 
@@ -111,7 +111,7 @@ class Method:
 class NoDraft:
     """Nothing is loaded: plain decoding, or guesses that need no weights."""
 
-    make: Callable[[EngineShape], Proposer] = lambda shape: NoProposer()
+    make: Callable[[EngineShape], Proposer[Any]] = lambda shape: NoProposer()
     kv_shape: KVShape = KVShape(0, 0, 0)
     num_bytes: int = 0
     work: ForwardWork = ForwardWork()
@@ -121,7 +121,7 @@ class NoDraft:
     draft_vocab_size: int = 0
     token_bytes: int = 0
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         return self.make(shape)
 
 
@@ -166,7 +166,7 @@ class ChainDraft:
             shape.probs.allocate(shape.num_rows, self.num_steps, head.target_ids)
         return AutoregressiveProposer(head, shape.page_size, deferred, shape.probs)
 
-    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Normed]:
+    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Tensor, Normed]:
         return self.attach(cache, shape)
 
 
@@ -205,7 +205,7 @@ class SmallModelDraft:
     def attach(self, cache: KVCache, shape: EngineShape) -> StandaloneProposer:
         return self._attach(StandaloneProposer, cache, shape)
 
-    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Tensor | Normed]:
+    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[LastTokens, Tensor | Normed]:
         return self._attach(RereadingProposer, cache, shape)
 
     def _attach(self, kind: type[StandaloneProposer], cache: KVCache, shape: EngineShape) -> StandaloneProposer:
@@ -250,8 +250,8 @@ class TreeDraft:
     def tree(self) -> TreeShape:
         return self.branching.shape
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
-        drafter: Drafter[Any] = self.chain.drafter(cache, shape)
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
+        drafter: Drafter[Any, Any] = self.chain.drafter(cache, shape)
         if self.branching.topk > len(drafter.target_ids):
             raise ConfigError(
                 "speculative_eagle_topk", f"a draft of {len(drafter.target_ids)} tokens has no more children for a node"
@@ -288,7 +288,7 @@ class MultiLayerDraft:
     def extend_work(self) -> ForwardWork:
         return self.layers.work
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         layers, num_layers = self.layers.attach(cache, shape.num_positions, shape.attention), len(self.layers.layers)
         num_rows = rows_to_remember(num_layers, num_layers + 1, shape.max_deferred)
         recent = RecentRows.allocate(shape.num_rows, num_rows, shape.hidden_size, shape.dtype, shape.device)

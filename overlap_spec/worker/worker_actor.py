@@ -13,7 +13,6 @@ from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.profile_marks import TimedMarks
 from overlap_spec.worker.sizing.costs import roofline
 from overlap_spec.worker.sizing.geometry import (
     MAX_DEPTH,
@@ -25,7 +24,14 @@ from overlap_spec.worker.sizing.geometry import (
 )
 from overlap_spec.worker.sizing.memory_budget import free_bytes
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
-from overlap_spec.worker.sizing.warmup import FEW_TOKENS, ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.sizing.warmup import (
+    FEW_TOKENS,
+    Captures,
+    ChunkSize,
+    capture_graphs,
+    cuda_prompt_lengths,
+    warm_up,
+)
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 
 NO_CEILING = Roofline()
@@ -72,15 +78,17 @@ def _cpu_facts(settings: Settings, models: LoadedModels) -> dict[str, str]:
     }
 
 
-def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
+def _graph_fact(batch_sizes: tuple[int, ...], captures: Captures) -> str:
     if not batch_sizes:
         return "none"
-    return f"batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes, captured in {seconds:.1f} s)"
+    counts = ", ".join(f"{count} {part}" for part, count in captures.counts.items())
+    sizes = f"for batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes)"
+    return f"{captures.counts.total()} {sizes}, captured in {captures.seconds:.1f} s: {counts}"
 
 
-def _start_fact(batch_sizes: tuple[int, ...], seconds: float, of_captures: float) -> str:
+def _start_fact(seconds: float, captures: Captures) -> str:
     said = f"{seconds:.1f} s"
-    return f"{said}, {seconds - of_captures:.1f} s without captures" if batch_sizes else said
+    return f"{said}, {seconds - captures.seconds:.1f} s without captures" if captures.counts else said
 
 
 def _ceilings_fact(ceiling: Roofline) -> str:
@@ -99,15 +107,13 @@ async def main(context: ActorContext) -> None:
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
-    if settings.trace_dir is not None:
-        executor.decode_step.parts = TimedMarks(executor.device)
     context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
     warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
     free = free_bytes(settings.model.device)
-    capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
+    captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
     graph_bytes = free - free_bytes(settings.model.device)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
@@ -123,9 +129,9 @@ async def main(context: ActorContext) -> None:
             "slots": geometry.num_slots,
             "chunk_tokens": measured.chunk.tokens,
             **(_cpu_facts(settings, models) if on_cpu else {}),
-            "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
+            "graphs": _graph_fact(settings.graph_batch_sizes, captures),
             "step_widths": " ".join(str(width) for width in geometry.step_widths),
-            "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),
+            "start_up": _start_fact(started_s, captures),
             "ceilings": _ceilings_fact(ceiling),
             "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
             "acceptance": _acceptance_fact(settings.spec),
@@ -145,4 +151,4 @@ async def main(context: ActorContext) -> None:
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
     if context.settings.trace_dir is None:
         return NO_TRACER
-    return DeviceTracer(context.trace, executor.device, executor.decode_step.parts)
+    return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)

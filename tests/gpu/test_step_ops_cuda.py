@@ -24,6 +24,7 @@ from support.step_inputs import (
     slot_state,
     step_slots,
 )
+from support.verdicts import assert_same
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -70,8 +71,7 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     arguments = (drawn, window, slots, state.length[slots], state.length, state.window, state.dummy, accept_len)
     moved = on_gpu(*arguments)
     actual, expected = judge_chain(*moved), judge_chain(*arguments)
-    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
-        same(value, wanted, name)
+    assert_same(actual, expected)
     same(moved[4], state.length, "length")
     same(moved[5], state.window, "window")
 
@@ -131,7 +131,7 @@ class Steps(tuple[Tensor, ...]):
             )
             selected = select_rows(rows[step], judged.accept_len)
             place_guesses(state.window, slots, guesses[step], state.dummy)
-            published += [judged.published, judged.next_positions, gathered.positions, gathered.tokens, selected]
+            published += [judged.published.rows, judged.next_positions, gathered.positions, gathered.tokens, selected]
         return published
 
 

@@ -81,14 +81,8 @@ OFF_STEP_PATH = (  # run once, at load or at start
 )
 SYNCHRONIZING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
 HOST_SIDE = {
-    ("worker/decode_graphs.py", "capture"),
-    ("worker/decode_graphs.py", "_capture"),
-    ("worker/decode_graphs.py", "_capture_catch_up"),
-    ("worker/prefill_graphs.py", "capture"),
-    (
-        "worker/prefill_graphs.py",
-        "_capture",
-    ),  # functions for a capture, a result that is out, a ring too small, or the end of the run
+    # functions for a capture, a result that is out, a ring too small, or the end of the run
+    ("worker/step_graphs.py", "finish"),
     ("worker/devices.py", "finish"),
     ("worker/devices.py", "rows"),
     ("worker/devices.py", "upload"),

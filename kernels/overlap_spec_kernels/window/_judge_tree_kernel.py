@@ -31,6 +31,7 @@ def judge_tree_kernel(
     width: int,
     depth: int,
     batch_stride: int,
+    published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -64,14 +65,13 @@ def judge_tree_kernel(
         tokens = tl.where(step < walked, committed, drawn)
     tokens = tl.where(step <= walked, tokens, -1)
     new_length = length + walked + 1
-    one = tl.full([BLOCK_D], 1, tl.int64)
-    stood = tl.where((step > 0) & (step <= walked), one << tl.maximum(path - 1, 0), 0)
-    last = tl.max(tl.where(guess >= 0, column, 0), axis=0)
-    path_bits = tl.sum(stood, axis=0) + (tl.full([], 1, tl.int64) << last)
-    published_ptr += row * (depth + 2)
+    last_guess = tl.max(tl.where(guess >= 0, column, 0), axis=0)
+    published_ptr += row * published_stride
     tl.store(published_ptr + step, tokens, mask=inside)
-    tl.store(published_ptr + depth, path_bits)
-    tl.store(published_ptr + depth + 1, deepest.to(tl.int64))
+    tl.store(published_ptr + depth, deepest.to(tl.int64))
+    tl.store(published_ptr + depth + 1, last_guess.to(tl.int64))
+    accepted = tl.where(step <= walked, path, -1)
+    tl.store(published_ptr + depth + 1 + step, accepted.to(tl.int64), mask=inside & (step > 0))
     tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
     tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
     tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)

@@ -95,14 +95,14 @@ class NgramMemory:
 
 
 class NgramProposer:
-    """A `SelfDrafting`: it needs no model, so it learns nothing of hidden states."""
+    """A `SelfDrafting` and a `Proposer[None]`: all that it knows is in its memory."""
 
     def __init__(self, memory: NgramMemory, windows: NgramWindows) -> None:
         self.memory = memory
         self._windows = windows
         self._chains = memory.limits.max_breadth == 1
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
         """Absorb prompt chunks, and share the prompts that are complete."""
         memory, page_table = self.memory, rows.page_table
         assert rows.cache_rows is not None, "chunks say where their rows are"
@@ -112,13 +112,11 @@ class NgramProposer:
         memory.store(page_table, ends, roots[:, None], torch.ones_like(ends))
         most = page_table.shape[1] * memory.page_size
         memory.share(page_table, prompts.slots, torch.zeros_like(ends), ends, most)
-        return roots[:, None]
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Absorb what was committed."""
         starts, counts = batch.lengths + 1, verdict.accept_len + 1
         self.memory.read(batch.page_table, batch.slots, starts, verdict.tokens, counts)
-        return counts[:, None]
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Nothing ever waits."""
@@ -126,7 +124,7 @@ class NgramProposer:
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Nothing was missed."""
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+    def propose(self, batch: SlotBatch, learnt: None, num_guesses: int) -> Guesses:
         """What followed the best matches, own and others'."""
         memory, windows = self.memory, self._windows
         known = memory.pool, batch.page_table, memory.page_size
@@ -138,12 +136,11 @@ class NgramProposer:
         windows.strength[batch.slots] = merged.strength
         return Guesses(merged.tokens, None if self._chains else merged.parents)
 
-    def lookahead(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
         """See `SelfDrafting`."""
         windows = self._windows
-        return ngram_lookahead(
-            windows.tokens, windows.parents, windows.levels, windows.strength, batch.slots, verdict.tokens, last
-        )
+        whole = windows.tokens, windows.parents, windows.levels, windows.strength
+        ngram_lookahead(*whole, batch.slots, verdict.tokens, verdict.last, out)
 
     def forget(self) -> None:
         """See `SelfDrafting`."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.work import ForwardWork
-from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus
 from overlap_spec.spec.types import TreeShape
@@ -66,7 +65,7 @@ class NgramDraft:
         """See `LoadedProposer`."""
         return None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses)
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> NgramProposer:
         """Take the memory of requests' own tokens."""
         pool = torch.zeros(shape.scratch_start, dtype=torch.int32, device=shape.device)
         log = with_slots(self.log, shape.num_rows)
