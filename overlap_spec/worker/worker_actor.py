@@ -74,7 +74,7 @@ def _platform_facts(settings: Settings, models: LoadedModels, graph_bytes: int) 
 
 
 def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
-    """How guesses are judged; the log says it where that changes what is answered."""
+    """How guesses are judged. Warns in the log where that changes the answers."""
     if spec.width == 1:
         return "none"
     said = models.method.verification(spec.accept).describe(spec.accept)
