@@ -74,7 +74,7 @@ def _platform_facts(settings: Settings, models: LoadedModels, graph_bytes: int) 
 
 
 def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
-    """How guesses are judged. Warns in the log where that changes the answers."""
+    """How guesses are judged; the log states it where that changes the answers."""
     if spec.width == 1:
         return "none"
     said = models.method.verification(spec.accept).describe(spec.accept)
@@ -124,6 +124,7 @@ async def main(context: ActorContext) -> None:
             flop_per_s=ceiling.flop_per_s,
             verification=_verification_fact(settings.spec, models),
             acceptance=_acceptance_fact(settings.spec),
+            logit_processor=settings.logit_processor or "none",
             weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
             draft_weight_bytes=models.proposer.profile.num_bytes,
             kv_bytes_per_token=bytes_per_token(models, geometry.dtype),

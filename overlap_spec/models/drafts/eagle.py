@@ -48,7 +48,7 @@ class EagleConfig:
 
 @dataclass(frozen=True)
 class EagleWeights:
-    """A loaded head (`LoadedDraft`). The embedding is the target's; so is the head, or those rows that a map names."""
+    """A loaded head (`LoadedDraft`). Embedding and head are the target's, or its rows that a token map names."""
 
     embedding: Embedding  # [V, H]
     fc: AnyLinear  # [H, 2 H], embedding first

@@ -11,7 +11,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
-from overlap_spec.models.layers.linear import AnyLinear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_layer
@@ -47,7 +47,7 @@ def _load_fc(config: EagleConfig, checkpoint: Weights) -> AnyLinear:
     hidden = config.llama.hidden_size
     weight = checkpoint.take("fc.weight", (hidden, 2 * hidden))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
-    return linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
+    return make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
 
 
 def _load_layer(config: EagleConfig, checkpoint: Weights, index: int, unread: RMSNorm) -> PreNormLayer:

@@ -14,7 +14,7 @@ from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import DraftInput
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -86,7 +86,7 @@ def _load_layer(
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
     hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
     weight = checkpoint.take(f"{prefix}.{layout.fc}.weight", (hidden, 2 * hidden))
-    fc = linear_map(swapped_halves(weight) if layout.hidden_first else weight)
+    fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
     shape = config.attention_shape(window)
     layer = llama_loader.load_layer(config, checkpoint, index, shape, hidden, "input_layernorm")
     norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import Embedding
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import Weights
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
@@ -47,7 +47,7 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
     """Linears of the same input, stacked. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return linear_map(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
 
 
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
