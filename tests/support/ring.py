@@ -5,7 +5,7 @@ invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
 )
+from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
@@ -58,14 +59,15 @@ def tiny_loaded(
     method: str = "EAGLE3",
     family: str = "llama",
     topk: int = 1,
+    convert: Callable[[LoadedTarget], LoadedTarget] = lambda target: target,
     **shape: int,
 ) -> LoadedModels:
     """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
 
-    `shape`: of the target.
+    `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
     """
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
-    target = load_tiny_target(checkpoint, dtype, place)
+    target = convert(load_tiny_target(checkpoint, dtype, place))
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]

@@ -45,6 +45,15 @@ class Int8Weight(LinearOperand):
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def rows(self, ids: Tensor | slice) -> Int8Weight:
+        """Some rows of W: a view for a slice, a copy for [N] i64."""
+        return Int8Weight(self.values[ids], self.scales[ids], self.dtype)
+
     def check(self, x: Tensor) -> None:
         values, scales = self.values, self.scales
         require(values.dim() == 2 and values.shape[1] == x.shape[1], "weight", "[O, I]")
