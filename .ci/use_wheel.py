@@ -79,14 +79,14 @@ def _raise(name: str) -> None:
 
 
 def chat_answers(command: list[str]) -> str:
-    """README's command 1: words come."""
+    """README's question to the default model: words come."""
     answer = run(command).strip()
     check(len(answer.split()) >= 5, f"not an answer: {answer!r}")
     return f"{len(answer.split())} words: {answer[:60]!r} .."
 
 
 def serve_streams() -> str:
-    """README's command 3, one streamed request, and an end by SIGTERM that leaves nothing of ours behind."""
+    """README's `serve`, one streamed request, and an end by SIGTERM that leaves nothing of ours behind."""
     with tempfile.TemporaryDirectory() as scratch, served(Path(scratch)) as (process, address):
         chunks = list(stream(address))
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from overlap_spec_kernels import Norm, Normed
-from overlap_spec_kernels.linear.fused_linear import _Addition, _call, fused_linear_reference, linear_add_reference
+from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear.dense import fused_linear_reference, linear_add_reference
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class Map:
         rows = drawn(num_rows, size_k)
         self.x = rows if self.adds else Normed(rows, rows, torch.rand(16, num_rows, device="cuda") * size_k / 16, 1e-5)
         norm = Norm(torch.ones(size_n, device="cuda", dtype=torch.bfloat16), 1e-5)
-        self.add = _Addition(drawn(num_rows, size_n), norm)
+        self.add = Addition(drawn(num_rows, size_n), norm)
 
     def by_blas(self, weight: Tensor) -> Tensor:
         """And the kernels of rows; the norm before the map is not counted."""
@@ -59,7 +60,7 @@ class Map:
     def by_tiles(self, weight: Tensor, tiles: Tiles) -> None:
         """As `fused_linear` and `linear_add` do it."""
         add = self.add if self.adds else None
-        call = _call(self.x, weight, self.gated, add, torch.bfloat16, tiles.block_n)
+        call = call_of(self.x, weight, self.gated, add, torch.bfloat16, tiles.block_n)
         tiles.run(call, tiles.num_programs(weight, self.gated))
 
 

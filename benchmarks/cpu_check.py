@@ -18,7 +18,7 @@ from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.report import write_report
 from overlap_spec.bench.runs import WARM_UP_CHAT, best_of
-from overlap_spec.bench.workload import read_prompts
+from overlap_spec.bench.workload import load_prompts
 from overlap_spec.client import AnyPrompt
 from overlap_spec.config import EngineConfig, own_environment
 from overlap_spec.config.resolve import without_speculation
@@ -62,18 +62,18 @@ def start_seconds() -> float:
 async def measure_engines(arguments: argparse.Namespace) -> dict[str, Any]:
     """Each engine's best of some turns, one after the other; an idle engine sleeps."""
     config = EngineConfig(device="cpu", log_level="warning")
-    prompts = [_chat(text) for text in read_prompts("chat20")[: arguments.chats]]
+    prompts = [_chat(text) for text in load_prompts("chat20")[: arguments.chats]]
     sampling = SamplingParams(max_new_tokens=arguments.num_tokens, temperature=0.0, seed=0)
     turns: dict[str, list[dict[str, Any]]] = {"engine": [], "plain": []}
     async with Engine(config) as drafting, Engine(without_speculation(config)) as plain:
         engines = {"engine": drafting, "plain": plain}
         for name, engine in engines.items():
-            facts = engine.facts["worker"]
+            facts = engine.facts.worker.report()
             print(name, {key: facts[key] for key in FACTS if key in facts}, flush=True)
         for _ in range(arguments.runs):
             for name, engine in engines.items():
                 figures = await measure_latency(engine.client, prompts, sampling, _chat(WARM_UP_CHAT))
-                turns[name].append({**figures, "settings": describe_settings(engine), "facts": dict(engine.facts)})
+                turns[name].append({**figures, "settings": describe_settings(engine), "facts": engine.facts.report()})
                 said = {key: figures[key] for key in ("tokens_per_second", "step_ms", "accept_length")}
                 print(name, said, flush=True)
         files = drafting.settings.model.files
@@ -95,7 +95,7 @@ def measure_transformers(arguments: argparse.Namespace, files: tuple[str, str, i
     numbers = [str(arguments.num_tokens), str(threads), "cpu", str(arguments.runs)]
     done = subprocess.run(
         [*command, *numbers],
-        input=json.dumps(read_prompts("chat20")[: arguments.chats]),
+        input=json.dumps(load_prompts("chat20")[: arguments.chats]),
         env=own_environment(),
         capture_output=True,
         text=True,

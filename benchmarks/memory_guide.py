@@ -26,7 +26,8 @@ from overlap_spec.models.loading import eagle3_loader, llama_loader
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.loading.dummy import spread_target_ids
 from overlap_spec.models.loading.loader import read_target_config
-from overlap_spec.spec.methods import ChainDraft, TreeDraft, method_named
+from overlap_spec.spec.drafts import ChainDraft, TreeDraft
+from overlap_spec.spec.methods import method_named
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.worker.sizing.geometry import LoadedModels, demand_of, torch_dtype
 from overlap_spec.worker.sizing.savings import Demand, savings

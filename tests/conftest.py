@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # after the lines above
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
+    torch.set_num_threads(1)
+
 from support.summaries import FileResults, describe, update
 from support.tiny.tokenizer import write_tokenizer
 
@@ -41,6 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if given is not None and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its controller
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         config.pluginmanager.register(FileResults(Path(given), device, torch.get_num_threads()))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `slow_but_every(n)` the cases 0, n, 2n, .. are quick, and all others become `slow`."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        if (thinned := item.get_closest_marker("slow_but_every")) is not None:
+            function = item.nodeid.partition("[")[0]
+            if cases[function] % thinned.args[0]:
+                item.add_marker(pytest.mark.slow)
+            cases[function] += 1
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +89,15 @@ def rows() -> list[dict[str, Any]]:
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     """Of a tiny tokenizer."""
     return load_codec(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a shorter name than pytest's own.
+
+    An engine puts sockets there, whose paths hold 107 bytes, and a worker of pytest-xdist adds a directory.
+    """
+    return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name.removeprefix("test_"))[:12])
 
 
 @pytest.fixture

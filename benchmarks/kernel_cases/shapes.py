@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.norm.normed import Norm, Normed
 from torch import Tensor
 
@@ -37,7 +38,9 @@ def random_rows(device: str, *size: int, scale: float = 1.0) -> Tensor:
 
 
 def widened(value: Any) -> Any:
-    """A 16-bit tensor as float32, to compare with; anything else as it is."""
+    """A 16-bit tensor as float32, a dense weight as its matrix, for a twin to compare with; anything else as it is."""
+    if isinstance(value, DenseWeight):
+        return widened(value.matrix)
     if isinstance(value, Normed):
         return Normed(value.values.float(), value.weighted.float(), value.squares, value.eps)
     if isinstance(value, Norm):

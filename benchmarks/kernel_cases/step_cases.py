@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, decode_attention_reference
 from overlap_spec_kernels.launch import ceil_div
-from overlap_spec_kernels.linear.fused_linear import (
-    fused_linear,
+from overlap_spec_kernels.linear.dense import (
+    DenseWeight,
     fused_linear_reference,
-    linear_add,
     linear_add_reference,
-    linear_logits,
     linear_logits_reference,
 )
+from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.norm.draft_input import draft_input, draft_input_reference
 from overlap_spec_kernels.norm.normed import Norm, Normed
@@ -76,20 +75,20 @@ class Place(NamedTuple):
         return max(min(ceil_div(self.rotated_bytes, num_bytes), MOST_COPIES), 2)
 
     def weights(self, size_n: int, size_k: int) -> list[Tensor]:
-        """Maps [size_n, size_k] whose results are about as large as what goes in."""
+        """Linears [size_n, size_k] whose results are about as large as what goes in."""
         count = self.copies(size_n * size_k * DTYPE.itemsize)
         return [random_rows(self.device, size_n, size_k, scale=size_k**-0.5) for _ in range(count)]
 
 
 def step_cases(model: str, shape: Shape, place: Place) -> Iterator[StepCase]:
     """Every op of a step that depends on the model."""
-    for make in (map_cases, head_cases, attention_cases, draft_cases):
+    for make in (linear_cases, head_cases, attention_cases, draft_cases):
         for case in make(shape, place):
             yield case._replace(model=model)
 
 
-def map_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
-    """The four maps of a layer."""
+def linear_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
+    """The four linears of a layer."""
     size, inner, (num_heads, num_kv_heads, head_dim) = shape.hidden, shape.intermediate, shape.heads
     attended = num_heads * head_dim
     for name, size_n, gated in (
@@ -99,7 +98,7 @@ def map_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
         weights = place.weights(size_n, size)
         for num_rows in place.num_rows:
             stream = stream_of(size, num_rows, place.device)
-            inputs = [(stream, weight, gated) for weight in weights]
+            inputs = [(stream, DenseWeight(weight), gated) for weight in weights]
             written = num_rows * (size_n // 2 if gated else size_n) * DTYPE.itemsize
             moved = size_of(weights[0]) + size_of(stream.weighted) + written
             yield case_of(fused_linear, fused_linear_reference, inputs, moved, name, num_rows)
@@ -109,7 +108,7 @@ def map_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
             x, residual = (random_rows(place.device, num_rows, n) for n in (size_k, size))
             norm = Norm(1 + random_rows(place.device, size, scale=0.1), EPS)
             moved = size_of(weights[0]) + size_of(x) + 3 * size_of(residual) + size_of(norm.weight)
-            added = [(x, weight, residual, norm) for weight in weights]
+            added = [(x, DenseWeight(weight), residual, norm) for weight in weights]
             yield case_of(linear_add, linear_add_reference, added, moved, name, num_rows)
 
 
@@ -119,7 +118,7 @@ def head_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
         weights = place.weights(size_n, shape.hidden)
         for num_rows in place.num_rows:
             x = stream_of(shape.hidden, num_rows, place.device)
-            inputs = [(x, weight) for weight in weights]
+            inputs = [(x, DenseWeight(weight)) for weight in weights]
             read = size_of(weights[0]) + size_of(x.weighted)
             if name == "head":
                 moved = read + 4 * num_rows * size_n
@@ -128,9 +127,9 @@ def head_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
             yield case._replace(check=partial(check_argmax, *inputs[0]))
 
 
-def check_argmax(x: Normed, weight: Tensor) -> None:
+def check_argmax(x: Normed, weight: DenseWeight) -> None:
     """The logit of the column that was found is the largest one, but for rounding. Raises: AssertionError."""
-    logits = linear_logits_reference(widened(x), weight.float())
+    logits = linear_logits_reference(widened(x), widened(weight))
     found = logits.gather(1, linear_argmax(x, weight)[:, None])
     torch.testing.assert_close(found, logits.amax(1, keepdim=True), rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -219,7 +218,7 @@ def case_of(
 
 
 def stream_of(size: int, num_rows: int, device: str) -> Normed:
-    """A residual stream as the map before leaves it."""
+    """A residual as the linear before leaves it."""
     x, residual = (random_rows(device, num_rows, size) for _ in range(2))
     weight = random_rows(device, size, size, scale=size**-0.5)
-    return linear_add(x, weight, residual, Norm(1 + random_rows(device, size, scale=0.1), EPS))
+    return linear_add(x, DenseWeight(weight), residual, Norm(1 + random_rows(device, size, scale=0.1), EPS))

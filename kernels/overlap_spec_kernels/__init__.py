@@ -4,19 +4,22 @@ An op validates its arguments, runs its kernel on CUDA tensors and its twin (`op
 machine without Triton serves on a CPU.
 """
 
-from overlap_spec_kernels.attention.decode_attention import MAX_WIDTH, DecodeScratch, decode_attention
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
-from overlap_spec_kernels.attention.tree_attention import MAX_TREE_ROWS, tree_attention
+from overlap_spec_kernels.attention.tree_attention import tree_attention
+from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TREE_WIDTH
+from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
+from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
 from overlap_spec_kernels.ngram.ngram_match import ngram_match
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
-from overlap_spec_kernels.ngram.ngram_store import ngram_store
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.draft_input import draft_input
 from overlap_spec_kernels.norm.norm_heads import norm_heads
@@ -34,25 +37,32 @@ from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
+from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
 from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
-    "MAX_TREE_ROWS",
-    "MAX_WIDTH",
+    "MASK_BITS",
+    "MAX_CHAIN_WIDTH",
+    "MAX_TREE_WIDTH",
     "Candidates",
     "DecodeScratch",
     "GatheredTree",
     "GatheredWindow",
+    "DenseWeight",
+    "Int8Weight",
+    "LinearOperand",
     "NgramLimits",
     "NgramLog",
     "Norm",
     "Normed",
     "Published",
     "PublishedColumns",
+    "TokenRows",
     "Verdict",
     "add_children",
     "add_rms_norm",
     "allocate_log",
+    "cache_rows",
     "clear_log",
     "decode_attention",
     "draft_input",
@@ -70,7 +80,6 @@ __all__ = [
     "ngram_match",
     "ngram_merge",
     "ngram_lookahead",
-    "ngram_store",
     "norm_heads",
     "normalised",
     "paged_attention",
@@ -81,6 +90,7 @@ __all__ = [
     "select_rows",
     "select_tree",
     "silu_mul",
+    "store_tokens",
     "top_tokens",
     "tree_attention",
     "with_slots",

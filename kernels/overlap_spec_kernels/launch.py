@@ -7,58 +7,63 @@ on a CPU, where Triton is not installed.
 import functools
 import importlib.metadata
 import inspect
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+Function = Callable[..., Any]
+
 
 class TritonKernel:
-    """A Triton function that its module compiles at the first launch: `kernel[grid](*arguments)`.
+    """A Triton function that is compiled at its first launch: `kernel[grid](*arguments)`.
 
-    That launch puts what `triton.jit` makes of every such function of the module in its place, so that kernels
-    can call each other, and binds `tl`, which the module itself imports for type checkers only.
-    An argument named in `FREE` is any integer to the compiler: one that changes from step to step must not cost
-    a compilation when it happens to be 1 or a multiple of 16.
+    A module of kernels imports `triton.language as tl` for type checkers only, and its kernels call each other by name.
+    So what is compiled is a copy of the function, whose scope has `tl`, and the compiled kernels that it calls.
     """
 
-    FREE = ("num_splits", "num_rows", "num_squares", "batch_stride", "program_step", "row_step")
+    def __init__(self, function: Function, do_not_specialize: tuple[str, ...] = ()) -> None:
+        unknown = set(do_not_specialize) - set(inspect.signature(function).parameters)
+        assert not unknown, f"{function.__name__} has no parameters {unknown}"
+        self.function = function
+        self.do_not_specialize = do_not_specialize
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    @classmethod
+    def with_options(cls, do_not_specialize: tuple[str, ...]) -> Callable[[Function], Self]:
+        """A decorator. The arguments named are any integers to the compiler.
+
+        Those that change from step to step must not cost a compilation when one happens to be 1 or a multiple of 16.
+        """
+        return functools.partial(cls, do_not_specialize=do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.compile_module()
-        return self._function.__globals__[self._function.__name__][grid]
+        return self.compiled[grid]
 
-    def compile_module(self) -> None:
-        """Put compiled functions in place of this module's, and of what it imports from others."""
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """What the compiler makes of the function; each set of types and constants is compiled when it is launched."""
         jit, names = self._compiler()
-        scope = self._function.__globals__
-        scope.update(names)
-        for name, value in list(scope.items()):
-            if isinstance(value, TritonKernel):
-                if value._function.__globals__ is not scope:
-                    value.compile_module()
-                    scope[name] = value._function.__globals__[name]
-                else:
-                    scope[name] = jit(do_not_specialize=value.free_arguments())(value._function)
+        function = self.function
+        scope = {**function.__globals__, **names}
+        for name in function.__code__.co_names:
+            if isinstance(called := scope.get(name), TritonKernel):
+                scope[name] = called.compiled
+        copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+        copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
+        return jit(do_not_specialize=list(self.do_not_specialize))(copy)
 
     def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """What compiles the module's functions, and what they call by a name that the module lacks."""
+        """What compiles the function, and the names that it uses and its module imports for type checkers only."""
         import triton
         import triton.language
 
         return triton.jit, {"tl": triton.language}
 
-    def free_arguments(self) -> list[str]:
-        """Those of `FREE` that this function has."""
-        return [name for name in inspect.signature(self._function).parameters if name in self.FREE]
-
     def __call__(self, *arguments: Any) -> Any:
         """Only other kernels call it, and they see the compiled function."""
-        raise TypeError(f"{self._function.__name__} runs on a device: launch it as kernel[grid](...)")
+        raise TypeError(f"{self.function.__name__} runs on a device: launch it as kernel[grid](...)")
 
 
 class GluonKernel(TritonKernel):
@@ -75,7 +80,7 @@ class GluonKernel(TritonKernel):
 
 
 _GLUON_SINCE = (3, 6)  # of Triton, as the kernels here use it
-_FEW_ROWS = 64  # of a step: with more, maps are a BLAS's, which lets nobody begin early, and dependence only costs
+_FEW_ROWS = 64  # of a step: with more, a BLAS multiplies, after which no kernel begins early, and dependence only costs
 
 
 def dependent_launch(device: torch.device, num_rows: int = 1) -> dict[str, bool]:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from overlap_spec import hub
 from overlap_spec.bench.methods_load import Tokens
 from overlap_spec.bench.methods_records import PLAIN_RECORD, Drafts, MethodRecord
-from overlap_spec.bench.workload import RANDOM, Workload, chat_prompts, random_prompts, read_prompts
+from overlap_spec.bench.workload import RANDOM, Workload, chat_prompts, load_prompts, random_prompts
 from overlap_spec.config import EngineConfig
 from overlap_spec.messages import SamplingParams
 
@@ -105,7 +105,7 @@ def prompts_of(config: EngineConfig, workload: Workload, most: int | None) -> di
             files = hub.resolve_model(replace(config, skip_tokenizer_init=True))
             prompts[name] = random_prompts(NUM_RANDOM, files.vocab_size)[:most]
         else:
-            prompts[name] = chat_prompts(config, read_prompts(name)[:most])
+            prompts[name] = chat_prompts(config, load_prompts(name)[:most])
     return prompts
 
 

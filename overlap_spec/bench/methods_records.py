@@ -1,6 +1,6 @@
 """Which methods `bench methods` compares: each a record of flags, as a table in `data/methods.json` has them.
 
-Whether a record can run is for the engine to say, in its own words.
+The engine itself reports whether a record can run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,10 +48,10 @@ class Drafts:
 
 
 class Skipped(OverlapSpecError):
-    """A record was not asked for, as what it needs was not given. Says which flag would."""
+    """A record does not run, as what it needs was not given. The message names the flag."""
 
 
-def read_records(path: str | None) -> tuple[MethodRecord, ...]:
+def read_method_records(path: str | None) -> tuple[MethodRecord, ...]:
     """The table in that JSON file, else the one that ships. Raises: ConfigError naming --methods."""
     try:
         records = msgspec.json.decode(Path(path or SHIPPED).read_bytes(), type=tuple[MethodRecord, ...])

@@ -14,17 +14,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served, variants
-from overlap_spec.bench.generate import Generate
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.throughput import Batch, Endpoint, measure_batch, measure_first_token
+from overlap_spec.bench.transformers_generate import TransformersGenerate
 from overlap_spec.bench.workload import (
     GREEDY,
-    Sampling,
+    SamplingMode,
     Workload,
     batch_prompts,
     chat_prompts,
+    load_prompts,
     random_prompts,
-    read_prompts,
     sampling_of,
     warm_up_prompts,
 )
@@ -48,10 +48,10 @@ async def run_latency(
 
     In every turn each engine has a start of its own: none of them has the machine's quiet minutes alone.
     """
-    ways = (Sampling(workload.temperature), *workload.sampled)
+    ways = (SamplingMode(workload.temperature), *workload.sampled)
     report: dict[str, Any] = {"benchmark": "latency", "workload": workload.describe()}
     turns: dict[str, list[dict[str, Any]]] = {}
-    generate: Generate | None = None
+    generate: TransformersGenerate | None = None
     for _ in range(runs):
         for name, asked in variants(config, ["plain"] if plain else []).items():
             async with Engine(asked) as engine:
@@ -61,7 +61,7 @@ async def run_latency(
                 turns.setdefault(name, []).append({**figures, **_described(engine)})
                 settings = engine.settings
         if baseline:
-            generate = generate or Generate(settings, workload)
+            generate = generate or TransformersGenerate(settings, workload)
             turns.setdefault("transformers", []).append(await asyncio.to_thread(generate.measure))
     report |= {name: best_of(figures) for name, figures in turns.items()}
     report["ratios"] = _ratios(report, "tokens_per_second")
@@ -75,7 +75,7 @@ def best_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    return {"settings": describe_settings(engine), "facts": {role: dict(facts) for role, facts in engine.facts.items()}}
+    return {"settings": describe_settings(engine), "facts": engine.facts.report()}
 
 
 async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, A
         first = random_prompts(NUM_FIRST_TOKENS, vocab_size, first=FIRST_TOKEN_ROWS)
         figures["first_token"] = await measure_first_token(endpoint, first, warm_up_prompts(first[:1], vocab_size))
     if workload.chats is not None:
-        chats = chat_prompts(engine.config, read_prompts(workload.chats))
+        chats = chat_prompts(engine.config, load_prompts(workload.chats))
         (cold,) = warm_up_prompts(chats[:1], vocab_size)
         measured = await _measure_chats(engine, chats, cold, (GREEDY, *workload.sampled), MOST_CHAT_TOKENS)
         sent = {"prompts": workload.chats, "link": CHAT_LINK, "max_new_tokens": MOST_CHAT_TOKENS}
@@ -135,7 +135,7 @@ async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, A
 
 
 async def _measure_chats(
-    engine: Engine, prompts: Sequence[AnyPrompt], warm_up: AnyPrompt, ways: Sequence[Sampling], num_tokens: int
+    engine: Engine, prompts: Sequence[AnyPrompt], warm_up: AnyPrompt, ways: Sequence[SamplingMode], num_tokens: int
 ) -> dict[str, Any]:
     """One after another, in each of these ways; the top figures are the first way's."""
     figures, *others = [await measure_latency(engine.client, prompts, way.params(num_tokens), warm_up) for way in ways]

@@ -23,7 +23,8 @@ from overlap_spec.messages import (
     ToScheduler,
     WorkerReady,
 )
-from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links, Scheduler
 
 WIDTH = 4
 PROMPT_TOKENS = 128
@@ -127,5 +128,5 @@ def _turn(scheduler: Scheduler, decoder: "msgspec.msgpack.Decoder[ToScheduler]",
     for payload in payloads:
         scheduler.dispatch(decoder.decode(payload))
     scheduler.plan_ahead()
-    scheduler.speak()
+    scheduler.send_replies()
     return time.thread_time() - started

@@ -61,7 +61,7 @@ async def traced_run(config: EngineConfig, workload: Workload) -> TracedRun:
             report: dict[str, Any] = {"benchmark": "step", "run": describe_engine(engine)}
             report |= {"acceptance": acceptance_of(engine), "workload": workload.describe() | {"batch": batch}}
             report["settings"] = describe_settings(engine)
-            report["ceilings"] = str(engine.facts["worker"]["ceilings"])
+            report["ceilings"] = engine.facts.worker.ceilings
         everything = read_records(Path(directory))
     records = [record for record in everything if begin <= record.begin <= begin + wall_s]
     figures = {

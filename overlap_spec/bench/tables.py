@@ -1,17 +1,13 @@
-"""Writes the tables of a Markdown file from result files: no figure in a README is typed by hand.
+"""Tables of Markdown files, made from result files: no figure in a document is typed by hand.
 
-    python -m overlap_spec.bench.tables README.md kernels/overlap_spec_kernels/README.md [--check]
-
-A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the current
-directory; what is between is replaced. `<!-- table: PATH as VIEW -->` makes another table than the report's own:
-`targets` sets a throughput report beside its targets and SGLang's lines, `sampled` and `chats` show those parts of it,
-`step_ops` shows that part of the kernels' report, and `methods_summary` has a row for each method and set of prompts.
-With --check nothing is written, and the status is 1 if something would be.
+A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the root of the
+repository; what is between is replaced. `<!-- table: PATH as VIEW -->` makes another table than the report's own:
+`peer` sets a throughput report beside SGLang's lines, `sampled` and `chats` show those parts of it, `step_ops` shows
+that part of the kernels' report, and `methods_summary` has a row for each method and set of prompts.
 """
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,20 +15,20 @@ from typing import Any
 from overlap_spec.bench.age import age_note
 from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.peer import DIRECTORY, Peer, read_peer
-from overlap_spec.bench.source import UNKNOWN, describe_source
-from overlap_spec.bench.targets import Report
+from overlap_spec.bench.peer_rows import Report
+from overlap_spec.bench.source import UNKNOWN, Source, describe_source
 from overlap_spec.bench.throughput_table import (
     BATCHES,
     CHATS,
+    COMPARED,
     NAMES,
-    TARGETS,
     batch_rows,
     chat_rows,
     label_of,
+    peer_notes,
+    peer_rows,
     sampled_head,
     sampled_rows,
-    target_notes,
-    target_rows,
 )
 from overlap_spec.bench.workload import sampling_of
 
@@ -41,14 +37,15 @@ UNTOLD = re.compile(r" --(?:commit|output) \S+")  # of a command: where the file
 NO_PEER = Peer([])
 
 
-def fill(text: str, root: Path) -> str:
-    """The text with every marked table made anew."""
-
-    peer, source = read_peer(root / DIRECTORY), describe_source()
+def fill(text: str, root: Path, source: Source | None = None) -> str:
+    """The text with every marked table made anew. `source`: the code that runs now, if it was described before."""
+    if not MARKED.search(text):
+        return text
+    peer, now = read_peer(root / DIRECTORY), source or describe_source()
 
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
-        age = age_note(report, root / match[2], source)
+        age = age_note(report, root / match[2], now)
         return f"{match[1]}{render(report, match[3], peer, age)}\n{match[4]}"
 
     return MARKED.sub(replace, text)
@@ -57,8 +54,8 @@ def fill(text: str, root: Path) -> str:
 def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: str = "") -> str:
     """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark. `age`:
     what is said of a result that is older than the code."""
-    if view == "targets":
-        lines = [*_table(TARGETS, target_rows(report, peer)), *_listed(target_notes(report))]
+    if view == "peer":
+        lines = [*_table(COMPARED, peer_rows(report, peer)), *_listed(peer_notes(report))]
     else:
         lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
     return "\n".join((*lines, "", _origin(report) + (f"; {age}" if age else "")))
@@ -238,20 +235,3 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "methods": _methods,
     "methods_summary": _methods_summary,
 }
-
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit status."""
-    check = "--check" in arguments
-    stale = 0
-    for path in (Path(argument) for argument in arguments if argument != "--check"):
-        text = path.read_text()
-        filled = fill(text, Path.cwd())
-        stale += filled != text
-        if not check:
-            path.write_text(filled)
-    return 1 if check and stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

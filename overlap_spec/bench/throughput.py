@@ -1,10 +1,10 @@
 """Batches of requests through the whole HTTP server.
 
 Step time is measured from outside, as other engines can be: one batched, non-streamed /generate of token ids, less the
-smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts
-and both are reported. A streamed run of the same batch stands beside it. Sampling is measured after that, in one run
-for each way of drawing. The engine's caches are emptied before every call, what it has learnt from its answers with
-them, so that no call finds an earlier one's answers.
+smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts;
+both are reported, and a streamed run of the same batch. Sampling is measured after that, in one run for each way of
+drawing. The engine's caches are emptied before every call, what it has learnt from its answers with them, so that no
+call finds an earlier one's answers.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from overlap_spec.bench.workload import GREEDY, Sampling
+from overlap_spec.bench.workload import GREEDY, SamplingMode
 
 TIMEOUT_S = 1200
 SETTLE_S = 10.0  # for the last step to settle, after the answers are complete
@@ -49,7 +49,7 @@ class Batch:
     num_tokens: int
 
 
-async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[Sampling] = ()) -> Json:
+async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[SamplingMode] = ()) -> Json:
     """Measure one batch size: greedy runs, then a streamed one, then a run of each of `sampled`. The top figures are
     the better greedy run's."""
     greedy = await _measure(endpoint, batch, GREEDY, NUM_RUNS)
@@ -80,7 +80,7 @@ async def measure_first_token(endpoint: Endpoint, prompts: Prompts, warm_up: Pro
     }
 
 
-async def _measure(endpoint: Endpoint, batch: Batch, sampling: Sampling, num_runs: int) -> Json:
+async def _measure(endpoint: Endpoint, batch: Batch, sampling: SamplingMode, num_runs: int) -> Json:
     """Warm up, then the calls for one token, then the runs. The top figures are the better run's."""
     await _generate(endpoint, batch.warm_up, WARM_UP_TOKENS, sampling)
     walls = [(await _generate(endpoint, batch.prompts, 1, sampling))[0] for _ in range(NUM_ONE_TOKEN_CALLS)]
@@ -93,7 +93,7 @@ async def _measure(endpoint: Endpoint, batch: Batch, sampling: Sampling, num_run
 
 
 def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
-    """Figures of one run. `metas`: what the server says of each answer; walls in seconds."""
+    """Figures of one run. `metas`: each answer's `meta_info`; walls in seconds."""
     tokens = sum(meta["completion_tokens"] for meta in metas)
     verify_counts = [meta.get("spec_verify_ct", 0) for meta in metas]
     steps = max(verify_counts) or max(meta["completion_tokens"] for meta in metas) - 1
@@ -109,15 +109,15 @@ def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
 
 
 async def _generate(
-    endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: Sampling
+    endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: SamplingMode
 ) -> tuple[float, list[Json]]:
-    """One batched call with empty caches. Returns wall seconds and what is said of each answer."""
+    """One batched call with empty caches. Returns wall seconds and each answer's `meta_info`."""
     body = _body(prompts, num_tokens, sampling, stream=False)
     wall, answers = await asyncio.to_thread(_post, endpoint, body)
     return wall, [answer["meta_info"] for answer in answers]
 
 
-def _body(prompts: Prompts, num_tokens: int, sampling: Sampling, stream: bool) -> bytes:
+def _body(prompts: Prompts, num_tokens: int, sampling: SamplingMode, stream: bool) -> bytes:
     """A batch, each row with a seed of its own."""
     rows = [
         {**asdict(sampling), "sampling_seed": row, "max_new_tokens": num_tokens, "ignore_eos": True}

@@ -1,12 +1,12 @@
-"""The tables of a throughput report: batches, targets, sampling, chats."""
+"""The tables of a throughput report: batches, beside the peer, sampling, chats."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from overlap_spec.bench.methods_table import against_plain
 from overlap_spec.bench.peer import PEER, Peer
-from overlap_spec.bench.targets import Report, Target, targets_of
-from overlap_spec.bench.workload import GREEDY, SAMPLED, Sampling, sampling_of
+from overlap_spec.bench.peer_rows import PeerRow, Report, peer_rows_of
+from overlap_spec.bench.workload import GREEDY, SAMPLED, SamplingMode, sampling_of
 
 Rows = list[list[Any]]
 
@@ -14,7 +14,7 @@ METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
 NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
 
 BATCHES = ["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"]
-TARGETS = ["", PEER, "its line", "must", "aim", "ours", "times better than SGLang", "met"]
+COMPARED = ["", PEER, "its line", "ours", "times better than SGLang"]
 CHATS = [
     *("", "sampling", "tok/s", "answers that ended", "tok/s of those", "tokens", "accept length", "step, ms"),
     "first token, ms (median)",
@@ -37,25 +37,20 @@ def batch_rows(report: Report) -> Rows:
     ]
 
 
-def target_rows(report: Report, peer: Peer) -> Rows:
-    """Ours beside the peer's and what must be reached; what is slower than the peer is marked."""
-    return [_target_row(target, report, peer) for target in targets_of(report)]
+def peer_rows(report: Report, peer: Peer) -> Rows:
+    """Ours beside the peer's; what is slower than the peer is marked."""
+    return [_peer_row(row, report, peer) for row in peer_rows_of(report)]
 
 
-def _target_row(target: Target, report: Report, peer: Peer) -> list[Any]:
-    ours, theirs = target.read(report), target.peer_figure(peer)
-    ratio = met = ""
-    if ours is not None and theirs is not None:
-        ratio = against_plain(target.ratio(ours, theirs.value))
-    if ours is not None and target.must is not None:
-        met = "yes" if target.is_met(ours, theirs.value if theirs else None) else "no"
-    cells = (theirs.value if theirs else None, target.must, target.aim, ours)
-    value, must, aim, our_value = ("" if cell is None else float(cell) for cell in cells)
-    return [target.work, value, f"`{theirs.lines}`" if theirs else "", must, aim, our_value, ratio, met]
+def _peer_row(row: PeerRow, report: Report, peer: Peer) -> list[Any]:
+    ours, theirs = row.read(report), row.peer_figure(peer)
+    ratio = against_plain(row.ratio(ours, theirs.value)) if ours is not None and theirs is not None else ""
+    value, lines = ("", "") if theirs is None else (float(theirs.value), f"`{theirs.lines}`")
+    return [row.work, value, lines, "" if ours is None else float(ours), ratio]
 
 
-def target_notes(report: Report) -> list[str]:
-    """What is otherwise than the README says."""
+def peer_notes(report: Report) -> list[str]:
+    """Notes on what differs from the description around the table."""
     if all("one_token_walls_s" in row for _, part in _parts(report) for row in part["batches"]):
         return []
     return ["An older measurement: its one-token call is the one before the better run, not the smallest of three."]
@@ -69,7 +64,7 @@ def sampled_head(report: Report) -> list[str]:
 
 
 def sampled_rows(report: Report) -> Rows:
-    """One row for each batch size, and one for chats; empty where the report does not say."""
+    """One row for each batch size, and one for chats; empty if the report has none."""
     engine, plain = (_loads(report[name]) for name in ("engine", "plain"))
     return [
         [load, *(cell for s in (GREEDY, *SAMPLED) for cell in _pair(_with(row, s), _with(plain.get(load), s)))]
@@ -108,7 +103,7 @@ def _chat_cell(row: Report, figure: str) -> Any:
     return f"{value} of {row['num_prompts']}" if figure == "num_ended" else value
 
 
-def _with(figures: Report | None, sampling: Sampling) -> Report | None:
+def _with(figures: Report | None, sampling: SamplingMode) -> Report | None:
     """The figures of one way of sampling: the measurement's own are greedy."""
     if figures is None or sampling == GREEDY:
         return figures

@@ -21,7 +21,7 @@ WARM_UP_ROWS = 2000  # random prompts from here on are never measured
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingMode:
     """How tokens are drawn. Temperature 0 is greedy."""
 
     temperature: float
@@ -39,13 +39,13 @@ class Sampling:
         return SamplingParams(max_new_tokens=num_tokens, temperature=self.temperature, top_p=self.top_p, seed=0)
 
 
-def sampling_of(figures: Mapping[str, Any]) -> Sampling:
+def sampling_of(figures: Mapping[str, Any]) -> SamplingMode:
     """How the tokens of a report's figures were drawn."""
-    return Sampling(figures["temperature"], figures["top_p"])
+    return SamplingMode(figures["temperature"], figures["top_p"])
 
 
-GREEDY = Sampling(0.0)
-SAMPLED = (Sampling(1.0), Sampling(0.7, 0.9))  # the API's default, and what chats often use
+GREEDY = SamplingMode(0.0)
+SAMPLED = (SamplingMode(1.0), SamplingMode(0.7, 0.9))  # the API's default, and what chats often use
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Workload:
     temperature: float = 0.0
     batch_sizes: tuple[int, ...] = (1, 8, 64)
     chats: str | None = None  # of throughput runs: prompts that are also answered one by one, to the end of turn
-    sampled: tuple[Sampling, ...] = ()  # what follows every measurement, in the same engine
+    sampled: tuple[SamplingMode, ...] = ()  # what follows every measurement, in the same engine
 
     def texts(self) -> list[str]:
         """The chat prompts."""
-        return read_prompts(self.prompts)
+        return load_prompts(self.prompts)
 
     def describe(self) -> dict[str, Any]:
         """For the report."""
         return {name: getattr(self, name) for name in ("prompts", "num_tokens", "temperature")}
 
 
-def read_prompts(name: str) -> list[str]:
+def load_prompts(name: str) -> list[str]:
     """The prompts of that name or in that file. Raises: ConfigError naming --prompts."""
     known = PROMPTS / f"{name}.json"
     path = known if known.is_file() else Path(name)

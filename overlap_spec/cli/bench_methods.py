@@ -9,7 +9,7 @@ from rich.table import Table
 
 from overlap_spec.bench.methods import run_methods
 from overlap_spec.bench.methods_plan import Comparison
-from overlap_spec.bench.methods_records import Drafts, chosen, read_records
+from overlap_spec.bench.methods_records import Drafts, chosen, read_method_records
 from overlap_spec.bench.methods_table import FULL, full_rows, notes
 from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import Workload
@@ -56,11 +56,11 @@ def check_methods_arguments(arguments: argparse.Namespace) -> None:
 
 
 async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Run it. What is known goes to --output after every method, so that a run that is cut leaves something."""
+    """Run it. The report goes to --output after every method, so that an interrupted run leaves a part of it."""
     drafts = Drafts(_paths(arguments.draft or []), arguments.token_map)
     only = arguments.only.split(",") if arguments.only else []
     comparison = Comparison(
-        chosen(read_records(arguments.methods), only, drafts),
+        chosen(read_method_records(arguments.methods), only, drafts),
         drafts,
         arguments.num_prompts,
         2 if arguments.runs is None else arguments.runs,
@@ -93,7 +93,7 @@ def print_methods(console: Console, report: dict[str, Any]) -> None:
 
 
 def methods_status(report: dict[str, Any]) -> int:
-    """1 if a method was given all that it needs and broke."""
+    """1 if a method failed although it had all that it needs."""
     return int(any(entry["status"] == "failed" for entry in report["methods"]))
 
 

@@ -1,4 +1,4 @@
-"""What a user asks for (`EngineConfig`), what is run (`Settings`), and the environment."""
+"""`EngineConfig`, what a user asks for; `Settings`, what is run; and the environment."""
 
 from overlap_spec.config.environment import (
     asked_threads,
@@ -7,11 +7,14 @@ from overlap_spec.config.environment import (
     child_environment,
     forces_greedy_ngram,
     own_environment,
-    says_how_to_wait,
+    sets_thread_waiting,
     waiting_fact,
 )
 from overlap_spec.config.flags import DEFAULT_MODEL, DUMMY, EngineConfig
+from overlap_spec.config.methods import NGRAM, PLAIN, SMOLLM2_SPEC, MethodFacts, facts_of, is_own_method
 from overlap_spec.config.settings import (
+    FORCE_GREEDY_NGRAM,
+    LOSSY,
     MIB,
     AcceptSettings,
     AttentionSettings,
@@ -29,48 +32,31 @@ from overlap_spec.config.settings import (
     decode_settings,
     encode_settings,
 )
-from overlap_spec.config.speculation import (
-    DRAFT_KINDS,
-    LANGUAGE_MODEL_DRAFTS,
-    LANGUAGE_MODEL_SPEC,
-    MTP,
-    NGRAM,
-    OWN_LAYER,
-    PLAIN,
-    SMOLLM2_SPEC,
-    TOKEN_MAPPED,
-    Algorithm,
-    is_own_method,
-    synthetic_acceptance,
-)
+from overlap_spec.config.speculation import synthetic_acceptance
 
 __all__ = [
     "AcceptSettings",
-    "Algorithm",
     "AttentionSettings",
     "CacheSettings",
     "DEFAULT_MODEL",
-    "DRAFT_KINDS",
     "DUMMY",
     "EngineConfig",
-    "LANGUAGE_MODEL_DRAFTS",
-    "LANGUAGE_MODEL_SPEC",
+    "FORCE_GREEDY_NGRAM",
+    "LOSSY",
     "LinkSettings",
     "MIB",
-    "MTP",
     "Machine",
+    "MethodFacts",
     "ModelFiles",
     "ModelSettings",
     "NGRAM",
     "NgramSettings",
-    "OWN_LAYER",
     "PLAIN",
     "SMOLLM2_SPEC",
     "SchedulerSettings",
     "ServerSettings",
     "Settings",
     "SpecSettings",
-    "TOKEN_MAPPED",
     "WidthRule",
     "asked_threads",
     "asks_for_spec_v2",
@@ -78,10 +64,11 @@ __all__ = [
     "child_environment",
     "decode_settings",
     "encode_settings",
+    "facts_of",
     "forces_greedy_ngram",
     "is_own_method",
     "own_environment",
-    "says_how_to_wait",
+    "sets_thread_waiting",
     "synthetic_acceptance",
     "waiting_fact",
 ]

@@ -29,9 +29,15 @@ def draft_kind(shapes: Shapes) -> DraftKind:
         return DraftKind.EAGLE_3
     if (fc := known.get("fc.weight")) is not None:
         return DraftKind.EAGLE_2 if len(fc) == 2 and fc[1] == 2 * fc[0] else DraftKind.UNKNOWN
-    if "layers.0.self_attn.q_proj.weight" in known and "layers.0.input_layernorm.weight" in known:
+    if any(f"layers.0.{part}.weight" in known for part in _ATTENTION) and any(
+        f"layers.0.{part}.weight" in known for part in _NORMS
+    ):
         return DraftKind.LANGUAGE_MODEL
     return DraftKind.UNKNOWN
+
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.qkv_proj")
+_NORMS = ("input_layernorm", "post_feedforward_layernorm")  # the first layer of an EAGLE head has none of them
 
 
 def can_only_draft(shapes: Shapes) -> bool:

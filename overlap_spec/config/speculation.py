@@ -1,39 +1,22 @@
-"""The flags of speculation, one field each, and the methods' names. `EngineConfig` is these and the rest."""
+"""The flags of speculation, one field each. `EngineConfig` is these and the rest."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from overlap_spec.config.draft_kind import DraftKind
+from overlap_spec.config.methods import METHOD_FACTS, OWN_METHOD
 
-Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"]
-OWN_METHOD = "MODULE:METHOD"  # how a method that is no part of this package is named
 MethodName = Annotated[
     str,
     Meta(
-        pattern=rf"^({'|'.join(get_args(Algorithm))}|[\w.]+:\w+)$",
-        extra={"choices": (*get_args(Algorithm), OWN_METHOD)},
+        pattern=rf"^({'|'.join(METHOD_FACTS)}|[\w.]+:\w+)$",
+        extra={"choices": (*METHOD_FACTS, OWN_METHOD)},
     ),
 ]
 DraftLoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
 MatchType = Literal["BFS", "PROB"]
 AttentionMode = Literal["prefill", "decode"]
 Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
-
-SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
-PLAIN: Algorithm = "NONE"
-TOKEN_MAPPED: tuple[Algorithm, ...] = ("EAGLE", "STANDALONE", "NEXTN")  # their head is whole, so rows of it do too
-LANGUAGE_MODEL_DRAFTS: tuple[Algorithm, ...] = ("STANDALONE",)  # their draft has a tokenizer of its own to compare
-LANGUAGE_MODEL_SPEC = (3, 1, 4)  # steps, topk, draft tokens of such a draft, whatever its target: SGLang's
-NGRAM = "NGRAM"  # guesses from what was said before, without a model
-MTP: Algorithm = "NEXTN"  # a layer in the target's own checkpoint
-OWN_LAYER: tuple[Algorithm, ...] = ("EAGLE", MTP)  # without a draft path, these mean that layer
-DRAFT_KINDS: dict[str, tuple[DraftKind, ...]] = {  # what methods draft with: the first, or another that they run too
-    "EAGLE": (DraftKind.EAGLE_2, DraftKind.MTP),
-    "EAGLE3": (DraftKind.EAGLE_3,),
-    MTP: (DraftKind.MTP,),
-    "STANDALONE": (DraftKind.LANGUAGE_MODEL,),
-}
 
 MAX_STEPS = 8
 MAX_MATCH, MAX_BRANCH = 32, 62  # tokens of an n-gram's match, and after it
@@ -131,11 +114,6 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_ngram_external_sam_budget: (
         Annotated[int, Meta(ge=0, description="NGRAM: refused, as a corpus is a part of the shared cache")] | None
     ) = None
-
-
-def is_own_method(method: str) -> bool:
-    """True of `MODULE:METHOD`, which names a `Method` of a module outside of this package."""
-    return ":" in method
 
 
 def synthetic_acceptance(mean: float) -> str:

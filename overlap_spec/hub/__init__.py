@@ -1,7 +1,7 @@
 """Turns what a user names (alias, directory, .gguf file, hub id) into local files."""
 
 from overlap_spec.hub.draft_kinds import check_draft_kind, refuse_other_kind
-from overlap_spec.hub.resolve import check_corpus, resolve_draft, resolve_model, resolve_token_map
+from overlap_spec.hub.resolve import check_corpus, resolve_draft, resolve_drafting, resolve_model, resolve_token_map
 from overlap_spec.hub.vocabulary import check_draft_vocabulary
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "check_draft_vocabulary",
     "refuse_other_kind",
     "resolve_draft",
+    "resolve_drafting",
     "resolve_model",
     "resolve_token_map",
 ]

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.config import DRAFT_KINDS, DUMMY
+from overlap_spec.config import DUMMY, facts_of
 from overlap_spec.config.draft_kind import Shapes, can_only_draft, draft_kind
+from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub.weight_files import open_safetensors, shapes_in, weight_files
 
@@ -30,10 +31,10 @@ def check_draft_kind(method: str, directory: str, load_format: str) -> None:
 
 def refuse_other_kind(method: str, directory: str, shapes: Shapes) -> None:
     """Raises: CheckpointError if a draft is not what the method drafts with, naming the method that does."""
-    wanted, found = DRAFT_KINDS.get(method), draft_kind(shapes)
-    if wanted is None or found in wanted:
+    wanted, found = facts_of(method).draft_kinds, draft_kind(shapes)
+    if not wanted or found in wanted:
         return
-    other = next((name for name, kinds in DRAFT_KINDS.items() if found in kinds[:1]), None)
+    other = next((name for name, facts in METHOD_FACTS.items() if found in facts.draft_kinds[:1]), None)
     hint = "" if other is None else f"; use --speculative-algorithm {other}, or another draft"
     raise CheckpointError(f"{directory}: it looks like {found.value}, but {method} drafts with {wanted[0].value}{hint}")
 

@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.config import DUMMY, SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
+from msgspec.structs import replace
+
+from overlap_spec.config import DUMMY, SMOLLM2_SPEC, EngineConfig, ModelFiles, SpecSettings, cache_directory, facts_of
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
-from overlap_spec.hub.draft_kinds import refuse_head
+from overlap_spec.hub.draft_kinds import check_draft_kind, refuse_head
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.hub.progress import Progress, ignore_progress
 from overlap_spec.hub.snapshots import fetch_config, fetch_file, fetch_repository, fetch_tokenizer, looks_like_hub_id
+from overlap_spec.hub.vocabulary import check_draft_vocabulary
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:
@@ -48,6 +51,28 @@ def resolve_draft(
             "speculative_draft_model_revision", f"{path} is a directory, and has no revisions; leave it out"
         )
     return str(local)
+
+
+def resolve_drafting(
+    spec: SpecSettings, files: ModelFiles, config: EngineConfig, progress: Progress = ignore_progress
+) -> tuple[SpecSettings, list[str]]:
+    """Find whatever files the method drafts with, and check that they are its own. Returns notes for the log too.
+
+    Raises: ConfigError naming the flag, CheckpointError if the draft is another method's.
+    """
+    notes: list[str] = []
+    if spec.draft_path is not None:
+        revision = config.speculative_draft_model_revision
+        draft = resolve_draft(spec.draft_path, progress, spec.draft_load_format, revision)
+        check_draft_kind(spec.method, draft, spec.draft_load_format)
+        if facts_of(spec.method).compares_tokenizers:
+            notes += check_draft_vocabulary(draft, files)
+        spec = replace(spec, draft_path=draft)
+    if spec.token_map is not None:
+        spec = replace(spec, token_map=resolve_token_map(spec.token_map, progress))
+    if spec.ngram.corpus is not None:
+        check_corpus(spec.ngram.corpus)
+    return spec, notes
 
 
 def resolve_token_map(path: str, progress: Progress = ignore_progress) -> str:

@@ -38,13 +38,15 @@ class ResetSlot(Message, frozen=True):
     """A new request takes this slot; nothing of its predecessor survives.
 
     `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a
-    preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn.
+    preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
+    of the request's output, whatever was prefilled.
     """
 
     sampling: SamplingParams
     prompt_len: int
     stop_ids: tuple[int, ...]
     stop_from: int
+    output_from: int = 0
 
 
 class SlotWork(Message, frozen=True):

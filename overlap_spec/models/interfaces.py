@@ -2,26 +2,30 @@
 
 A forward works on T flattened rows. Rows of one request are contiguous, at ascending positions; in
 decode every request has W rows, in prefill as many as its chunk. Rows write their K/V first, then row
-at position p attends to positions 0..p of its own request; a row of a tree, to what `TreeKeys` says.
+at position p attends to positions 0..p of its own request; a row of a tree, to the keys of `TreeKeys`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels import MASK_BITS, Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import Linear
+from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.work import ForwardWork
 
 Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in all)
 
-MASK_BITS = 64
+Attached = TypeVar("Attached", covariant=True)  # a draft with its cache: a `DraftHead`, or what its proposer runs
+
+NO_KV = KVShape(0, 0, 0)
+NO_WORK = ForwardWork()
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class TreeKeys:
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Where the rows of one forward stand. `max_rows` bounds the rows of one request, `uniform` says all have it.
+    """Places of the rows of one forward. `max_rows` bounds the rows of a request; if `uniform`, all have so many.
 
     Windows, which are uniform, short and at consecutive positions, may leave out what follows from the rest.
     """
@@ -69,26 +73,26 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What a target's layers give. `aux` holds the residual stream after each tapped layer, concatenated."""
+    """What a target's layers give. `aux` holds the residual after each aux layer, concatenated."""
 
-    stream: Tensor | Normed  # [T, H], the final norm's result
-    aux: Tensor  # [T, n * H]; n = 0 if nothing is tapped
+    final: Tensor | Normed  # [T, H], the final norm's result
+    aux: Tensor  # [T, n * H]; n = 0 without aux layers
 
     @property
     def hidden(self) -> Tensor:
         """Shapes: [T, H], after the final norm."""
-        return normalised(self.stream)
+        return normalised(self.final)
 
     @property
     def aux_hidden(self) -> Tensor:
-        """What a draft head reads of a target: what is tapped, or the hidden states. Shapes: [T, n * H]."""
+        """What a draft head reads: aux hidden states, or without aux layers the final ones. Shapes: [T, n * H]."""
         return self.aux if self.aux.shape[1] else self.hidden
 
 
-class Scores(Protocol):
+class LazyLogits(Protocol):
     """Logits of some rows, computed when asked for."""
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
         ...
 
@@ -107,7 +111,7 @@ class TargetModel(Protocol):
         """Run all layers. Shapes: tokens [T] i64, in 0..V-1. Sync: never on CUDA."""
         ...
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, V]."""
         ...
 
@@ -121,7 +125,7 @@ class LoadedTarget(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Width H of the residual stream."""
+        """Width H of the residual."""
         ...
 
     @property
@@ -131,7 +135,7 @@ class LoadedTarget(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers whose outputs a draft head may tap."""
+        """Layers whose outputs a draft head may read."""
         ...
 
     @property
@@ -150,12 +154,12 @@ class LoadedTarget(Protocol):
         ...
 
     @property
-    def embedding(self) -> Tensor:
-        """[V, H]; draft heads may share it."""
+    def embedding(self) -> Embedding:
+        """[V, H], with its scale; draft heads may share it. The model's type and device are its own."""
         ...
 
     @property
-    def head(self) -> Linear:
+    def head(self) -> AnyLinear:
         """[V, H]; draft heads may share it."""
         ...
 
@@ -166,7 +170,7 @@ class LoadedTarget(Protocol):
         aux_layers: tuple[int, ...] = (),
         attention: AttentionChoice = DEFAULT_ATTENTION,
     ) -> TargetModel:
-        """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are tapped."""
+        """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are kept."""
         ...
 
 
@@ -195,49 +199,43 @@ class DraftHead(Protocol):
         """What the next draft step takes as features. Shapes: [R, Hd] -> [R, Hd]."""
         ...
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
         ...
 
 
-class LoadedDraft(Protocol):
-    """A draft head's weights in memory, before its KV cache exists."""
+@dataclass(frozen=True)
+class TreeShape:
+    """What is static about a method's trees."""
+
+    num_levels: int  # of guesses: the most that a step can accept
+    scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
+    level_rows: int = 1  # of each slot, in a draft step
+
+
+@dataclass(frozen=True)
+class DraftProfile:
+    """What the engine has to know of a loaded draft. The defaults are those of a method that loads nothing."""
+
+    kv_shape: KVShape = NO_KV  # what a token takes in the draft's own cache; no layers, no cache
+    num_bytes: int = 0  # memory that it has taken at load: weights that are not the target's, and `log_bytes`
+    log_bytes: int = 0  # the part of it that remembers what requests said
+    work: ForwardWork = NO_WORK  # what a draft step reads and computes, what it borrows of the target included
+    extend_work: ForwardWork = NO_WORK  # the same of absorbing committed tokens
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
+    tree: TreeShape | None = None  # None: it guesses chains
+    draft_vocab_size: int = 0  # tokens Vd that it can guess, where it can draw them for rejection sampling; else 0
+    token_bytes: int = 0  # what each token of the KV pool takes beside its KV
+
+
+class LoadedDraft(Protocol[Attached]):
+    """A draft model's weights in memory, before its KV cache exists."""
 
     @property
-    def hidden_size(self) -> int:
-        """Width Hd of the features."""
+    def profile(self) -> DraftProfile:
+        """What the engine has to know of it."""
         ...
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        ...
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights that are not the target's."""
-        ...
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes, what it borrows of the target included."""
-        ...
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """The same of absorbing committed tokens."""
-        ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs the target must tap, ascending."""
-        ...
-
-    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> DraftHead:
+    def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> Attached:
         """Make it runnable; it has the page ids of its target, in a cache of its own."""
         ...

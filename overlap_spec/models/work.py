@@ -1,6 +1,11 @@
-"""What a forward of a Llama-shaped model reads and computes, from its loaded weights."""
+"""What a forward reads and computes, and the memory of weights. Each layer counts its own; a model adds them up."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -12,16 +17,49 @@ class ForwardWork:
     head_flop: int = 0
     pair_flop: int = 0
 
+    def __add__(self, other: "ForwardWork") -> "ForwardWork":
+        return ForwardWork(
+            self.weight_bytes + other.weight_bytes,
+            self.row_flop + other.row_flop,
+            self.head_flop + other.head_flop,
+            self.pair_flop + other.pair_flop,
+        )
 
-def llama_work(weight_bytes: int, head_bytes: int, itemsize: int, attention_size: int, num_layers: int) -> ForwardWork:
-    """Matrix products only: two operations per weight and row.
+    def as_head(self) -> "ForwardWork":
+        """The same for rows that get logits alone."""
+        return replace(self, row_flop=0, head_flop=self.row_flop)
 
-    `weight_bytes`: of everything that a forward reads, head included; `attention_size`: query heads x head dim.
-    Scores and weighted values are 2 * 2 * attention_size operations a layer for each (row, key).
-    """
-    return ForwardWork(
-        weight_bytes=weight_bytes,
-        row_flop=2 * (weight_bytes - head_bytes) // itemsize,
-        head_flop=2 * head_bytes // itemsize,
-        pair_flop=4 * attention_size * num_layers,
-    )
+
+def product_work(num_bytes: int, num_weights: int) -> ForwardWork:
+    """Two operations for each weight and row, in any format of weights. Norms are small enough to count as products."""
+    return ForwardWork(weight_bytes=num_bytes, row_flop=2 * num_weights)
+
+
+def attention_work(num_heads: int, head_dim: int) -> ForwardWork:
+    """Of one layer: products with a key and with its value are 2 * 2 operations for each (row, key)."""
+    return ForwardWork(pair_flop=4 * num_heads * head_dim)
+
+
+def total_work(parts: Iterable[ForwardWork]) -> ForwardWork:
+    """The sum."""
+    return reduce(ForwardWork.__add__, parts, ForwardWork())
+
+
+def count_bytes(weights: object) -> int:
+    """Memory of all tensors below a tree of dataclasses and tuples, shared ones counted once."""
+    return sum(tensor.nbytes for tensor in {_address(tensor): tensor for tensor in _tensors(weights)}.values())
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's memory is; one in an opaque layout shares it with no other."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _tensors(node: object) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        return [node]
+    if isinstance(node, tuple):
+        return [tensor for child in node for tensor in _tensors(child)]
+    if is_dataclass(node):
+        return [tensor for field in fields(node) for tensor in _tensors(getattr(node, field.name))]
+    return []

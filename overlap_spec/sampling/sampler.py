@@ -1,9 +1,8 @@
 """Draws one token per row from logits.
 
-Order of processing per row: stop ids masked until they may be drawn; p = softmax(logits / T); top_k, top_p
-and min_p each computed on p, without renormalising in between; argmax(logits / T + g) over what is left.
-Greedy rows take the argmax of the masked logits. Rows are independent: a row's token does not depend on the
-batch it is in.
+Order per row: logit processors (`processors.py`); p = softmax(logits / T); top_k, top_p and min_p each computed on p,
+without renormalising in between; argmax(logits / T + g) over what is left. Greedy rows take the argmax of the processed
+logits. Rows are independent: a row's token does not depend on the batch it is in.
 """
 
 from collections.abc import Callable
@@ -11,36 +10,40 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
+from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.types import Sampling
 
-Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or what stands for it
-_SLICE = 1 << 22  # scores drawn at once: bounds the float64 workspace to a few hundred MiB
+Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or the same compiled
+SLICE = 1 << 22  # logits drawn from at once: bounds the float64 workspace to a few hundred MiB
 
 
-def draw_after(
-    scores: Scores, rows: Tensor, sampling: Sampling, token_ids: Tensor, offset: int = 0, draw: Draw | None = None
-) -> Tensor:
-    """Draw the token that stands `offset` + 1 after each row. Greedy requests alone need no logits. Sync: never.
+def draw_after(lazy_logits: LazyLogits, context: DrawContext, draw: Draw | None = None) -> Tensor:
+    """Draw the token after each row. Greedy requests alone need no logits. Sync: never.
 
-    `draw`: what draws from logits, if not `draw_columns`.
-    Shapes: scores of B * R rows, rows [B, R] i64 (positions), token_ids [N] i64 -> token ids [B, R] i64.
+    `draw`: what draws from processed logits, if not `draw_columns`.
+    Shapes: logits of B * R rows -> token ids [B, R] i64.
     """
-    if not (sampling.work.sampled or sampling.work.masked):
-        return scores.argmax(token_ids).view(rows.shape)
-    logits = scores.logits().view(*rows.shape, -1)
-    return token_ids[(draw or draw_columns)(logits, rows + (offset + 1), sampling, token_ids)]
+    if not context.sampling.needs_logits:
+        return lazy_logits.argmax(context.token_ids).view(context.rows.shape)
+    logits = processed_logits(lazy_logits, context)
+    return context.token_ids[(draw or draw_columns)(logits, context.positions, context.sampling, context.token_ids)]
+
+
+def processed_logits(lazy_logits: LazyLogits, context: DrawContext) -> Tensor:
+    """Logits as every processor leaves them. Shapes: logits of B * R rows -> [B, R, N]."""
+    logits = lazy_logits.compute().view(*context.rows.shape, -1)
+    return context.sampling.processors.apply(logits, context)
 
 
 def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
-    """Draw the token at `positions` for each row. Sync: never.
+    """Draw the token at `positions` for each row, from processed logits. Sync: never.
 
     `token_ids` are the target's ids of the columns, so that a draft with a smaller vocabulary meets the
     same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
     """
-    logits = allowed(logits, positions, sampling, token_ids)
     greedy = logits.argmax(-1)
     if not sampling.work.sampled:
         return greedy
@@ -48,15 +51,10 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     return torch.where(sampling.temperature[:, None] > 0, drawn, greedy)
 
 
-def allowed(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
-    """Logits of the tokens that may stand at `positions`, -inf for the others. Shapes: as in `draw_columns`."""
-    return _mask_stop_ids(logits, positions, sampling, token_ids) if sampling.work.masked else logits
-
-
 def slices(logits: Tensor) -> list[slice]:
     """Slots to be drawn for at once. Shapes: logits [B, R, N]."""
     batch, rows, columns = logits.shape
-    step = max(1, _SLICE // (rows * columns))
+    step = max(1, SLICE // (rows * columns))
     return [slice(b, b + step) for b in range(0, batch, step)]
 
 
@@ -67,10 +65,10 @@ def log_weights(logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
     """
     rows, columns = logits.shape[1:]
     temperature = sampling.temperature[part].clamp(min=1e-6)  # greedy rows are replaced by the caller
-    scores = logits[part].reshape(-1, columns).double() / _per_row(temperature, rows)
+    scaled = logits[part].reshape(-1, columns).double() / _per_row(temperature, rows)
     if not sampling.work.filtered:
-        return scores
-    return scores.masked_fill(~_filter(scores, sampling, part, rows), -torch.inf)
+        return scaled
+    return scaled.masked_fill(~_filter(scaled, sampling, part, rows), -torch.inf)
 
 
 def _sample(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor, part: slice) -> Tensor:
@@ -81,25 +79,18 @@ def _sample(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Te
     return (log_weights(logits, sampling, part) + noise).argmax(-1).view(-1, rows)
 
 
-def _filter(scores: Tensor, sampling: Sampling, part: slice, rows: int) -> Tensor:
-    """Which columns survive top_k, top_p and min_p. Shapes: scores [R, N] -> bool [R, N].
+def _filter(scaled: Tensor, sampling: Sampling, part: slice, rows: int) -> Tensor:
+    """Which columns survive top_k, top_p and min_p. Shapes: scaled [R, N] -> bool [R, N].
 
     Ties are broken by the lower id (a stable sort), so that the set is a function of the row alone.
     """
-    p, order = scores.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    p, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
     before = p.cumsum(-1) - p  # mass of the more probable ones
     rank = torch.arange(p.shape[-1], device=p.device)
     kept = rank < _per_row(sampling.top_k[part], rows)
     kept &= before < _per_row(sampling.top_p[part], rows)
     kept &= p >= _per_row(sampling.min_p[part], rows) * p[:, :1]
     return torch.zeros_like(kept).scatter(1, order, kept)
-
-
-def _mask_stop_ids(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
-    """Forbid each slot's stop ids at positions before its `stop_from`. Shapes: [B, R, N] -> [B, R, N]."""
-    stops = (token_ids[None, :, None] == sampling.stop_ids[:, None, :]).any(-1)  # [B, N]
-    early = positions < sampling.stop_from[:, None]  # [B, R]
-    return logits.masked_fill(early[:, :, None] & stops[:, None, :], -torch.inf)
 
 
 def _per_row(values: Tensor, rows: int) -> Tensor:

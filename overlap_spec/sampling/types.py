@@ -1,8 +1,14 @@
 """How the slots of a step draw their tokens, and which kinds of drawing a step can have. Shapes: spec/types.py."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from overlap_spec.sampling.processors import LogitProcessors
 
 
 @dataclass(frozen=True)
@@ -11,7 +17,7 @@ class SamplingWork:
 
     sampled: bool
     filtered: bool  # some request has top_k, top_p or min_p
-    masked: bool  # some request has min_new_tokens
+    processed: bool  # some request's parameters change its logits: min_new_tokens
 
 
 # What a step can be prepared for: greedy, sampled, and everything (which does the others' work too, at its price).
@@ -33,4 +39,11 @@ class Sampling:
     seed: Tensor  # [B] i64
     stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
     stop_ids: Tensor  # [B, M] i64, padded with -1
+    output_from: Tensor  # [B] i64, position of the request's first output token
     work: SamplingWork
+    processors: LogitProcessors  # the engine's
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is asked for than the column of the largest logit."""
+        return self.work.sampled or self.processors.active(self.work)

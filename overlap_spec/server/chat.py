@@ -11,10 +11,10 @@ from starlette.responses import Response
 from overlap_spec.messages import SamplingParams, Usage
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_replies import DeltaChoice, MessageChoice, Reply, ReplyHead, Text, wire_usage
-from overlap_spec.server.openai_requests import ChatRequest, read_openai, sampling_of
+from overlap_spec.server.openai_requests import ChatRequest, read_openai, sampling_params
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_chat
-from overlap_spec.server.running import Collected, Group, Job, Runner
+from overlap_spec.server.running import Collected, EngineRequest, Group, Runner
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 
@@ -48,7 +48,7 @@ class ChatCompletions:
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
         name = body.id("chatcmpl-")
-        return Group(name, [Job(name, prompt, sampling, {**_names(limit), "prompt": "messages"})])
+        return Group(name, [EngineRequest(name, prompt, sampling, {**_names(limit), "prompt": "messages"})])
 
     def _sampling(self, body: ChatRequest) -> tuple[str, SamplingParams]:
         """Returns the field that limits the length, and the parameters; without a limit it is the context."""
@@ -57,7 +57,7 @@ class ChatCompletions:
         if len(set(given.values())) > 1:
             raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
         limit = next(reversed(given), "max_tokens")
-        return limit, sampling_of(body, given.get(limit), _names(limit), self._info)
+        return limit, sampling_params(body, given.get(limit), _names(limit), self._info)
 
     async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
         last: Usage | None = None
@@ -83,7 +83,7 @@ def _choice(answer: Collected) -> MessageChoice:
 
 
 def _opening(head: ReplyHead, usage: Usage) -> bytes:
-    """The first event says who speaks; no token is out yet."""
+    """The first event holds the role; no token has been sent yet."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
     return event(head.chunk(DeltaChoice(0, Text(role="assistant", content="")), start))
 

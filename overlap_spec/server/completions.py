@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, wire_usage
-from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_of
+from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
-from overlap_spec.server.running import NOTHING, Collected, Group, Job, Runner
+from overlap_spec.server.running import NOTHING, Collected, EngineRequest, Group, Runner
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -40,15 +40,15 @@ class Completions:
 
     def _group(self, body: CompletionRequest) -> Group:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        sampling = sampling_of(body, max_tokens, NAMES, self._info)
+        sampling = sampling_params(body, max_tokens, NAMES, self._info)
         prompts, _ = read_prompts(body.prompt, "prompt", self._info)
         name = body.id("cmpl-")
         ids = [name] if len(prompts) == 1 else [f"{name}_{index}" for index in range(len(prompts))]
-        jobs = [Job(each, prompt, sampling, NAMES) for each, prompt in zip(ids, prompts, strict=True)]
-        return Group(name, jobs)
+        requests = [EngineRequest(each, prompt, sampling, NAMES) for each, prompt in zip(ids, prompts, strict=True)]
+        return Group(name, requests)
 
     async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
-        last = [NOTHING] * len(group.jobs)
+        last = [NOTHING] * len(group.requests)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 for index, delta in step:

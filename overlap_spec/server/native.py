@@ -16,7 +16,7 @@ from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
-from overlap_spec.server.running import Collected, Group, Job, RequestId, Runner, renamed
+from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 from overlap_spec.server.unsupported import refuse_unsupported
 
@@ -57,7 +57,7 @@ OTHER_NAMES = {  # in OpenAI's API
 }
 
 
-class Generate:
+class NativeGenerate:
     """The endpoint."""
 
     def __init__(self, runner: Runner, info: ServerInfo) -> None:
@@ -75,7 +75,7 @@ class Generate:
         if body.stream:
             return EventStream(self._events(group, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
-        replies = [_reply(job, answer, arrived_at) for job, answer in zip(group.jobs, answers, strict=True)]
+        replies = [_reply(asked, answer, arrived_at) for asked, answer in zip(group.requests, answers, strict=True)]
         return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
@@ -84,8 +84,8 @@ class Generate:
         name, ids = _ids(body.rid, count, batched)
         sampling = self._sampling(body.sampling_params, count)
         names = {"prompt": field}
-        jobs = [Job(*parts, names) for parts in zip(ids, prompts, sampling, strict=True)]
-        return Group(name, jobs), batched
+        requests = [EngineRequest(*parts, names) for parts in zip(ids, prompts, sampling, strict=True)]
+        return Group(name, requests), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -122,20 +122,20 @@ class Generate:
             raise renamed(error, {"seed": seed_name}) from None
 
     async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
-        answers = [Collected() for _ in group.jobs]
+        answers = [Collected() for _ in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
                     answers[index].add(delta)
-                    reply = _reply(group.jobs[index], answers[index], arrived_at)
+                    reply = _reply(group.requests[index], answers[index], arrived_at)
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
 
 
 def _refuse_misplaced(fields: Json) -> None:
-    """What would sample otherwise than the user thinks. Raises: Problem."""
+    """Raises: Problem for a sampling parameter outside `sampling_params`, which would have no effect."""
     for name in fields:
         if name in SAMPLING:
             raise Problem(400, f"{name} belongs in sampling_params", name, "invalid_value")
@@ -149,7 +149,7 @@ def _refuse_other_names(fields: Json) -> None:
 
 
 def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str]]:
-    """Returns the group's id and each job's own: those given, or numbered ones."""
+    """Returns the group's id and each request's own: those given, or numbered ones."""
     if isinstance(rid, list):
         if len(rid) != count or len(set(rid)) != count or not all(rid):
             raise Problem(400, f"rid: expected {count} different ids, one for each prompt", "rid", "invalid_value")
@@ -158,15 +158,15 @@ def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str
     return name, ([f"{name}_{index}" for index in range(count)] if batched else [name])
 
 
-def _reply(job: Job, answer: Collected, arrived_at: float) -> Json:
-    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": _meta_info(job, answer, arrived_at)}
+def _reply(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:
+    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": _meta_info(request, answer, arrived_at)}
 
 
-def _meta_info(job: Job, answer: Collected, arrived_at: float) -> Json:
+def _meta_info(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:
     """Latency in seconds. `spec_accept_length` is SGLang's: the prefill's token is counted, unlike everywhere else."""
     usage = answer.usage
     meta: Json = {
-        "id": job.request_id,
+        "id": request.request_id,
         "finish_reason": _finish_reason(answer),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

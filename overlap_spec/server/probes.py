@@ -1,4 +1,4 @@
-"""Health, metrics and aborts: what an operator and a load balancer ask."""
+"""Health, metrics and aborts: the endpoints for operators and load balancers."""
 
 import asyncio
 import uuid
@@ -13,10 +13,10 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 from overlap_spec.server.bodies import convert, read_json
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
-from overlap_spec.server.facts import newest_stats
+from overlap_spec.server.info import newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
 from overlap_spec.server.prompts import read_ids
-from overlap_spec.server.running import Group, Job, Runner
+from overlap_spec.server.running import EngineRequest, Group, Runner
 from overlap_spec.server.streams import unless_gone
 
 PROBE_S = 20.0
@@ -35,7 +35,7 @@ class Health:
         return [Route("/health", self.shallow), Route("/health_generate", self.deep)]
 
     async def shallow(self, request: Request) -> Response:
-        """200 without a body, or 503 with the reason. It asks nobody, so a busy engine is a healthy one."""
+        """200 without a body, or 503 with the reason. It sends the engine no message, so a busy engine is healthy."""
         ok, reason = self._health()
         return Response() if ok else _unhealthy(reason)
 
@@ -43,10 +43,10 @@ class Health:
         """Generate one token."""
         name = f"health-{uuid.uuid4().hex}"
         sampling = SamplingParams(max_new_tokens=1, temperature=0.0)
-        job = Job(name, read_ids([0], "input_ids", self._info), sampling, {})
+        probe = EngineRequest(name, read_ids([0], "input_ids", self._info), sampling, {})
         try:
             async with asyncio.timeout(PROBE_S):
-                await unless_gone(request.receive, self._runner.collect(Group(name, [job])))
+                await unless_gone(request.receive, self._runner.collect(Group(name, [probe])))
         except TimeoutError:
             return _unhealthy(f"no token within {PROBE_S:.0f} s")
         except OverlapSpecError as error:
@@ -68,7 +68,7 @@ class Operations:
         return [Route("/metrics", self.metrics), Route("/abort_request", self.abort, methods=["POST"])]
 
     async def metrics(self, request: Request) -> Response:
-        """Everything that is counted, in Prometheus' text format."""
+        """All counters, in Prometheus' text format."""
         text = self._metrics.render(await newest_stats(self._client))
         return Response(text, headers={"content-type": CONTENT_TYPE})
 

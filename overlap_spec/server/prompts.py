@@ -1,4 +1,4 @@
-"""From a body's prompt to the engine's prompt messages."""
+"""Turns a body's prompt into the engine's prompt messages."""
 
 import struct
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ def read_ids(ids: Any, field: str, info: ServerInfo) -> TokenPrompt:
     if isinstance(ids, list) and len(ids) > info.max_model_len:
         text = f"{field}: the {CONTEXT_WORDS} is {info.max_model_len} tokens, the prompt has {len(ids)}"
         raise Problem(400, text, field, "context_length_exceeded")
-    checked = check_ids(ids, field)
+    checked = parse_ids(ids, field)
     if not checked:
         raise Problem(400, f"{field}: a prompt must have at least one token", field, "invalid_value")
     return TokenPrompt(struct.pack(f"<{len(checked)}i", *checked))
@@ -48,7 +48,7 @@ def read_prompts(value: Any, field: str, info: ServerInfo) -> tuple[list[Prompt]
 def read_chat(
     messages: list[Json], tools: list[Json], template_kwargs: Json, add_generation_prompt: bool, info: ServerInfo
 ) -> ChatPrompt:
-    """Check a conversation; the template has the last word on roles."""
+    """Check a conversation; the chat template checks the roles."""
     need_tokenizer("messages", info)
     if not messages:
         raise Problem(400, "messages: at least one message is needed", "messages", "invalid_value")
@@ -59,7 +59,7 @@ def read_chat(
     prompt = ChatPrompt(flat, tools or None, template_kwargs, add_generation_prompt)
     try:
         msgspec.msgpack.encode(prompt)
-    except (OverflowError, ValueError, RecursionError) as error:  # an integer beyond 64 bits, lists in lists in lists
+    except (OverflowError, ValueError, RecursionError) as error:  # an integer beyond 64 bits, or nested too deep
         raise Problem(400, f"messages: {error}", "messages", "invalid_value") from None
     return prompt
 
@@ -76,7 +76,7 @@ def need_tokenizer(field: str, info: ServerInfo) -> None:
         raise Problem(400, f"{field}: this server has no tokenizer (--skip-tokenizer-init)", field, "invalid_value")
 
 
-def check_ids(ids: Any, field: str) -> list[int]:
+def parse_ids(ids: Any, field: str) -> list[int]:
     """Raises: Problem for what is no list of token ids."""
     try:
         return msgspec.convert(ids, list[TokenId])

@@ -1,8 +1,9 @@
-"""Runs requests at the engine for as long as somebody wants the answer.
+"""Runs the engine requests of one HTTP request, and aborts them when the HTTP client stops listening.
 
-    Group of Jobs --Runner.run--> lists of (job index, delta), one list for all that has arrived --> collect | a stream
+    Group of EngineRequests --Runner.run--> lists of (index in the group, delta) --> collect | a stream
 
-Leaving `Runner.run` early, for whatever reason, aborts what is left of the group.
+A list holds all deltas that had arrived. Leaving `Runner.run` early, for whatever reason, aborts the unfinished
+requests of the group.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ RequestId = Annotated[str, msgspec.Meta(max_length=256)]  # one that a user choo
 NOTHING = Usage(0, 0, 0, 0)
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One request for the engine. `names`: what its fields are called in the API that it came through."""
+class EngineRequest(msgspec.Struct, frozen=True):
+    """One request for the engine. `names`: by our names, those of its fields in the API that it came through."""
 
     request_id: str
     prompt: Prompt
@@ -35,10 +36,10 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The jobs of one HTTP request, abortable by the group's id or each by its own."""
+    """The requests of one HTTP request, abortable by the group's id or each by its own."""
 
     id: str
-    jobs: Sequence[Job]
+    requests: Sequence[EngineRequest]
 
 
 class LastWord(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class LastWord(msgspec.Struct, frozen=True):
 
 
 class Collected:
-    """All that one job was given."""
+    """The whole answer to one request so far."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -77,13 +78,13 @@ class Runner:
         self._open: dict[str, tuple[str, ...]] = {}  # an id that a user may name -> ids at the engine
 
     async def run(self, group: Group) -> Steps:
-        """Yield what the steps add, until every job has finished.
+        """Yield what the steps add, until every request has finished.
 
         Raises: RequestError with the API's field name, Overloaded, ActorDied, Problem if an id is in use.
         """
         names = self._claim(group)
         try:
-            follows = [self._follow(job) for job in group.jobs]
+            follows = [self._follow(request) for request in group.requests]
             async with aclosing(_alone(follows[0]) if len(follows) == 1 else _merge(follows)) as steps:
                 async for step in steps:
                     yield step
@@ -92,8 +93,8 @@ class Runner:
                 del self._open[name]
 
     async def collect(self, group: Group) -> list[Collected]:
-        """Wait for the whole answer, in the order of the jobs."""
-        answers = [Collected() for _ in group.jobs]
+        """Wait for the whole answer, in the order of the requests."""
+        answers = [Collected() for _ in group.requests]
         async with aclosing(self.run(group)) as steps:
             async for step in steps:
                 for index, delta in step:
@@ -110,19 +111,19 @@ class Runner:
         await self._client.cancel("", everyone=True)
 
     def _claim(self, group: Group) -> list[str]:
-        owned: dict[str, tuple[str, ...]] = {job.request_id: (job.request_id,) for job in group.jobs}
-        owned.setdefault(group.id, tuple(job.request_id for job in group.jobs))
+        owned: dict[str, tuple[str, ...]] = {request.request_id: (request.request_id,) for request in group.requests}
+        owned.setdefault(group.id, tuple(request.request_id for request in group.requests))
         for name in owned:
             if name in self._open:
                 raise Problem(400, f"rid: a request with the id {name!r} is running", "rid", "invalid_value")
         self._open.update(owned)
         return list(owned)
 
-    async def _follow(self, job: Job) -> AsyncGenerator[DeltaLike, None]:
-        """Yield one job's deltas, the last of which has a finish: an abort is one."""
+    async def _follow(self, request: EngineRequest) -> AsyncGenerator[DeltaLike, None]:
+        """Yield one request's deltas, the last of which has a finish: an abort is one."""
         timer = self._metrics.start_request()
         usage = NOTHING
-        deltas = self._client.generate(job.prompt, job.sampling, request_id=job.request_id)
+        deltas = self._client.generate(request.prompt, request.sampling, request_id=request.request_id)
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -133,15 +134,15 @@ class Runner:
                     yield delta
                     if delta.finish is not None:
                         return
-            raise AssertionError(f"{job.request_id}: the engine's last delta has no finish")
+            raise AssertionError(f"{request.request_id}: the engine's last delta has no finish")
         except RequestAborted as error:
             yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
         except RequestError as error:
-            raise renamed(error, job.names) from None
+            raise renamed(error, request.names) from None
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error with the name that the API has for the field; a sentence that is about it begins with it."""
+    """The same error with the API's name for the field, also at the beginning of its message."""
     name, text = names.get(error.field, error.field), str(error)
     return RequestError(name, name + text.removeprefix(error.field) if text.startswith(error.field) else text)
 
@@ -180,7 +181,7 @@ async def _relay(
     deltas: AsyncGenerator[DeltaLike, None],
     arrived: "asyncio.Queue[tuple[int, DeltaLike] | Exception | None]",
 ) -> None:
-    """Put one job's deltas on the queue, then None, or the error that ended it."""
+    """Put one request's deltas on the queue, then None, or the error that ended it."""
     try:
         async with aclosing(deltas):
             async for delta in deltas:

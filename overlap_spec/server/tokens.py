@@ -9,10 +9,10 @@ from starlette.routing import Route
 
 from overlap_spec.server.bodies import Json, convert, read_json
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
-from overlap_spec.server.facts import as_json
+from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import check_batch, check_ids, need_tokenizer, read_chat, read_text
+from overlap_spec.server.prompts import check_batch, need_tokenizer, parse_ids, read_chat, read_text
 from overlap_spec.server.streams import unless_gone
 
 
@@ -88,4 +88,4 @@ class Tokens:
         return await self._detokenize_one(body.tokens, body)
 
     async def _detokenize_one(self, ids: list[Any], body: DetokenizeRequest) -> str:
-        return await self._client.detokenize(check_ids(ids, "tokens"), body.skip_special_tokens) if ids else ""
+        return await self._client.detokenize(parse_ids(ids, "tokens"), body.skip_special_tokens) if ids else ""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from overlap_spec.sampling.types import Sampling
 
-__all__ = ["Drawn", "Guesses", "SlotBatch", "TreeShape", "Verdict", "Window"]
+__all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,6 @@ class Guesses:
 
     tokens: Tensor  # [K, B] i64; -1: none
     parents: Tensor | None = None  # [K, B] i64: window column of each guess's parent, 0 = root; None: a chain
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """What is static about a method's trees."""
-
-    num_levels: int  # of guesses: the most that a step can accept
-    scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
-    level_rows: int = 1  # of each slot, in a draft step
 
 
 @dataclass(frozen=True)
@@ -46,6 +37,7 @@ class Window:
     tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
     positions: Tensor  # [B, W] i64
     parents: Tensor | None = None  # [B, W] i64, columns before their own, the root's 0; None: a chain
+    num_levels: int | None = None  # of guesses, at most; None: W - 1
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The tokenizer's end of the public link: a ROUTER that no client can slow down.
 
 A client is known by a number that is never used twice. It is gone when it closes its connection, is silent
-for too long, or leaves more than `max_queued_bytes` unread; the service then hears `Gone`, once, and what
-is sent to it afterwards is dropped.
+for too long, or leaves more than `max_queued_bytes` unread; the service then receives `Gone`, once, and what
+is sent to that client afterwards is dropped.
 
     send -> [ZeroMQ: SEND_QUEUE messages] -> [backlog: max_queued_bytes] -> Gone
 """
@@ -26,7 +26,7 @@ RETRY_S = 0.02  # between attempts to send to a client that is behind
 
 
 @dataclass
-class Peer:
+class ConnectedClient:
     """One client, as the router sees it."""
 
     number: int
@@ -44,8 +44,8 @@ class ClientRouter:
         self._timeout_s = timeout_s
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToTokenizerFromClient] = msgspec.msgpack.Decoder(ToTokenizerFromClient)
-        self._peers: dict[int, Peer] = {}
-        self._by_identity: dict[bytes, Peer] = {}
+        self._clients: dict[int, ConnectedClient] = {}
+        self._by_identity: dict[bytes, ConnectedClient] = {}
         self._arrivals: deque[tuple[int, Arrival]] = deque()
         self._next_number = 1
         self._loop = asyncio.get_running_loop()
@@ -55,9 +55,9 @@ class ClientRouter:
         self._watcher = asyncio.create_task(self._watch_connections(), name="client-connections")
 
     def send(self, client: int, message: ToClient) -> None:
-        peer = self._peers.get(client)
-        if peer is not None:
-            self._push(peer, self._encoder.encode(message))
+        connected = self._clients.get(client)
+        if connected is not None:
+            self._push(connected, self._encoder.encode(message))
             self._duplex.touched()
 
     async def recv(self) -> tuple[int, Arrival]:
@@ -67,7 +67,7 @@ class ClientRouter:
         return self._arrivals.popleft()
 
     def close(self) -> None:
-        """Let go of the socket; what is queued inside ZeroMQ has a moment to leave."""
+        """Close the socket; messages that ZeroMQ has queued have LINGER_MS to leave."""
         self._watcher.cancel()
         for timer in self._timers.values():
             timer.cancel()
@@ -75,15 +75,15 @@ class ClientRouter:
         self._monitor.close(0)
         self._duplex.close(LINGER_MS)
 
-    def _heard(self, identity: bytes) -> Peer:
-        peer = self._by_identity.get(identity)
-        if peer is None:
-            peer = Peer(self._next_number, identity, 0.0)
+    def _heard(self, identity: bytes) -> ConnectedClient:
+        client = self._by_identity.get(identity)
+        if client is None:
+            client = ConnectedClient(self._next_number, identity, 0.0)
             self._next_number += 1
-            self._peers[peer.number] = self._by_identity[identity] = peer
+            self._clients[client.number] = self._by_identity[identity] = client
             self._later(self._timeout_s / 2, self._drop_silent)
-        peer.heard_at = time.monotonic()
-        return peer
+        client.heard_at = time.monotonic()
+        return client
 
     def _read(self) -> bool:
         """Take one message from the socket; False if there is none."""
@@ -98,67 +98,67 @@ class ClientRouter:
             return Malformed("", "", f"expected one frame, got {len(frames)}")
         try:
             return self._decoder.decode(frames[0])
-        except Exception as error:  # bytes of a stranger: also broken UTF-8, or nested too deep
+        except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
             return _malformed(frames[0], error)
 
-    def _push(self, peer: Peer, payload: bytes) -> None:
-        if not peer.backlog and self._try_send(peer, payload):
+    def _push(self, client: ConnectedClient, payload: bytes) -> None:
+        if not client.backlog and self._try_send(client, payload):
             return
-        if peer.number not in self._peers:
+        if client.number not in self._clients:
             return
-        peer.backlog.append(payload)
-        peer.backlog_bytes += len(payload)
-        if peer.backlog_bytes > self._max_queued_bytes:
-            self._drop(peer, f"left {peer.backlog_bytes} bytes unread")
+        client.backlog.append(payload)
+        client.backlog_bytes += len(payload)
+        if client.backlog_bytes > self._max_queued_bytes:
+            self._drop(client, f"left {client.backlog_bytes} bytes unread")
         else:
             self._later(RETRY_S, self._send_backlogs)
 
-    def _try_send(self, peer: Peer, payload: bytes) -> bool:
+    def _try_send(self, client: ConnectedClient, payload: bytes) -> bool:
         try:
-            self._duplex.socket.send_multipart((peer.identity, payload), zmq.NOBLOCK)
+            self._duplex.socket.send_multipart((client.identity, payload), zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._drop(peer, "closed its connection")
+            self._drop(client, "closed its connection")
             return False
         return True
 
     def _send_backlogs(self) -> None:
-        for peer in [peer for peer in self._peers.values() if peer.backlog]:
-            while peer.backlog and self._try_send(peer, peer.backlog[0]):
-                peer.backlog_bytes -= len(peer.backlog.popleft())
-        if any(peer.backlog for peer in self._peers.values()):
+        for client in [client for client in self._clients.values() if client.backlog]:
+            while client.backlog and self._try_send(client, client.backlog[0]):
+                client.backlog_bytes -= len(client.backlog.popleft())
+        if any(client.backlog for client in self._clients.values()):
             self._later(RETRY_S, self._send_backlogs)
         self._duplex.touched()
 
-    def _drop(self, peer: Peer, why: str) -> None:
-        del self._peers[peer.number], self._by_identity[peer.identity]
-        peer.backlog.clear()
-        self._arrivals.append((peer.number, Gone(why)))
+    def _drop(self, client: ConnectedClient, why: str) -> None:
+        del self._clients[client.number], self._by_identity[client.identity]
+        client.backlog.clear()
+        self._arrivals.append((client.number, Gone(why)))
         self._duplex.wake()
 
     def _drop_silent(self) -> None:
-        """Runs twice per timeout while there are clients. What waits to be read counts as heard."""
+        """Runs twice per timeout while there are clients. Unread messages count as signs of life."""
         while self._read():
             pass
         oldest = time.monotonic() - self._timeout_s
-        for peer in [peer for peer in self._peers.values() if peer.heard_at < oldest]:
-            self._drop(peer, f"was silent for {self._timeout_s:g} s")
-        if self._peers:
+        for client in [client for client in self._clients.values() if client.heard_at < oldest]:
+            self._drop(client, f"was silent for {self._timeout_s:g} s")
+        if self._clients:
             self._later(self._timeout_s / 2, self._drop_silent)
         self._duplex.wake()
 
     async def _watch_connections(self) -> None:
-        """A ROUTER does not say whose connection broke, but it refuses to send there: ask it for each client."""
+        """A ROUTER does not report whose connection broke, but it refuses to send there: try each client."""
         while True:
             await self._monitor.readable()
             while self._monitor.read() is not None:
                 pass
             await asyncio.sleep(RETRY_S)  # the socket learns of it a little later than its monitor
-            for peer in [peer for peer in self._peers.values() if not peer.backlog]:
-                self._try_send(peer, b"")
+            for client in [client for client in self._clients.values() if not client.backlog]:
+                self._try_send(client, b"")
             self._duplex.touched()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Questions that are no requests: tokenize, detokenize, flush the cache, statistics."""
+"""Queries of clients beside requests: tokenize, detokenize, flush the cache, statistics."""
 
 from collections import deque
 from typing import assert_never
@@ -20,23 +20,23 @@ from overlap_spec.messages import (
     ToScheduler,
 )
 from overlap_spec.tokenizer.prompts import PromptReader
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 
 Query = Tokenize | Detokenize | Flush | GetStats
 
 
 class Queries:
-    """Answers clients; what only the scheduler knows is asked there or remembered from its last report."""
+    """Answers clients; the scheduler flushes its cache, and its last report has the statistics."""
 
     def __init__(
-        self, prompts: PromptReader, admission: Admission, scheduler: Outlet[ToScheduler], clients: ClientLink
+        self, prompts: PromptReader, checks: RequestChecks, scheduler: Outlet[ToScheduler], clients: ClientLink
     ) -> None:
         self._prompts = prompts
-        self._admission = admission
+        self._checks = checks
         self._scheduler = scheduler
         self._clients = clients
         self._stats = Stats()
-        self._flushing: deque[tuple[int, str]] = deque()  # who asked, oldest first, as the scheduler answers
+        self._flushing: deque[tuple[int, str]] = deque()  # client and request id, in the order of answers
 
     async def answer(self, client: int, query: Query) -> None:
         """Raises: RequestError. Cancellation: no answer is sent."""
@@ -45,7 +45,7 @@ class Queries:
                 ids = await self._prompts.encode(query.prompt, query.add_special_tokens, None)
                 self._clients.send(client, Tokenized(query.request_id, pack_ids(ids)))
             case Detokenize():
-                text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._admission.vocab_size)
+                text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._checks.vocab_size)
                 self._clients.send(client, Detokenized(query.request_id, text))
             case Flush():
                 self._flushing.append((client, query.request_id))
@@ -56,10 +56,10 @@ class Queries:
                 assert_never(query)
 
     def flushed(self, message: Flushed) -> None:
-        """The scheduler has answered the oldest Flush."""
+        """Pass the scheduler's answer to the client of the oldest Flush."""
         client, request_id = self._flushing.popleft()
         self._clients.send(client, FlushDone(request_id, message.success))
 
     def reported(self, stats: Stats) -> None:
-        """The scheduler's newest report."""
+        """Keep the scheduler's newest report."""
         self._stats = stats

@@ -1,8 +1,7 @@
-"""What the tokenizer does with each message.
+"""The tokenizer's service: what it does with each message.
 
-It owns every open request from Generate to its last row, and has the last word on finish, text, ids and
-usage. A request that ends here while the scheduler still runs it costs an Abort; rows that the scheduler
-sends afterwards find no request and are dropped.
+It owns every open request from Generate to its last row, and decides finish, text, ids and usage. When a request ends
+here while the scheduler still runs it, the service sends an Abort and drops the rows that still arrive.
 """
 
 import asyncio
@@ -49,7 +48,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.request_checks import Admission, Refusal
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +59,19 @@ class TokenizerService:
     def __init__(
         self,
         codec: Codec,
-        admission: Admission,
+        checks: RequestChecks,
         scheduler: Outlet[ToScheduler],
         clients: ClientLink,
         tell_supervisor: Callable[[ToSupervisor], None],
     ) -> None:
         self._codec = codec
-        self._admission = admission
+        self._checks = checks
         self._scheduler = scheduler
         self._clients = clients
         self._tell_supervisor = tell_supervisor
-        self.trace: Recorder = NO_TRACE  # replaced by who wants to know
+        self.trace: Recorder = NO_TRACE  # an actor replaces it
         self._prompts = PromptReader(codec)
-        self._queries = Queries(self._prompts, admission, scheduler, clients)
+        self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts
         self._stopped = False
@@ -96,14 +95,14 @@ class TokenizerService:
         while not self._stopped:
             for message in inbox.drain() or (await inbox.recv(),):
                 self._from_engine(message)
-            await asyncio.sleep(0)  # a busy engine must not keep clients unheard
+            await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
         match message:
             case TokenDeltas():
                 self._add_tokens(message)
             case EngineLimits():
-                self._admission.limits = message
+                self._checks.limits = message
             case Refused():
                 self._refused(message)
             case Flushed():
@@ -146,7 +145,7 @@ class TokenizerService:
             self._clients.send(request.client, Rejected(request.request_id, message.code, message.message))
 
     def _shut_down(self, drain: bool) -> None:
-        self._admission.draining = True
+        self._checks.draining = True
         self._stopped = not drain
         if drain:
             self._report_if_drained()
@@ -163,7 +162,7 @@ class TokenizerService:
         while True:
             client, message = await self._clients.recv()
             await self._from_client(client, message)
-            await asyncio.sleep(0)  # a chatty client must not keep the engine waiting
+            await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
@@ -176,7 +175,7 @@ class TokenizerService:
             case Cancel():
                 self._cancel(client, message)
             case Ping():
-                self._clients.send(client, Pong(message.sent_at, self._admission.limits is not None, client))
+                self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
                 self._client_gone(client, message)
             case Malformed():
@@ -187,7 +186,7 @@ class TokenizerService:
                 assert_never(message)
 
     async def _attempt(self, client: int, message: Generate | Query) -> None:
-        """Do what a client asked; whatever goes wrong is that client's answer, and nobody else's trouble."""
+        """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
@@ -197,21 +196,22 @@ class TokenizerService:
             self._refuse(client, message.request_id, error)
 
     async def _generate(self, client: int, message: Generate) -> None:
-        limits = self._admission.check_open(len(self._requests))
+        limits = self._checks.check_open(len(self._requests))
         self._codec.check_stop_strings(message.sampling.stop)
-        stop_ids = self._admission.stop_ids(message.sampling)
+        stop_ids = self._checks.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
-            sampling = self._admission.settle(message.sampling, ids, limits)
+            sampling = self._checks.settle(message.sampling, ids, limits)
         except Exception:
             if request not in self._requests:
-                return  # cancelled while it was read: it has had its last row
+                return  # cancelled while its prompt was read: its last row has been sent
             self._close(request)
             raise
         if request in self._requests:
-            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]  # an answer begins a text of its own
+            # A completion continues its prompt's text, an assistant's answer does not.
+            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
             request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
             self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
@@ -256,12 +256,12 @@ class TokenizerService:
         self._report_if_drained()
 
     def _report_if_drained(self) -> None:
-        if self._admission.draining and not self._stopped and not self._requests:
+        if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
 
 
 def _counted(usage: Usage, num_tokens: int) -> Usage:
-    """The scheduler's counts, except what this process has cut."""
+    """The scheduler's counts, with the completion tokens that are left after a cut."""
     if usage.completion_tokens == num_tokens:
         return usage
     return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)

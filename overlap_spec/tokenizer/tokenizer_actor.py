@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from overlap_spec.config import Settings
-from overlap_spec.messages import ToTokenizer
+from overlap_spec.messages import TokenizerFacts, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 
 
@@ -16,13 +16,11 @@ async def main(context: ActorContext) -> None:
     settings = context.settings
     inbox = context.inbox(ToTokenizer)
     codec = make_codec(settings)
-    admission = make_admission(settings, codec)
+    checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
-        service = TokenizerService(
-            codec, admission, context.outlet("scheduler"), endpoint.router, context.send_supervisor
-        )
+        service = TokenizerService(codec, checks, context.outlet("scheduler"), endpoint.router, context.send_supervisor)
         service.trace = context.trace
-        context.ready({"tokenizer": codec.name, "client_endpoint": endpoint.address})
+        context.ready(TokenizerFacts(codec.name, endpoint.address))
         await service.serve(inbox)
 
 
@@ -34,7 +32,7 @@ def make_codec(settings: Settings) -> Codec:
     return load_codec(Path(directory))
 
 
-def make_admission(settings: Settings, codec: Codec) -> Admission:
-    """The model says what ends a sequence; where it does not, its tokenizer does."""
+def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
+    """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
-    return Admission(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)
+    return RequestChecks(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)

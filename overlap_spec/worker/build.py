@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from overlap_spec import hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings
@@ -14,13 +13,15 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
-from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.spec.interfaces import SpecMethod, Tree, Verifier
-from overlap_spec.spec.methods import EngineShape, method_of
-from overlap_spec.spec.verifiers.match import ChainVerifier, GreedyVerifier
-from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
+from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
+from overlap_spec.sampling.sampler import draw_columns
+from overlap_spec.sampling.token_pool import TokenPool
+from overlap_spec.spec.drafts import EngineShape
+from overlap_spec.spec.interfaces import SpecMethod, Tree
+from overlap_spec.spec.methods import method_of
+from overlap_spec.spec.verification import VerifierInputs
+from overlap_spec.spec.verifiers.rejection import DraftProbs
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
-from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
@@ -30,15 +31,18 @@ from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModel
 from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
+EXACT = AcceptSettings()
+
 
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
     """Read target and draft. Raises: CheckpointError, ConfigError."""
     dtype = torch_dtype(settings.model.dtype)
     method = method_of(settings.spec)
+    method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
     target = load_target(settings.model.files, dtype, place, progress)
     proposer = method.load(settings.spec, target, progress)
-    if settings.spec.topk > 1 and proposer.tree is None:
+    if settings.spec.topk > 1 and proposer.profile.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
     return LoadedModels(target, proposer, method)
 
@@ -64,27 +68,31 @@ def build_executor(
     models: LoadedModels,
     geometry: Geometry,
     place: torch.device,
-    accept: AcceptSettings | None = None,
+    accept: AcceptSettings = EXACT,
     simulated_accept_len: float | None = None,
     compile_max_batch: int = 0,
     attention: AttentionSettings | None = None,
+    own_processors: tuple[LogitProcessor, ...] = (),
     traced: bool = False,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
-    `accept`: how guesses are judged; None: by matching. `simulated_accept_len`: acceptance is synthetic (benchmarks).
-    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest.
-    `traced`: decode steps leave profiling marks.
-    Raises: ConfigError if the method's guesses cannot be judged as `accept` says.
+    `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
+    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
+    processors of one's own, for every request. `traced`: decode steps leave profiling marks.
+    Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` says.
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
         return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place, scratch_rows)
 
-    target_cache, tree = cache(models.target.kv_shape), models.proposer.tree
+    target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
+    tree = profile.tree
     of_target, of_draft = attention_choices(attention or AttentionSettings())
-    target = models.target.attach(target_cache, geometry.num_positions, models.proposer.aux_layers, of_target)
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, place)
+    target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
+    pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
+    processors = LogitProcessors(target.vocab_size, pool, own_processors)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,
@@ -93,15 +101,17 @@ def build_executor(
         device=place,
         hidden_size=target.hidden_size,
         max_deferred=geometry.max_deferred,
+        token_pool=pool,
         attention=of_draft,
         scratch_start=geometry.num_pages * geometry.page_size,
-        probs=DraftProbs() if accept is not None and accept.rejection else None,
+        probs=DraftProbs() if accept.rejection else None,
     )
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
-    proposer = models.proposer.attach(cache(models.proposer.kv_shape, scratch_rows), shape)
+    proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
     draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
-    ids = torch.arange(target.vocab_size, device=place)
-    verifier = _verifier(accept, shape.probs, ids, draw) if tree is None else _tree_verifier(accept, ids, draw)
+    token_ids = torch.arange(target.vocab_size, device=place)
+    inputs = VerifierInputs(accept, token_ids, tree is not None, draw, shape.probs)
+    verifier = models.method.verification(accept).verifier(inputs)
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
@@ -119,29 +129,9 @@ def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, Att
     )
 
 
-def _verifier(accept: AcceptSettings | None, probs: DraftProbs | None, token_ids: Tensor, draw: Draw) -> Verifier:
-    """Who judges guesses. Shapes: token_ids [V] i64."""
-    if accept is not None and accept.thresholds:
-        return ResidualVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
-    if probs is None:
-        matching = ChainVerifier(token_ids, draw)
-        return GreedyVerifier(matching) if accept is not None and accept.ngram_force_greedy_verify else matching
-    if not probs.allocated:
-        raise ConfigError("speculative_use_rejection_sampling", "this method's guesses are not drawn at random")
-    return ResidualVerifier(Rejection(probs), token_ids)
-
-
-def _tree_verifier(accept: AcceptSettings | None, token_ids: Tensor, draw: Draw) -> Verifier:
-    """Who judges trees: matching looks at one column at a time, so it is a chain's. Shapes: token_ids [V] i64."""
-    if accept is not None and accept.rejection:
-        raise ConfigError("speculative_use_rejection_sampling", "judges chains: use --speculative-eagle-topk 1")
-    if accept is not None and accept.thresholds:
-        return TreeThresholdVerifier(Thresholds(accept.threshold_single, accept.threshold_acc), token_ids)
-    return _verifier(accept, None, token_ids, draw)
-
-
 def build(settings: Settings, progress: Progress, measured: bool = False) -> tuple[Executor, Geometry, LoadedModels]:
     """Everything, from settings to an executor that is not warm yet. `measured`: linears are as is fastest here."""
+    own = () if settings.logit_processor is None else (load_processor(settings.logit_processor),)
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
     if measured:
@@ -156,6 +146,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         spec.simulated_accept_len,
         settings.compile_max_batch,
         settings.attention,
+        own,
         traced=settings.trace_dir is not None,
     )
     return executor, geometry, models

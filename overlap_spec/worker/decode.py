@@ -84,8 +84,8 @@ class DecodeStep:
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         window, output, verdict = forwarded.window, forwarded.output, forwarded.verdict
         batch = replace(forwarded.batch, sampling=self._slots.sampling(forwarded.batch.slots, sampling))
-        drawn = self.method.verifier.verify(window, self._target.scores(output.stream), batch)
-        self.marks.mark("verify")  # after the head, which computes scores only when they are asked for
+        drawn = self.method.verifier.verify(window, self._target.logits(output.final), batch)
+        self.marks.mark("verify")  # after the head, which computes logits only when they are asked for
         self._slots.commit(batch, window, drawn, verdict)
         if self.self_drafting is not None:
             self.self_drafting.lookahead(batch, verdict, verdict.published.lookahead)

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.worker.chunks import Chunks
+from overlap_spec.worker.chunks import Chunks, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.packing import Packer
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 
@@ -67,6 +66,11 @@ class Executor:
         handle.host.launch_end = time.monotonic()
         self._before = handle.device
         return handle
+
+    @property
+    def is_self_drafting(self) -> bool:
+        """Whether the proposer drafts without a model (`SelfDrafting`)."""
+        return self.decode_step.self_drafting is not None
 
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""

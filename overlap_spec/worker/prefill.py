@@ -13,6 +13,7 @@ from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
+from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
@@ -97,14 +98,17 @@ class PrefillStep:
         )
         batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
         output = self._target.forward(inputs.tokens, rows)
+        assert rows.cache_rows is not None, "chunks say where their rows are"
+        self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
         published = Published.allocate(shape.seats, PublishedColumns(1), packed.device)
         return Prefilled(inputs, batch, rows, output, torch.empty_like(inputs.finals), published)
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
-        scores = self._target.scores(prefilled.output.hidden[inputs.last_rows])
-        last, drawing = inputs.lengths[:, None] - 1, self._slots.sampling(batch.slots, sampling)
-        drawn = draw_after(scores, last, drawing, self._token_ids).squeeze(1)
+        lazy_logits, last = self._target.logits(prefilled.output.hidden[inputs.last_rows]), inputs.lengths - 1
+        drawing = self._slots.sampling(batch.slots, sampling)
+        context = DrawContext(drawing, self._token_ids, batch.page_table, last, last[:, None])
+        drawn = draw_after(lazy_logits, context).squeeze(1)
         self._slots.start(batch, drawn)
         prefilled.drawn.copy_(drawn)
         published.tokens.copy_(drawn.masked_fill(inputs.finals == self._slots.dummy, -1)[:, None])

@@ -22,11 +22,12 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, then three doubles, then the stop ids.
-_RESET_INTS = 4
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, three doubles, the stop ids.
+_RESET_INTS = 5
 _RESET_FLOATS = 3
 RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
 _ALL = 1 << 62  # a top_k that keeps everything
@@ -46,8 +47,11 @@ class SlotRows:
     The last row is the dummy slot: padding of a captured batch reads and writes it, and page 0 with it.
     """
 
-    def __init__(self, num_slots: int, width: int, num_page_columns: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, width: int, num_page_columns: int, processors: LogitProcessors) -> None:
         self.dummy = num_slots
+        self.pool = processors.pool
+        self.processors = processors
+        device = self.pool.tokens.device
         self.width = width
         self.num_rows = num_slots = num_slots + 1
 
@@ -58,7 +62,7 @@ class SlotRows:
         self.window = ints(num_slots, width)  # [S, W], root first
         self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
-        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k; column 0 unused
+        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from; column 0 unused
         self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self._host: dict[int, HostSlot] = {}
@@ -118,14 +122,16 @@ class SlotRows:
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
-        _, seed, stop_from, top_k = self._ints[slots].unbind(1)
-        read = slots if work.sampled or work.masked else slots[:0]
+        _, seed, stop_from, top_k, output_from = self._ints[slots].unbind(1)
+        read = slots if work.sampled or work.processed else slots[:0]
         temperature, top_p, min_p = self._floats[read].unbind(1)
-        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, self._stop_ids[read], work)
+        stop_ids = self._stop_ids[read]
+        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self.processors)
 
     def draft_sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
-        """How guesses are drawn: nothing is gathered for those that are not. Sync: never."""
-        return self.sampling(slots, work) if work.sampled or work.masked else self.no_sampling
+        """How guesses are drawn. Nothing is gathered where a guess is the largest logit. Sync: never."""
+        needs_logits = work.sampled or self.processors.active(work)
+        return self.sampling(slots, work) if needs_logits else self.no_sampling
 
     def commit(self, batch: SlotBatch, window: Window, drawn: Drawn, verdict: Verdict) -> None:
         """Judge the windows, write the verdict, advance the slots by what is committed. Sync: never.
@@ -133,15 +139,16 @@ class SlotRows:
         No slot has a guess after it.
         """
         slots = (batch.slots, batch.lengths, self.length, self.window, self.dummy)
+        rest = drawn.accept_len, self.pool.rows_of(batch.page_table), verdict
         if window.parents is None:
-            judge_chain(drawn.tokens, window.tokens, *slots, drawn.accept_len, verdict)
+            judge_chain(drawn.tokens, window.tokens, *slots, *rest)
         else:
-            longest = verdict.tokens.shape[1]
-            judge_tree(drawn.tokens, window.tokens, window.parents, *slots, longest, drawn.accept_len, verdict)
+            judge_tree(drawn.tokens, window.tokens, window.parents, *slots, verdict.tokens.shape[1], *rest)
 
     def start(self, batch: SlotBatch, roots: Tensor) -> None:
         """Put completed prompts at their first token. Shapes: roots [F] i64. Sync: never."""
         self.length[batch.slots] = batch.lengths
+        self.pool.write(batch.page_table, batch.lengths, roots)
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
 
     def set_guesses(self, batch: SlotBatch, guesses: Guesses) -> None:
@@ -161,4 +168,4 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     top_k = _ALL if sampling.top_k == -1 else sampling.top_k
     floats = struct.unpack("<3q", struct.pack("<3d", temperature, sampling.top_p, sampling.min_p))
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    return [slot, sampling.seed, reset.stop_from, top_k, *floats, *stops]
+    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, *floats, *stops]

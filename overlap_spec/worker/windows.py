@@ -96,9 +96,10 @@ class TreeWindows:
         gathered = self._slots.gather_trees(slots, width, self._page_size)
         batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._slots.no_sampling)
         positions = gathered.positions.view(gathered.window_tokens.shape)
-        keys = TreeKeys(gathered.lengths, gathered.extra_rows, gathered.mask, positions, self._longest(width))
+        longest = self._longest(width)
+        keys = TreeKeys(gathered.lengths, gathered.extra_rows, gathered.mask, positions, longest)
         rows = tree_rows(batch, positions, gathered.extra_rows, keys)
-        return batch, Window(gathered.window_tokens, positions, gathered.parents), gathered.tokens, rows
+        return batch, Window(gathered.window_tokens, positions, gathered.parents, longest - 1), gathered.tokens, rows
 
     def columns(self, width: int) -> PublishedColumns:
         return self._single.columns(self._longest(width))._replace(is_tree=width > 1)

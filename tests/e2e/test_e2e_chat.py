@@ -31,6 +31,7 @@ def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(tmp_path: Path, tin
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_an_answer_with_and_without_a_draft(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     sampling = ("--max-tokens", "24", "--temperature", "1", "--seed", "5")
     drafted = run_command(tmp_path, "chat", "Hello", *tiny_flags, *sampling)
@@ -49,6 +50,7 @@ def test_lines_from_a_pipe_are_turns_of_one_conversation(tmp_path: Path, tiny_fl
     assert done.stdout != alone.stdout * 2, "the second answer stands further on, behind the first turn"
 
 
+@pytest.mark.slow
 def test_a_pipe_may_start_over_and_leave(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     done = run_command(
         tmp_path, "chat", *tiny_flags, "--max-tokens", "12", stdin="Hello\n/reset\nHello\n/quit\nHello\n"
@@ -65,6 +67,7 @@ def test_what_no_request_can_be_is_one_sentence(tmp_path: Path, tiny_flags: tupl
     assert "maximum context length" in error[0]
 
 
+@pytest.mark.slow
 def test_flags_without_effect_are_said(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     done = run_command(
         tmp_path, "chat", "Hi", *tiny_flags, "--max-tokens", "2", "--port", "1", SGLANG_ENABLE_SPEC_V2="1"
@@ -74,6 +77,7 @@ def test_flags_without_effect_are_said(tmp_path: Path, tiny_flags: tuple[str, ..
     assert "overlap is always on" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     command = [*COMMAND, "chat", "Hello", *tiny_flags, "--max-tokens", "3000", "--temperature", "1", "--seed", "1"]
     piped = f"{' '.join(map(shlex.quote, command))} | true"

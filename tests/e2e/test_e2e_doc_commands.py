@@ -154,6 +154,7 @@ def test_it_is_settled_for_a_gpu(name: str, checkpoints: dict[str, str]) -> None
     assert settings.cache.mem_fraction == config.mem_fraction_static
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", STARTED_FOR_GOOD)
 def test_it_is_ready_and_answers(name: str, checkpoints: dict[str, str], tmp_path: Path) -> None:
     with Service(tmp_path, *words_of(COMMANDS[name], checkpoints), **STARTED_FOR_GOOD[name]) as service:
@@ -161,6 +162,7 @@ def test_it_is_ready_and_answers(name: str, checkpoints: dict[str, str], tmp_pat
         assert service.get("/server_info").json()["speculative_numbers_from"] == "given"
 
 
+@pytest.mark.slow
 def test_forced_greedy_verification_is_said_to_be_lossy_and_is_what_happens(
     checkpoints: dict[str, str], tmp_path: Path
 ) -> None:

@@ -45,6 +45,7 @@ async def running(tiny_model: Path, tmp_path: Path) -> AsyncIterator[Engine]:
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path: Path, loop: str) -> None:
     async def scenario() -> None:
@@ -56,13 +57,14 @@ def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path:
             assert len(ids) == 16
             whole = await engine.client.complete("The sky is", GREEDY)
             assert (whole.text, whole.token_ids) == (text, ids)
-            assert engine.facts["worker"]["pages"] == 20000 // 16
+            assert engine.facts.worker.num_pages == 20000 // 16
             async with Client(engine.endpoint) as other:
                 assert (await other.complete("The sky is", GREEDY)).token_ids == ids
 
     LOOPS[loop](scenario())
 
 
+@pytest.mark.slow
 def test_many_requests_at_once_equal_each_alone(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:
@@ -141,6 +143,7 @@ def test_a_cancelled_start_leaves_nothing(tiny_model: Path, tmp_path: Path) -> N
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow
 def test_a_refused_request_hurts_nobody(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:

@@ -51,6 +51,7 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
         yield running
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
 def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service, role: str) -> None:
     assert sorted(own_service.children) == ["scheduler", "tokenizer", "worker"]
@@ -91,6 +92,7 @@ def test_sigterm_refuses_new_requests_and_finishes_open_ones(own_service: Servic
     assert own_service.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
     stream = Stream(own_service.url, max_tokens=8000)
     own_service.terminate()
@@ -103,6 +105,7 @@ def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
     assert own_service.leftovers() == []
 
 
+@pytest.mark.slow
 def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
     own_service: Service, tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:

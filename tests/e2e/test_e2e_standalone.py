@@ -33,6 +33,7 @@ def flags_of(draft: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, draft: Path) -> None:
     async def tokens(flags: dict[str, object]) -> list[int]:
         async with engine_of(flags) as engine:
@@ -44,6 +45,7 @@ def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, draft: Path) ->
     assert asyncio.run(tokens(flags_of(draft))) == asyncio.run(tokens(PLAIN))
 
 
+@pytest.mark.slow
 def test_without_a_tokenizer_sizes_are_compared_and_the_log_says_so(engine_of: EngineOf, draft: Path) -> None:
     async def notes() -> list[str]:
         async with engine_of(flags_of(draft) | {"skip_tokenizer_init": True}) as engine:

@@ -44,6 +44,7 @@ def check_well_formed(events: list[Event]) -> None:
             open_ends.append(end)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_next_step_is_queued_before_the_result_only_at_depth_two(
     depth: int, tiny_flags: tuple[str, ...], tmp_path: Path
@@ -75,6 +76,7 @@ def check_report(step: dict[str, Any], depth: int) -> None:
     assert 0 < step["efficiency"] < 1 and step["floor_ms"] < step["step_ms"]
 
 
+@pytest.mark.slow
 def test_a_batch_without_speculation(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny_model), "--speculative-algorithm", "NONE", "--max-total-tokens", "20000")
     events, report, _ = trace_of(tmp_path, flags, "--batch-size", "3")

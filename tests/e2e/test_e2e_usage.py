@@ -28,6 +28,7 @@ def post(service: Service, path: str, **body: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_generate_counts_prompt_answer_and_cached_tokens(service: Service, tokenizer: Tokenizer, text: str) -> None:
     """Asked twice: what is cached then is whole pages, all that do not need the token after the prompt."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.given_logits import GivenScores, commit
+from support.given_logits import GivenLogits, commit
+from support.no_processors import no_processors
 from torch import Tensor
 
 from overlap_spec.models.loading.dummy import DummyWeights
@@ -26,7 +27,7 @@ def batch_on(device: torch.device, work: SamplingWork) -> SlotBatch:
     sampling = Sampling(
         temperature=ones * 0.8 if work.sampled else ones * 0,
         top_k=ints + 20, top_p=ones * 0.9, min_p=ones * 0.01, seed=ints, stop_from=ints,
-        stop_ids=ints[:, None], work=work,
+        stop_ids=ints[:, None], output_from=ints, work=work, processors=no_processors(VOCAB, place=device),
     )  # fmt: skip
     return SlotBatch(ints, ints + 10, ints[:, None].int(), sampling)
 
@@ -36,7 +37,7 @@ def on_cpu(drawn: Drawn) -> Drawn:
 
 
 def decided(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatch) -> Drawn:
-    return verifier.verify(window, GivenScores(logits), batch)
+    return verifier.verify(window, GivenLogits(logits), batch)
 
 
 def captured(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatch) -> Drawn:

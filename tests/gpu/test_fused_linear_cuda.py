@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
-from overlap_spec_kernels.linear.fused_linear import fused_linear_reference
+from overlap_spec_kernels import DenseWeight, Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
+from overlap_spec_kernels.linear.dense import fused_linear_reference
 from torch import Tensor
 
 BFLOAT, FLOAT, HALF = torch.bfloat16, torch.float32, torch.float16
@@ -58,15 +58,17 @@ def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, dtype: torc
     """Addition, then a map, a gated map and a head that read the sum through its norm."""
     x, weight = drawn(rows, size_k, dtype=dtype), drawn(size_n, size_k, dtype=dtype, scale=size_k**-0.5)
     residual, norm = drawn(rows, size_n, dtype=dtype), Norm(drawn(size_n, dtype=dtype, scale=0.1) + 1, 1e-5)
-    stream = linear_add(x, weight, residual, norm)
+    stream = linear_add(x, DenseWeight(weight), residual, norm)
     assert_near(stream.values, wide(residual) + wide(x) @ wide(weight).t(), ERROR[dtype])
     assert_near(stream.normalised(), wide(stream.values, norm), ERROR[dtype])
     after = drawn(200, size_n, dtype=dtype, scale=size_n**-0.5)
     expected = wide(stream.values, norm) @ wide(after).t()
-    assert_near(fused_linear(stream, after), expected, 2 * ERROR[dtype])
-    assert_near(linear_logits(stream, after), expected, 2 * ERROR[dtype])
+    assert_near(fused_linear(stream, DenseWeight(after)), expected, 2 * ERROR[dtype])
+    assert_near(linear_logits(stream, DenseWeight(after)), expected, 2 * ERROR[dtype])
     gate, up = expected.chunk(2, dim=1)
-    assert_near(fused_linear(stream, after, gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype])
+    assert_near(
+        fused_linear(stream, DenseWeight(after), gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype]
+    )
 
 
 @pytest.mark.parametrize(("rows", "size_n", "size_k", "dtype"), LARGE)
@@ -76,12 +78,14 @@ def test_large_maps(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> 
     squares = torch.stack([x.float().square().sum(1) / 3] * 3)
     scaled = Normed(x, x, squares, 1e-5)
     expected = wide(scaled.normalised()) @ wide(weight).t()
-    assert_near(fused_linear(scaled, weight), expected, 2 * ERROR[dtype])
+    assert_near(fused_linear(scaled, DenseWeight(weight)), expected, 2 * ERROR[dtype])
     gate, up = expected.chunk(2, dim=1)
-    assert_near(fused_linear(scaled, weight, gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype])
+    assert_near(
+        fused_linear(scaled, DenseWeight(weight), gated=True), torch.nn.functional.silu(gate) * up, 3 * ERROR[dtype]
+    )
     residual, norm = drawn(rows, size_n, dtype=dtype), Norm(drawn(size_n, dtype=dtype, scale=0.1) + 1, 1e-5)
     for _ in range(3):  # counters are left as they were
-        stream = linear_add(x, weight, residual, norm)
+        stream = linear_add(x, DenseWeight(weight), residual, norm)
         assert_near(stream.values, wide(residual) + wide(x) @ wide(weight).t(), ERROR[dtype])
         assert_near(stream.normalised(), wide(stream.values, norm), ERROR[dtype])
 
@@ -90,12 +94,12 @@ def test_large_maps(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> 
 def test_argmax_is_that_of_the_logits(rows: int, vocab: int, size: int, dtype: torch.dtype) -> None:
     x, weight = drawn(rows, size, dtype=dtype), drawn(vocab, size, dtype=dtype)
     logits = wide(x) @ wide(weight).t()
-    columns = linear_argmax(x, weight)
+    columns = linear_argmax(x, DenseWeight(weight))
     best = logits.max(1).values
     chosen = logits.gather(1, columns[:, None]).squeeze(1)
     assert torch.all(best - chosen <= 1e-4 * best.abs())  # a near-tie may go either way
     ids = torch.randperm(vocab, device="cuda")
-    assert torch.equal(linear_argmax(x, weight, ids), ids[columns])
+    assert torch.equal(linear_argmax(x, DenseWeight(weight), ids), ids[columns])
 
 
 def test_of_equal_logits_the_first_is_taken() -> None:
@@ -103,17 +107,17 @@ def test_of_equal_logits_the_first_is_taken() -> None:
     weight[[7, 8, 4000, 4999], 0] = 1.0
     x = torch.zeros(3, 64, device="cuda", dtype=torch.bfloat16)
     x[1:, 0] = torch.tensor([1.0, -1.0])
-    assert linear_argmax(x, weight).tolist() == [0, 7, 0]
+    assert linear_argmax(x, DenseWeight(weight)).tolist() == [0, 7, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     x, weight = drawn(8, 576, dtype=dtype), drawn(960, 576, dtype=dtype)
-    together = fused_linear(x, weight)
+    together = fused_linear(x, DenseWeight(weight))
     for row in range(8):
         mixed = drawn(8, 576, dtype=dtype)
         mixed[row] = x[row]
-        assert torch.equal(fused_linear(mixed, weight)[row], together[row])
+        assert torch.equal(fused_linear(mixed, DenseWeight(weight))[row], together[row])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,9 @@ def test_dependent_launches_in_a_graph_follow_their_inputs(rows: int, size: int,
     def forward() -> Tensor:
         stream = Normed(x, torch.nn.functional.rms_norm(x, (size,), norm.weight, norm.eps))
         for gate, down in zip(gates, downs, strict=True):
-            stream = linear_add(fused_linear(stream, gate, gated=True), down, stream.values, norm)
+            stream = linear_add(
+                fused_linear(stream, DenseWeight(gate), gated=True), DenseWeight(down), stream.values, norm
+            )
         return stream.values
 
     def expected() -> Tensor:

@@ -9,18 +9,20 @@ from overlap_spec_kernels import (
     ngram_lookahead,
     ngram_match,
     ngram_merge,
-    ngram_store,
+    store_tokens,
     with_slots,
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
+from support.no_processors import no_processors
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
-OPS = NgramOps(ngram_store, ngram_absorb, ngram_match, ngram_merge, ngram_lookahead)
+OPS = NgramOps(store_tokens, ngram_absorb, ngram_match, ngram_merge, ngram_lookahead)
 LONG = NgramCase(LIMITS["by recency"], capacity=1 << 20, most=9000, num_steps=5, num_guesses=15)
 PAGE_SIZE, NUM_PAGES, WIDTH = 16, 130, 12
 
@@ -39,10 +41,10 @@ class Steps:
     def __init__(self, place: str, batch_size: int, **limits: int) -> None:
         self.place, self.batch_size = torch.device(place), batch_size
         log = with_slots(allocate_log(1 << 16, self.place), batch_size + 1)
-        pool = torch.zeros((batch_size * NUM_PAGES + 1) * PAGE_SIZE, dtype=torch.int32, device=place)
+        self.pool = TokenPool.allocate(batch_size * NUM_PAGES + 1, PAGE_SIZE, self.place)
         chosen = LIMITS["by recency"]._replace(**limits)
         corpus = torch.zeros(0, dtype=torch.int32, device=place)
-        memory = NgramMemory(chosen, pool, log, PAGE_SIZE, corpus)
+        memory = NgramMemory(chosen, self.pool, log, corpus)
         self.proposer = NgramProposer(memory, NgramWindows.allocate(batch_size + 1, WIDTH - 1, self.place))
         self.slots = torch.arange(batch_size, device=place)
         pages = 1 + torch.arange(batch_size * NUM_PAGES, device=place, dtype=torch.int32)
@@ -53,9 +55,7 @@ class Steps:
 
     def batch(self, lengths: torch.Tensor) -> SlotBatch:
         none = torch.zeros(0, device=self.place)
-        return SlotBatch(
-            self.slots, lengths, self.table, Sampling(none, none, none, none, none, none, none, SAMPLING_WORK[0])
-        )
+        return SlotBatch(self.slots, lengths, self.table, Sampling(*[none] * 8, SAMPLING_WORK[0], no_processors(1)))
 
     def step(self) -> tuple[Guesses, torch.Tensor]:
         """Absorb what is committed, guess, move on."""
@@ -66,6 +66,7 @@ class Steps:
         lookahead = verdict.published.lookahead
         self.proposer.lookahead(before, verdict, lookahead)
         rows, output = RowBatch(nothing, None, self.table, None, 1, True), TargetOutput(nothing, nothing)
+        store_tokens(*self.pool.rows_of(self.table), self.lengths + 1, self.committed, self.accept_len + 1)
         learnt = self.proposer.extend(before, rows, output, verdict)
         after = self.lengths + self.accept_len + 1
         guesses = self.proposer.propose(self.batch(after), learnt, WIDTH - 1)

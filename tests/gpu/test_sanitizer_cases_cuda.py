@@ -16,7 +16,9 @@ from kernel_cases.inputs import HeadShape, attention_inputs, decode_inputs, rope
 from overlap_spec_kernels import (
     Candidates,
     DecodeScratch,
+    DenseWeight,
     Norm,
+    TokenRows,
     add_children,
     add_rms_norm,
     decode_attention,
@@ -42,7 +44,7 @@ from overlap_spec_kernels import (
     top_tokens,
     tree_attention,
 )
-from support.step_inputs import draws, slot_state, step_slots
+from support.step_inputs import draws, slot_state, step_slots, token_rows
 from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
 from torch import Tensor
 
@@ -89,10 +91,13 @@ def maps(dtype: torch.dtype) -> list[Tensor]:
     for num_rows, size, inner in ((3, 192, 130), (17, 192, 130), (5, 1280, 72)):
         x, residual = drawn(num_rows, size, dtype=dtype), drawn(num_rows, inner, dtype=dtype)
         norm = Norm(drawn(inner, dtype=dtype), 1e-5)
-        stream = linear_add(x, drawn(inner, size, dtype=dtype), residual, norm)
-        outs += [stream.normalised(), fused_linear(stream, drawn(90, inner, dtype=dtype))]
-        outs += [fused_linear(x, drawn(66, size, dtype=dtype), gated=True)]
-        outs += [linear_logits(x, drawn(77, size, dtype=dtype)), linear_argmax(x, drawn(77, size, dtype=dtype)).float()]
+        stream = linear_add(x, DenseWeight(drawn(inner, size, dtype=dtype)), residual, norm)
+        outs += [stream.normalised(), fused_linear(stream, DenseWeight(drawn(90, inner, dtype=dtype)))]
+        outs += [fused_linear(x, DenseWeight(drawn(66, size, dtype=dtype)), gated=True)]
+        outs += [
+            linear_logits(x, DenseWeight(drawn(77, size, dtype=dtype))),
+            linear_argmax(x, DenseWeight(drawn(77, size, dtype=dtype))).float(),
+        ]
     return outs
 
 
@@ -104,7 +109,9 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     length, windows, _ = on_gpu(*state)
     at, lengths = on_gpu(slots, state.length[slots])
     gathered = gather_window(at, *on_gpu(*state), 3, 16)
-    judged = judge_chain(*on_gpu(wanted, window), at, lengths, length, windows, state.dummy, None)
+    store = token_rows(slots, state)
+    store = TokenRows(*on_gpu(store.pool, store.page_table), store.page_size)
+    judged = judge_chain(*on_gpu(wanted, window), at, lengths, length, windows, state.dummy, None, store)
     place_guesses(windows, at, torch.ones(2, 7, dtype=torch.int64, device="cuda"), state.dummy)
     selected = select_rows(drawn(7, 3, 60, dtype=dtype), judged.accept_len)
     norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
@@ -133,10 +140,11 @@ def tree_step(dtype: torch.dtype) -> list[Tensor]:
     state = tree_state(7, 11, 16)
     slots, (length, window, parents, table) = step_slots(state, 7).cuda(), on_gpu(*state)
     gathered = gather_tree(slots, length, window, parents, table, 9, 16)
-    drawn_tokens = torch.randint(0, 4, (7, 9), device="cuda")
+    drawn_tokens, store = torch.randint(0, 4, (7, 9), device="cuda"), token_rows(slots.cpu(), state)
     judged = judge_tree(
-        drawn_tokens, gathered.window_tokens, gathered.parents, slots, gathered.lengths, length, window, state.dummy, 5
-    )
+        drawn_tokens, gathered.window_tokens, gathered.parents, slots, gathered.lengths, length, window, state.dummy, 5,
+        None, TokenRows(*on_gpu(store.pool, store.page_table), store.page_size),
+    )  # fmt: skip
     k, v = on_gpu(*random_caches(3, 22, 16, (3, 20), dtype))
     move_cache_rows(k, v, *on_gpu(*moves(7, 5, 22, 16)))
     top = top_tokens(drawn(3, 4099, dtype=dtype), 5)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases.inputs import to_device
+from overlap_spec_kernels import TokenRows
 from overlap_spec_kernels.norm.draft_input import draft_input
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
@@ -23,6 +24,7 @@ from support.step_inputs import (
     draws,
     slot_state,
     step_slots,
+    token_rows,
 )
 from support.verdicts import assert_same
 from torch import Tensor
@@ -70,7 +72,10 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     accept_len = torch.randint(0, columns, (num_rows,)) if given else None
     arguments = (drawn, window, slots, state.length[slots], state.length, state.window, state.dummy, accept_len)
     moved = on_gpu(*arguments)
-    actual, expected = judge_chain(*moved), judge_chain(*arguments)
+    store = token_rows(slots, state)
+    on_device = TokenRows(*on_gpu(store.pool, store.page_table), store.page_size)
+    actual, expected = judge_chain(*moved, on_device), judge_chain(*arguments, store)
+    same(on_device.pool[store.page_size :], store.pool[store.page_size :], "pool")
     assert_same(actual, expected)
     same(moved[4], state.length, "length")
     same(moved[5], state.window, "window")

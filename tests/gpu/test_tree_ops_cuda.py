@@ -7,6 +7,7 @@ import torch
 from kernel_cases.inputs import to_device
 from overlap_spec_kernels import (
     Candidates,
+    TokenRows,
     add_children,
     expand_tree,
     gather_tree,
@@ -17,7 +18,7 @@ from overlap_spec_kernels import (
     top_tokens,
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.step_inputs import PAGE_SIZES, covered_pages
+from support.step_inputs import PAGE_SIZES, covered_pages, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -74,7 +75,11 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
     accept_len = torch.randint(0, depth + 1, (num_rows,)) if given else None
     arguments = (drawn, window, parents, slots, state.length[slots], state.length, state.window, state.dummy, depth)
     moved = on_gpu(*arguments)
-    actual, expected = judge_tree(*moved, *on_gpu(accept_len)), judge_tree(*arguments, accept_len)
+    store = token_rows(slots, state)
+    on_device = TokenRows(*on_gpu(store.pool, store.page_table), store.page_size)
+    actual = judge_tree(*moved, *on_gpu(accept_len), on_device)
+    expected = judge_tree(*arguments, accept_len, store)
+    same(on_device.pool[store.page_size :], store.pool[store.page_size :], "pool")
     assert_same(actual, expected)
     same(moved[5], state.length, "length")
     same(moved[6], state.window, "window")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from overlap_spec_kernels import fused_linear, linear_argmax, silu_mul
+from overlap_spec_kernels import DenseWeight, fused_linear, linear_argmax, silu_mul
 from overlap_spec_kernels.linear import wide_linear as wide
-from overlap_spec_kernels.linear.streamed_linear import Call
+from overlap_spec_kernels.linear.call import Call
 from overlap_spec_kernels.nvrtc import runs_hopper
 from torch import Tensor
 
@@ -83,11 +83,11 @@ def test_the_ops_take_it_where_tiles_are_full() -> None:
     source, weight = drawn(256, 4096, dtype=BFLOAT), drawn(28672, 4096, dtype=BFLOAT, scale=4096**-0.5)
     head = drawn(32000 // 224 * 224 * 4, 14336, dtype=BFLOAT)
     x = torch.empty_like(source)
-    assert wide.wide_for(source, weight, True) == wide.GATED
+    assert wide.wide_for(source, weight, True) == wide.GATED and wide.GATED.is_full(source, weight, True)
 
     def forward() -> Tensor:
         x.copy_(source)
-        return linear_argmax(fused_linear(x, weight, gated=True), head)
+        return linear_argmax(fused_linear(x, DenseWeight(weight), gated=True), DenseWeight(head))
 
     forward()
     graph = torch.cuda.CUDAGraph()

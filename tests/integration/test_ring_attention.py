@@ -52,6 +52,7 @@ def test_it_does_change_what_is_guessed(codec: TextCodec) -> None:
     assert narrow_steps != steps
 
 
+@pytest.mark.slow
 def test_storm_of_10_schedules_with_a_narrow_draft(codec: TextCodec) -> None:
     run_storm(10, codec, attention=NARROW)
 

@@ -1,7 +1,7 @@
 """The storm for every other drafting method: a shorter one each, with all that must happen in it."""
 
 import pytest
-from support.storm import run_storm
+from support.storm import run_seeds, run_storm
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.tokenizer.codec import TextCodec
@@ -9,6 +9,14 @@ from overlap_spec.tokenizer.codec import TextCodec
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_storm.py
 
 
+@pytest.mark.parametrize("method", OTHERS)
+def test_3_schedules(codec: TextCodec, method: str) -> None:
+    """Too few for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(3), codec, {"method": method})
+    assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
 def test_storm_of_25_schedules(codec: TextCodec, method: str) -> None:
     run_storm(25, codec, method=method)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support.storm import run_storm
+from support.storm import run_seeds, run_storm
 
 from overlap_spec.messages import StepCosts
 from overlap_spec.tokenizer.codec import TextCodec
@@ -27,10 +27,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def engine_of(name: str) -> dict[str, Any]:
+    return {"method": name, "topk": 3, **CASES[name]}
+
+
 def storm_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, int]:
-    return dict(run_storm(num_schedules, codec, **{"method": name, "topk": 3, **CASES[name]}))
+    return dict(run_storm(num_schedules, codec, **engine_of(name)))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_2_schedules(codec: TextCodec, name: str) -> None:
+    """Too few for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(2), codec, engine_of(name))
+    assert seen["finished"] > 3 and seen["accepted"] > 0, dict(seen)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_storm_of_a_few_schedules(codec: TextCodec, name: str) -> None:

@@ -17,7 +17,7 @@ from overlap_spec.config import AttentionSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.spec.methods import ChainDraft, SmallModelDraft, TreeDraft
+from overlap_spec.spec.drafts import ChainDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.proposers.standalone import StandaloneProposer
 from overlap_spec.spec.proposers.tree import Branching, TreeProposer
 from overlap_spec.worker.build import build_executor
@@ -114,6 +114,7 @@ def started(
     return bench
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -> None:
@@ -121,6 +122,7 @@ def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -
     assert_chain_is_tree(method, SAMPLINGS[sampling], AttentionSettings())
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("draft_window", [1, 2, 6])
 @pytest.mark.parametrize("method", DRAFTED)
 def test_it_is_also_where_the_draft_sees_few_keys(method: str, draft_window: int) -> None:
@@ -144,6 +146,7 @@ def assert_chain_is_tree(method: str, sampling: SamplingParams, attention: Atten
     assert len(set(runs)) > 1
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("widths", [(8,) * 10, (4, 8, 1, 1, 8, 2, 3, 1, 8, 8), (1, 1, 1, 8, 8, 8, 4, 8, 8)])
 @pytest.mark.parametrize("method", DRAFTED)
 def test_the_draft_knows_all_that_is_committed(method: str, widths: tuple[int, ...]) -> None:
@@ -200,6 +203,7 @@ def test_what_filters_drop_is_no_guess() -> None:
             assert len(kept) == 2 + 4 + 8, "two for each of the nodes that were run"
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str) -> None:

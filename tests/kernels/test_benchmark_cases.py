@@ -44,7 +44,7 @@ def test_cases_run_and_pass_their_checks(cases: list[StepCase]) -> None:
 
 def test_weights_together_are_as_large_as_is_asked(cases: list[StepCase]) -> None:
     maps = [case for case in cases if case.op in ("fused_linear", "linear_add")]
-    assert all(len({call.args[1].data_ptr() for call in case.calls}) == len(case.calls) for case in maps)
+    assert all(len({call.args[1].matrix.data_ptr() for call in case.calls}) == len(case.calls) for case in maps)
     assert all(len(case.calls) * case.num_bytes > PLACE.rotated_bytes for case in maps)
 
 

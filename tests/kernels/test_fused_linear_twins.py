@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
+from overlap_spec_kernels import DenseWeight, Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
 
 F64 = torch.float64
 X, WEIGHT, RESIDUAL = torch.randn(3, 8, dtype=F64), torch.randn(6, 8, dtype=F64), torch.randn(3, 6, dtype=F64)
@@ -11,7 +11,7 @@ NORM = Norm(torch.rand(6, dtype=F64) + 0.5, 1e-5)
 
 
 def test_a_sum_is_handed_to_its_norm() -> None:
-    stream = linear_add(X, WEIGHT, RESIDUAL, NORM)
+    stream = linear_add(X, DenseWeight(WEIGHT), RESIDUAL, NORM)
     torch.testing.assert_close(stream.values, RESIDUAL + X @ WEIGHT.t())
     torch.testing.assert_close(stream.normalised(), F.rms_norm(stream.values, (6,), NORM.weight, NORM.eps))
 
@@ -25,32 +25,34 @@ def test_a_divided_norm_is_a_norm() -> None:
     torch.testing.assert_close(divided.normalised(), whole.normalised())
     after = torch.randn(4, 6, dtype=F64)
     for gated in (False, True):
-        torch.testing.assert_close(fused_linear(divided, after, gated), fused_linear(whole, after, gated))
-    torch.testing.assert_close(linear_logits(divided, after), linear_logits(whole, after))
+        torch.testing.assert_close(
+            fused_linear(divided, DenseWeight(after), gated), fused_linear(whole, DenseWeight(after), gated)
+        )
+    torch.testing.assert_close(linear_logits(divided, DenseWeight(after)), linear_logits(whole, DenseWeight(after)))
 
 
 def test_the_gate_is_the_first_half() -> None:
     gate, up = X @ WEIGHT[:3].t(), X @ WEIGHT[3:].t()
-    torch.testing.assert_close(fused_linear(X, WEIGHT, gated=True), F.silu(gate) * up)
+    torch.testing.assert_close(fused_linear(X, DenseWeight(WEIGHT), gated=True), F.silu(gate) * up)
 
 
 def test_maxima_are_looked_up() -> None:
     columns = (X @ WEIGHT.t()).argmax(1)
-    assert torch.equal(linear_argmax(X, WEIGHT), columns)
+    assert torch.equal(linear_argmax(X, DenseWeight(WEIGHT)), columns)
     ids = torch.tensor([50, 40, 30, 20, 10, 0])
-    assert torch.equal(linear_argmax(X, WEIGHT, ids), ids[columns])
+    assert torch.equal(linear_argmax(X, DenseWeight(WEIGHT), ids), ids[columns])
 
 
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
-        ("x", lambda: fused_linear(X[0], WEIGHT)),
-        ("weight", lambda: fused_linear(X, WEIGHT.t())),
-        ("weight", lambda: fused_linear(X, WEIGHT.float())),
-        ("weight", lambda: fused_linear(X, WEIGHT[:5], gated=True)),
-        ("residual", lambda: linear_add(X, WEIGHT, RESIDUAL[:2], NORM)),
-        ("norm", lambda: linear_add(X, WEIGHT, RESIDUAL, Norm(torch.ones(5, dtype=F64), 1e-5))),
-        ("ids", lambda: linear_argmax(X, WEIGHT, torch.arange(5))),
+        ("x", lambda: fused_linear(X[0], DenseWeight(WEIGHT))),
+        ("weight", lambda: fused_linear(X, DenseWeight(WEIGHT.t()))),
+        ("weight", lambda: fused_linear(X, DenseWeight(WEIGHT.float()))),
+        ("weight", lambda: fused_linear(X, DenseWeight(WEIGHT[:5]), gated=True)),
+        ("residual", lambda: linear_add(X, DenseWeight(WEIGHT), RESIDUAL[:2], NORM)),
+        ("norm", lambda: linear_add(X, DenseWeight(WEIGHT), RESIDUAL, Norm(torch.ones(5, dtype=F64), 1e-5))),
+        ("ids", lambda: linear_argmax(X, DenseWeight(WEIGHT), torch.arange(5))),
     ],
 )
 def test_refused_arguments_are_named(argument: str, call) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import triton
 from overlap_spec_kernels.attention import _decode_attention_gluon, _tree_attention_gluon
-from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -64,11 +63,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 def assembly(module: Any, name: str, constants: dict[str, Any], num_warps: int) -> str:
     """PTX of a kernel in bfloat16, with the alignments that its launch has."""
-    scope = vars(module)
-    kernel = scope[name]
-    if isinstance(kernel, TritonKernel):  # as its first launch would do
-        kernel.compile_module()
-    function = scope[name]
+    function = vars(module)[name].compiled
     signature = {argument: type_of(argument, constants) for argument in function.arg_names}
     aligned = [i for i, (argument, kind) in enumerate(signature.items()) if kind == "i32" and "num" not in argument]
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
@@ -94,6 +89,7 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
     return "fp32" if argument in ("eps", "scale_log2") else "i32"
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", MAPS)
 def test_streamed_maps(name: str) -> None:
     constants = MAPS[name]
@@ -101,6 +97,7 @@ def test_streamed_maps(name: str) -> None:
     check(ptx)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_maps(name: str) -> None:
     """The copy engine brings the tiles, a warpgroup multiplies, and W is asked for before the wait."""
@@ -110,6 +107,7 @@ def test_tiled_maps(name: str) -> None:
     assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention(name: str) -> None:
     check(
@@ -117,6 +115,7 @@ def test_attention(name: str) -> None:
     )
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", TREES)
 def test_tree_attention(name: str) -> None:
     """A warpgroup multiplies what threads have copied 16 bytes at a time past the registers."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import (
+    DenseWeight,
     Norm,
     Normed,
     fused_linear,
@@ -99,13 +100,13 @@ def test_scaled_and_gated(gpu: Hopper, name: str) -> None:
     parts = rows.double().square().sum(1) * torch.randn(40, 1).softmax(0)
     x = Normed(rows, rows, parts.float(), 0.1)
     expected = product(normalised(rows, Norm(torch.ones(case.size_k), 0.1)), weight)
-    assert_close(fused_linear(x, weight), expected, case.dtype)
+    assert_close(fused_linear(x, DenseWeight(weight)), expected, case.dtype)
     assert_last(gpu, name, case.plain)
-    logits = linear_logits(x, weight)
+    logits = linear_logits(x, DenseWeight(weight))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
     gate, up = expected.chunk(2, dim=1)
-    assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up, case.dtype)
+    assert_close(fused_linear(x, DenseWeight(weight), gated=True), F.silu(gate) * up, case.dtype)
     assert_last(gpu, name, case.gated)
 
 
@@ -117,7 +118,7 @@ def test_addition(gpu: Hopper, name: str) -> None:
     residual = drawn(case.rows, 2 * case.size_n, dtype=case.dtype)[:, : case.size_n]
     norm = Norm(drawn(case.size_n, dtype=case.dtype, scale=0.1) + 1, 0.1)
     for _ in range(2):
-        stream = linear_add(x, weight, residual, norm)
+        stream = linear_add(x, DenseWeight(weight), residual, norm)
         assert_last(gpu, name, case.plain | {"ADD": True})
         assert_close(stream.values, residual.double() + product(x, weight), case.dtype)
         assert_close(stream.normalised(), normalised(stream.values, norm), case.dtype)
@@ -132,7 +133,7 @@ def test_argmax(gpu: Hopper, name: str) -> None:
     weight[-1] = weight[best[0]]
     weight[(best[1] + 1) % (case.size_n - 1)] = weight[best[1]]
     ids = torch.randperm(case.size_n)
-    columns = linear_argmax(x, weight, ids)
+    columns = linear_argmax(x, DenseWeight(weight), ids)
     assert gpu.launches[-2].constants["ARGMAX"]
     assert torch.equal(columns, ids[product(x, weight).argmax(1)])
 
@@ -141,4 +142,4 @@ def test_no_logit_is_larger_than_negative_ones(gpu: Hopper) -> None:
     """Rows that the last block of a weight lacks do not count as zeros."""
     weight = -torch.ones(70, 192, dtype=BFLOAT)
     weight[41] = -0.5
-    assert linear_argmax(torch.ones(4, 192, dtype=BFLOAT), weight).tolist() == [41] * 4
+    assert linear_argmax(torch.ones(4, 192, dtype=BFLOAT), DenseWeight(weight)).tolist() == [41] * 4

@@ -8,7 +8,7 @@ from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.place_guesses import place_guesses
-from support.step_inputs import DRAWS, SHAPES, VOCABULARY, draws, slot_state, step_slots
+from support.step_inputs import DRAWS, SHAPES, VOCABULARY, draws, slot_state, step_slots, stored, token_rows
 
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 
@@ -40,7 +40,10 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     window_tokens, drawn_tokens = draws(kind, state.window[slots, :width])
     lengths = state.length[slots]
     wanted = torch.randint(0, columns, (num_rows,)) if given else None
-    judged = judge_chain(drawn_tokens, window_tokens, slots, lengths, state.length, state.window, state.dummy, wanted)
+    store = token_rows(slots, state)
+    judged = judge_chain(
+        drawn_tokens, window_tokens, slots, lengths, state.length, state.window, state.dummy, wanted, store
+    )
     for row, slot in enumerate(slots.tolist()):
         drawn, guesses = drawn_tokens[row].tolist(), window_tokens[row, 1:].tolist()
         proposed, accepted = sum(guess >= 0 for guess in guesses), 0
@@ -58,6 +61,8 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
         assert judged.published.tokens[row].tolist() == tokens
         assert judged.published.num_guesses[row] == proposed
         is_dummy = slot == state.dummy
+        if not is_dummy:
+            assert stored(store, row, int(lengths[row]), width) == tokens
         assert state.length[slot] == (0 if is_dummy else length)
         assert state.window[slot].tolist() == [0 if is_dummy else drawn[accepted], *[-1] * (columns - 1)]
     others = [slot for slot in range(state.dummy) if slot not in slots.tolist()]

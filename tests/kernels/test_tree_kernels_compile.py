@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.launch import TritonKernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -80,10 +79,7 @@ def assembly(
     module: str, name: str, dtype: str, scores: str, num_warps: int, constants: dict[str, Any], logits: str = ""
 ) -> str:
     """PTX, with the alignments that a launch has."""
-    scope = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))
-    if isinstance(scope[name], TritonKernel):  # as its first launch would do
-        scope[name].compile_module()
-    function = scope[name]
+    function = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))[name].compiled
     types = INT32 | dict.fromkeys(FLOATS, f"*{scores}") | dict.fromkeys(MODEL, f"*{dtype}") | {"scale_log2": "fp32"}
     types["logits_ptr"] = f"*{logits or scores}"
     signature = {
@@ -102,11 +98,12 @@ def assembly(
     return text
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:
     """Keys are copied 16 bytes at a time while others are multiplied; it waits once for the kernel before it."""
     dtype, num_warps, constants = ATTENTION[name]
-    ptx = assembly("_tree_attention_kernel", "tree_attention_kernel", dtype, "fp32", num_warps, constants)
+    ptx = assembly("attention._tree_attention_kernel", "tree_attention_kernel", dtype, "fp32", num_warps, constants)
     copies = re.findall(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert copies and set(copies) == {"0x10"}
     assert ptx.count("griddepcontrol.wait") == 1 and ".local" not in ptx
@@ -114,6 +111,7 @@ def test_attention(name: str) -> None:
     assert (dtype == "fp32") != ("mma" in ptx), "float32 is not multiplied as TF32"
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: f"{case[1]}-{case[2]}-{case[3]}")
 def test_others(case: tuple[str, str, str, str, int, dict[str, Any]]) -> None:
     *known, constants = case

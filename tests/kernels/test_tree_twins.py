@@ -14,6 +14,7 @@ from overlap_spec_kernels import (
     top_tokens,
     tree_attention,
 )
+from support.step_inputs import stored, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -108,8 +109,9 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
     window_tokens, drawn_tokens = draws(kind, state.window[slots, :width], parents)
     wanted = torch.randint(0, depth + 1, (num_rows,)) if given else None
     judged = judge_tree(
-        drawn_tokens, window_tokens, parents, slots, lengths, state.length, state.window, state.dummy, depth, wanted
-    )
+        drawn_tokens, window_tokens, parents, slots, lengths, state.length, state.window, state.dummy, depth, wanted,
+        store := token_rows(slots, state),
+    )  # fmt: skip
     for row, slot in enumerate(slots.tolist()):
         drawn, guesses, above = (t[row].tolist() for t in (drawn_tokens, window_tokens, parents))
         most = depth - 1 if wanted is None else min(int(wanted[row]), depth - 1)
@@ -131,6 +133,8 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
         assert published.last_guess[row] == last
         assert published.path[row].tolist() == path[1:] + [-1] * (depth - len(path))
         is_dummy = slot == state.dummy
+        if not is_dummy:
+            assert stored(store, row, int(lengths[row]), depth) == tokens
         assert state.length[slot] == (0 if is_dummy else length)
         assert state.window[slot].tolist() == [0 if is_dummy else drawn[path[-1]], *[-1] * (columns - 1)]
     others = [slot for slot in range(state.dummy) if slot not in slots.tolist()]

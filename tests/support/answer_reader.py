@@ -1,4 +1,4 @@
-"""Reads answers whose tokens are known, in forwards of a given shape: how a step computes them, without deciding.
+"""Reads answers whose tokens are known, in forwards of a given shape, as a step computes them.
 
 For measuring what the shape of a batch does to logits.
 """
@@ -63,4 +63,4 @@ class AnswerReader:
 
     def _forward(self, tokens: Tensor, rows: RowBatch) -> Tensor:
         with torch.inference_mode():
-            return self._target.scores(self._target.forward(tokens, rows).stream).logits()
+            return self._target.logits(self._target.forward(tokens, rows).final).compute()

@@ -1,4 +1,4 @@
-"""Models and proposers that can be computed by hand."""
+"""Models and proposers whose output can be computed by hand."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 
 
 class TableModel:
@@ -26,9 +26,9 @@ class TableModel:
         assert len(tokens) == len(rows.positions)
         return TargetOutput(tokens[:, None].double(), tokens.new_empty(len(tokens), 0).double())
 
-    def scores(self, hidden: Tensor | Normed) -> GivenScores:
+    def logits(self, hidden: Tensor | Normed) -> GivenLogits:
         rows = normalised(hidden)[:, 0].long()
-        return GivenScores(torch.nn.functional.one_hot(self._table[rows], self.vocab_size).double() * 50)
+        return GivenLogits(torch.nn.functional.one_hot(self._table[rows], self.vocab_size).double() * 50)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return tokens[:, None].double()

@@ -1,4 +1,4 @@
-"""Scores that are there already, and what a step commits of a decision."""
+"""Given logits in place of a head, and what a step commits of a decision."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from overlap_spec.spec.types import Drawn, Verdict, Window
 
 
 @dataclass(frozen=True)
-class GivenScores:
+class GivenLogits:
     """Logits as a test has them."""
 
     given: Tensor  # [B, W, V] or [R, V]
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V]."""
         return self.given.reshape(-1, self.given.shape[-1])
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
         """Shapes: -> [R] i64."""
-        columns = self.logits().argmax(-1)
+        columns = self.compute().argmax(-1)
         return columns if ids is None else ids[columns]
 
 

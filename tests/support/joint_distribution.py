@@ -1,4 +1,4 @@
-"""How often each run of tokens must come after a prompt, worked out from the logits; and a G-test of counts."""
+"""The probability of each run of tokens after a prompt, computed from the logits; and a G-test of counts."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def joint(
         positions = torch.arange(len(tokens))
         rows = chunk_rows(pages, torch.zeros_like(positions), positions, ends, len(tokens), PAGE_SIZE)
         hidden = target.forward(torch.tensor(tokens), rows).hidden[-1:]
-        return distribution(target.scores(hidden).logits()[0].tolist())
+        return distribution(target.logits(hidden).compute()[0].tolist())
 
     runs: dict[Run, float] = {(): 1.0}
     for _ in range(length):
@@ -40,7 +40,7 @@ def joint(
 
 
 def p_value(counts: Counter[Run], expected: dict[Run, float]) -> float:
-    """Of a G-test; 0 if what cannot come has come."""
+    """The p-value of a G-test; 0 if a run of probability 0 was seen."""
     if counts.keys() - expected.keys():
         return 0.0
     num_samples = sum(counts.values())

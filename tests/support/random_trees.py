@@ -1,4 +1,4 @@
-"""A proposer of random trees, to be verified by a step that knows nothing of where they come from.
+"""A proposer of random trees, to verify trees that no draft model made.
 
 A tiny target mostly maps its current token to the next one. So half of a node's children follow that map, which is
 right about every second time, and the others are any tokens; some guesses are missing.
@@ -10,16 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LoadedTarget, RowBatch, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.work import ForwardWork
+from overlap_spec.models.interfaces import DraftProfile, LoadedTarget, RowBatch, TargetOutput, TreeShape
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.methods import EngineShape
-from overlap_spec.spec.types import Guesses, SlotBatch, TreeShape, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 MOST_CHILDREN = 4
-NO_KV = KVShape(0, 0, 0)
-NO_WORK = ForwardWork()
 
 
 @dataclass(frozen=True)
@@ -28,22 +25,15 @@ class RandomTreeDraft:
 
     next_tokens: list[int]  # by token
     num_levels: int
-    kv_shape: KVShape = NO_KV
-    num_bytes: int = 0
-    work: ForwardWork = NO_WORK
-    extend_work: ForwardWork = NO_WORK
-    aux_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 0
-    token_bytes: int = 0
 
     @classmethod
     def of(cls, target: LoadedTarget, num_levels: int) -> "RandomTreeDraft":
-        normed = target.embedding / target.embedding.pow(2).mean(1, keepdim=True).sqrt()
-        return cls((normed @ target.head.weight.T).argmax(1).tolist(), num_levels)
+        normed = target.embedding.weight / target.embedding.weight.pow(2).mean(1, keepdim=True).sqrt()
+        return cls(target.head.argmax(normed).tolist(), num_levels)
 
     @property
-    def tree(self) -> TreeShape:
-        return TreeShape(self.num_levels)
+    def profile(self) -> DraftProfile:
+        return DraftProfile(tree=TreeShape(self.num_levels))
 
     def attach(self, cache: KVCache, shape: EngineShape) -> "RandomTrees":
         return RandomTrees(self)

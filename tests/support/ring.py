@@ -1,7 +1,7 @@
 """The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
 
-A test speaks as clients do and reads each request's rows. After every event that the scheduler handles, its invariants
-are checked from scratch (`ring_links.py`).
+A test sends messages as clients do and reads each request's rows. After every event that the scheduler handles, its
+invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import torch
 
 from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Cancel,
     Generate,
@@ -24,11 +23,13 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
-from overlap_spec.spec.methods import ChainDraft, NoDraft, SmallModelDraft, TreeDraft, method_named, method_of
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
+from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
+from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.request_checks import Admission
+from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
@@ -37,6 +38,8 @@ from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.worker_actor import worker_ready
+from support.memory_link import MemoryLink
+from support.own_processors import OWN_PROCESSORS
 from support.random_widths import RandomWidths
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
@@ -44,7 +47,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def tiny_loaded(
@@ -94,8 +97,9 @@ class RingConfig:
     place: torch.device = CPU
     graph_batch_sizes: tuple[int, ...] = ()
     warm: bool = False  # warmed up before it serves, as the worker process is
-    accept: AcceptSettings | None = None  # how guesses are judged; None: by matching
+    accept: AcceptSettings = AcceptSettings()  # how guesses are judged
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
+    processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
@@ -117,7 +121,6 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
-            method_named(EVERY_METHOD[self.method][0]).is_self_drafting,
         )
 
 
@@ -129,8 +132,9 @@ class Ring:
         self._config = config
         self.ready = asyncio.Event()
         self.executor: Executor = build_executor(
-            models, geometry, config.place, config.accept, attention=config.attention
-        )
+            models, geometry, config.place, config.accept, attention=config.attention,
+            own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
+        )  # fmt: skip
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
@@ -142,7 +146,13 @@ class Ring:
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         links = Links(self.inbox, self.plans, self.to_tokenizer)
         self.scheduler = build_scheduler(
-            worker_ready(geometry, models, ChunkSize(config.chunk_tokens, config.chunk_pairs), costs=config.step_costs),
+            worker_ready(
+                geometry,
+                models,
+                self.executor,
+                ChunkSize(config.chunk_tokens, config.chunk_pairs),
+                costs=config.step_costs,
+            ),
             settings,
             cache,
             links,
@@ -151,9 +161,9 @@ class Ring:
             self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        admission = Admission(codec.eos_token_ids, 1000, 0)
-        admission.limits = self.scheduler.limits.engine_limits()
-        self.tokenizer = TokenizerService(codec, admission, self.to_scheduler, self.clients, lambda message: None)
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0)
+        checks.limits = self.scheduler.limits.engine_limits()
+        self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
 
     def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
         """Send a request."""
@@ -169,12 +179,12 @@ class Ring:
     async def ask(self, prompt: list[int], sampling: SamplingParams) -> Answer:
         """One request to its end."""
         answer = self.start(f"r{len(self.clients.answers)}", prompt, sampling)
-        await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+        await asyncio.wait_for(answer.done.wait(), TIMEOUT_S)
         return answer
 
     async def idle(self) -> None:
         """Wait until nothing runs and no step is in flight."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while self.scheduler.inflight or not self.scheduler.queues.idle:
                 await asyncio.sleep(0.001)
 
@@ -219,7 +229,7 @@ async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> Asy
     assert block is not None
     actors.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
     try:
-        await ring.ready.wait()  # a capture does not bear other work on the device
+        await ring.ready.wait()  # no other work may run on the device during a capture
         yield ring
     except asyncio.CancelledError:
         if actors.done():

@@ -4,9 +4,10 @@ Tokens are few, so that guesses are right by chance, also after a wrong one. Fro
 batch are the dummy slot.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from overlap_spec_kernels import TokenRows
 from torch import Tensor
 
 VOCABULARY = 4
@@ -66,6 +67,25 @@ def draws(kind: str, window: Tensor) -> tuple[Tensor, Tensor]:
         drawn[:, :-1] = window[:, 1:]
         window[torch.arange(width) > torch.randint(0, width, (num_rows, 1))] = -1
     return window, drawn
+
+
+def token_rows(slots: Tensor, state: Any) -> TokenRows:
+    """A token pool in which nothing is written (-1), and pages of 16 that no two slots share; the dummy's are page 0.
+
+    `state`: a `SlotState`, or one of trees.
+    """
+    num_slots, num_pages = state.page_table.shape
+    pages = (torch.randperm(num_slots * num_pages) + 1).view(num_slots, num_pages).int()
+    pages[state.dummy] = 0
+    return TokenRows(torch.full(((num_slots * num_pages + 1) * 16,), -1, dtype=torch.int32), pages[slots], 16)
+
+
+def stored(store: TokenRows, row: int, length: int, count: int) -> list[int]:
+    """The pool's tokens at positions length + 1, ..; before and after them nothing may be written."""
+    pages = store.page_table[row].long()
+    tokens = store.pool.view(-1, 16)[pages].flatten().tolist()
+    assert set(tokens[: length + 1] + tokens[length + 1 + count :]) <= {-1}
+    return tokens[length + 1 : length + 1 + count]
 
 
 def covered_pages(lengths: Tensor, columns: int, page_size: int, num_pages: int) -> Tensor:

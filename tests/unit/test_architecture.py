@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from overlap_spec.config.methods import METHOD_FACTS
+from overlap_spec.spec.methods import METHODS as METHOD_RECORDS
+
 ROOT = Path(__file__).parents[2]
 TOP = ("overlap_spec", "kernels", "tests", "benchmarks", "examples")
 PACKAGE = ROOT / "overlap_spec"
@@ -25,6 +28,7 @@ OTHERS_FILES = {
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_FILES_OF_HEAD = 6  # that a new draft head adds or changes, beside its tests
 MAX_KERNEL_LINES = 75  # its arguments alone may be ten
 
 # Package -> packages it may import, beside itself. A module at the top (engine.py) counts as a package.
@@ -56,7 +60,12 @@ ALSO = {  # one file's own exceptions
     "bench/scheduler.py": {"scheduler"},  # measures the scheduler by itself, against a fake worker
 }
 ONLY_INTERFACES = {"sampling", "spec"}  # of models: what they need is declared in these files
-INTERFACES = {"overlap_spec.models.interfaces", "overlap_spec.models.kv_cache", "overlap_spec.models.work"}
+INTERFACES = {
+    "overlap_spec.models.interfaces",
+    "overlap_spec.models.kv_cache",
+    "overlap_spec.models.work",
+    "overlap_spec.models.layers.attention_choice",
+}
 LOADS_MODELS = {"spec/methods.py"}  # the table of methods says how each is loaded
 # Package -> top-level packages outside the project that it never imports.
 NEVER: dict[str, set[str]] = {
@@ -66,8 +75,11 @@ NEVER: dict[str, set[str]] = {
     **dict.fromkeys(("models", "sampling", "spec"), {"zmq", "transformers"}),
     "worker": {"transformers"},
 }
-METHODS = {"EAGLE", "EAGLE2", "EAGLE3", "MTP", "NEXTN", "STANDALONE", "NGRAM", "NONE"}
-METHODS_NAMED_IN = {"config/__init__.py", "config/speculation.py", "spec/methods.py"}
+METHODS = {*METHOD_FACTS, "EAGLE2", "MTP"}
+METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "spec/methods.py"}
+ASK_WHICH_METHOD = ("config/", "bench/")  # they settle what runs, or compare methods
+NAMES_OF_METHODS = {"PLAIN", "NGRAM", "MTP", "METHOD_FACTS"}
+MAY_IMPORT_NAMES = {*METHODS_NAMED_IN, "hub/draft_kinds.py"}  # that one suggests the method that drafts with a head
 
 STEP_PATH = ("models/", "sampling/", "spec/", "worker/")
 OFF_STEP_PATH = (  # run once, at load or at start
@@ -166,6 +178,37 @@ def test_only_one_file_knows_the_names_of_methods(path: Path) -> None:
             assert node.value not in METHODS, f"{path.name}:{node.lineno} names the method {node.value}"
 
 
+def names_a_method(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in ("method", "speculative_algorithm")
+
+
+@every_own_file
+def test_nothing_asks_which_method_runs(path: Path) -> None:
+    """What a method is, its records say (`MethodFacts`, `Method`, `DraftProfile`): no branch goes by its name."""
+    if name_of(path).startswith(ASK_WHICH_METHOD):
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Compare):
+            asked = any(names_a_method(side) for side in (node.left, *node.comparators))
+            assert not asked, f"{path.name}:{node.lineno} asks which method runs"
+        elif isinstance(node, ast.Match):
+            assert not names_a_method(node.subject), f"{path.name}:{node.lineno} asks which method runs"
+        elif isinstance(node, ast.ImportFrom) and name_of(path) not in MAY_IMPORT_NAMES:
+            found = NAMES_OF_METHODS & {alias.name for alias in node.names}
+            assert not found, f"{path.name}:{node.lineno} imports the names of methods: {found}"
+
+
+def test_both_tables_of_methods_have_the_same_names() -> None:
+    assert [method.name for method in METHOD_RECORDS] == list(METHOD_FACTS)
+
+
+def test_a_draft_head_is_six_files_at_most() -> None:
+    """Files that know of EAGLE's head: its model, its loader, `load_eagle`, its kind, its facts and its method."""
+    known = re.compile(r"\bEagle(Weights|Head|Config)\b|\beagle_loader\b|\bload_eagle\b|\bEAGLE_2\b|\"EAGLE\"")
+    files = [name_of(path) for path in FILES if known.search(path.read_text())]
+    assert "models/drafts/eagle.py" in files and len(files) <= MAX_FILES_OF_HEAD, files
+
+
 def is_on_step_path(path: Path) -> bool:
     name = name_of(path)
     return name.startswith(STEP_PATH) and not name.startswith(OFF_STEP_PATH)
@@ -191,7 +234,8 @@ def test_the_step_path_never_waits_for_the_device(path: Path) -> None:
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    names = {decorator.id for decorator in node.decorator_list if isinstance(decorator, ast.Name)}
+    """Decorated by `@TritonKernel` or `@TritonKernel.with_options(..)`, or those of Gluon."""
+    names = {name.id for decorator in node.decorator_list for name in ast.walk(decorator) if isinstance(name, ast.Name)}
     return bool(names & {"TritonKernel", "GluonKernel"})
 
 
@@ -220,7 +264,19 @@ def test_modules_classes_and_public_functions_say_what_they_are(path: Path) -> N
             assert ast.get_docstring(node), f"{path.relative_to(ROOT)}:{node.lineno} {node.name} has no docstring"
 
 
-@pytest.mark.parametrize("rule", [*MAY_IMPORT, *ALSO, *METHODS_NAMED_IN, *LOADS_MODELS, *STEP_PATH, *OFF_STEP_PATH])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *MAY_IMPORT,
+        *ALSO,
+        *METHODS_NAMED_IN,
+        *MAY_IMPORT_NAMES,
+        *ASK_WHICH_METHOD,
+        *LOADS_MODELS,
+        *STEP_PATH,
+        *OFF_STEP_PATH,
+    ],
+)
 def test_rules_name_what_exists(rule: str) -> None:
     """A file or folder that moved must not leave a rule behind that looks at nothing."""
     path = PACKAGE / rule

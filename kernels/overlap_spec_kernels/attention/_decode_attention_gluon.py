@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     barrier = gl.thread_barrier
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_splits",))
 def decode_attention_gluon_kernel(
     qkv_ptr: gl.tensor, cos_sin_ptr: gl.tensor, positions_ptr: gl.tensor, page_table_ptr: gl.tensor,
     k_cache_ptr: gl.tensor, v_cache_ptr: gl.tensor, out_ptr: gl.tensor,

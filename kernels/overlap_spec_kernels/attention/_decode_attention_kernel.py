@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_splits",))
 def decode_attention_kernel(
     qkv_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor, page_table_ptr: tl.tensor,
     k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, out_ptr: tl.tensor,

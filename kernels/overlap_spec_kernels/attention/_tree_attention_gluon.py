@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
+from overlap_spec_kernels.limits import MASK_BITS
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
-_MAX_EXTRA = 64  # a word of the mask
 _FEW = 5  # times fewer programs than there may be: long prefixes are split instead
 _SMALL = 64  # rows times heads of a tile: what a warpgroup multiplies
 _PAGES = (16, 32, 64)  # a block begins where a page does, and what a thread copies of it lies in one
@@ -95,7 +95,7 @@ def tiles_for(
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size not in _PAGES or not runs_gluon(q.device):
         return None
-    if num_extra > _MAX_EXTRA or scale <= 0 or q.stride(0) % 16 or q.stride(1) % 16:
+    if num_extra > MASK_BITS or scale <= 0 or q.stride(0) % 16 or q.stride(1) % 16:
         return None
     if any(tensor.data_ptr() % 16 for tensor in (q, k_cache, v_cache)):
         return None
@@ -111,7 +111,7 @@ def tiles_for(
     return Tiles(2 * _SMALL, 32, 4, max_registers=128)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows",))
 def tree_attention_gluon_kernel(
     q_ptr: gl.tensor, k_cache_ptr: gl.tensor, v_cache_ptr: gl.tensor, page_table_ptr: gl.tensor,
     prefix_ptr: gl.tensor, extra_rows_ptr: gl.tensor, mask_ptr: gl.tensor, out_ptr: gl.tensor,

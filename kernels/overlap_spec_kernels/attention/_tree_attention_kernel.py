@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows", "num_splits"))
 def tree_attention_kernel(
     q_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, page_table_ptr: tl.tensor,
     prefix_ptr: tl.tensor, extra_rows_ptr: tl.tensor, mask_ptr: tl.tensor, positions_ptr: tl.tensor,

@@ -28,8 +28,8 @@ from overlap_spec_kernels.attention._decode_attention_kernel import decode_atten
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
+from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
 
-MAX_WIDTH = 16  # new rows of a request: one side of a tensor-core product
 _MAX_BLOCK_M = 64  # rows times heads of a tile
 _BLOCK_BYTES = 16384  # of K, and of V, in one block
 _KEYS_PER_SPLIT = 8  # for each row of a tile: combining a split costs as much as reading about that many more keys
@@ -109,14 +109,16 @@ def decode_attention(
     require(v_cache.dtype == qkv.dtype, "v_cache", "the dtype of qkv")
     require(qkv.dim() == 2 and qkv.stride(1) == 1, "qkv", "[T, (nq + 2 nkv) d] with a contiguous last dimension")
     group, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, num_kv_heads * head_dim)
-    require(rest == 0 and 1 <= group <= MAX_WIDTH, "qkv", "1 to 16 query heads for each head of the cache")
+    require(rest == 0 and 1 <= group <= MAX_GROUP, "qkv", "1 to 16 query heads for each head of the cache")
     require(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim and cos_sin.is_contiguous(), "cos_sin", "[P, d]")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
     require(positions.is_contiguous(), "positions", "contiguous")
     width, rest = divmod(num_rows, num_requests)
-    require(rest == 0 and 1 <= width <= MAX_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each")
+    require(
+        rest == 0 and 1 <= width <= MAX_CHAIN_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each"
+    )
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(qkv):
@@ -228,7 +230,7 @@ def _decode_attention_triton(
         HALF=head_dim // 2,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        BLOCK_W=MAX_WIDTH,
+        BLOCK_W=MAX_CHAIN_WIDTH,
         BLOCK_HALF=block_half,
         WINDOW=window or 0,
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * block_half), 1),

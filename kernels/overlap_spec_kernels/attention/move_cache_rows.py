@@ -59,7 +59,7 @@ def _move_cache_rows_triton(k: Tensor, v: Tensor, source: Tensor, target: Tensor
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _move_cache_rows_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,

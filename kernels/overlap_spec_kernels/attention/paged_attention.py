@@ -216,7 +216,7 @@ def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_splits",))
 def _paged_attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -334,7 +334,7 @@ def _attend_to_keys(
     return acc, highest, denominator
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_splits",))
 def _combine_kernel(
     partial_ptr: tl.tensor,
     stats_ptr: tl.tensor,

@@ -18,10 +18,8 @@ from overlap_spec_kernels.attention._tree_attention_gluon import tiles_for
 from overlap_spec_kernels.attention._tree_attention_kernel import tree_attention_kernel
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MASK_BITS, MAX_GROUP, MAX_TREE_WIDTH
 
-MAX_TREE_ROWS = 64  # of a request
-_MAX_GROUP = 16  # query heads of a KV head
-_MASK_BITS = 64
 _SHARED_M = 64  # rows times heads of a tile whose keys are split: what the scratch has room for
 _MAX_BLOCK_M = 128  # of a tile that takes all keys
 _MIN_BLOCK_M = 32  # where programs are few, tiles shrink to this
@@ -66,16 +64,16 @@ def tree_attention(
     require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
     require(v_cache.dtype == q.dtype, "v_cache", "the dtype of q")
     group, rest = divmod(num_heads, k_cache.shape[2])
-    require(rest == 0 and 1 <= group <= _MAX_GROUP, "q", "1 to 16 query heads for each head of the cache")
+    require(rest == 0 and 1 <= group <= MAX_GROUP, "q", "1 to 16 query heads for each head of the cache")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
     width, rest = divmod(num_rows, num_requests)
-    require(rest == 0 and 1 <= width <= MAX_TREE_ROWS, "q", "the same 1 to 64 rows for each row of page_table")
+    require(rest == 0 and 1 <= width <= MAX_TREE_WIDTH, "q", "the same 1 to 64 rows for each row of page_table")
     require(prefix.shape == (num_requests,) and prefix.dtype == torch.int64, "prefix", "[B] int64")
     require(extra_rows.dim() == 2 and extra_rows.shape[0] == num_requests, "extra_rows", "[B, M]")
     num_extra = extra_rows.shape[1]
     require(extra_rows.dtype == torch.int64 and num_extra >= 1, "extra_rows", "int64, at least one column")
-    require(mask.shape == (num_requests, width, ceil_div(num_extra, _MASK_BITS)), "mask", "[B, R, ceil(M / 64)]")
+    require(mask.shape == (num_requests, width, ceil_div(num_extra, MASK_BITS)), "mask", "[B, R, ceil(M / 64)]")
     require(mask.dtype == torch.int64, "mask", "int64")
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[B * R] int64")
     for name, value in {"prefix": prefix, "extra_rows": extra_rows, "mask": mask, "positions": positions}.items():
@@ -105,7 +103,7 @@ def tree_attention_reference(
     """Attend request by request. Sync: reads prefix, mask and positions on the host."""
     num_extra, out = extra_rows.shape[1], torch.empty_like(q)
     bit = torch.arange(num_extra, device=q.device)
-    seen = (mask[:, :, bit // _MASK_BITS] >> (bit % _MASK_BITS) & 1).bool()  # [B, R, M]
+    seen = (mask[:, :, bit // MASK_BITS] >> (bit % MASK_BITS) & 1).bool()  # [B, R, M]
     rows = zip(out.chunk(len(prefix)), q.chunk(len(prefix)), positions.chunk(len(prefix)), strict=True)
     for request, (target, queries, at) in enumerate(rows):
         places = _visible_places(int(prefix[request]), at, window)

@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require
-from overlap_spec_kernels.linear.fused_linear import cut_for, linear_logits_reference, require_linear
-from overlap_spec_kernels.linear.streamed_linear import Call, Stream
-from overlap_spec_kernels.linear.warpgroup_linear import Tiles
-from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
+from overlap_spec_kernels.linear.call import Call
+from overlap_spec_kernels.linear.fused_linear import require_linear
+from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Normed, rows_of
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-def linear_argmax(x: Tensor | Normed, weight: Tensor, ids: Tensor | None = None) -> Tensor:
+class Cut(Protocol):
+    """How a linear is cut up among programs, each of which finds the best of its columns."""
+
+    def num_programs(self, weight: Tensor, gated: bool) -> int:
+        """Programs of each row."""
+        ...
+
+    def run(self, call: Call, programs: int) -> None:
+        """Write `call.best` and `call.best_at`. Sync: never."""
+        ...
+
+
+def linear_argmax(x: Tensor | Normed, weight: LinearOperand, ids: Tensor | None = None) -> Tensor:
     """`(x @ weight.T).argmax(1)` of the normalised rows, the first of equal logits; looked up in `ids` if given.
 
     Logits are float32, or as wide as x. Shapes: x [T, H], weight [V, H], ids [V] i64 -> [T] i64.
     Raises: ValueError naming the argument. Sync: never.
     """
-    rows = rows_of(x)
-    require_linear(rows, weight)
+    require_linear(rows_of(x), weight)
     require(ids is None or (ids.shape == weight.shape[:1] and ids.dtype == torch.int64), "ids", "[V] int64")
-    cut = cut_for(rows, weight, gated=False) or wide_for(rows, weight, gated=False)
-    return _best_of_programs(rows, weight, ids, cut) if cut else linear_argmax_reference(x, weight, ids)
+    return weight.argmax(x, ids)
 
 
-def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | None) -> Tensor:
-    columns = linear_logits_reference(x, weight).argmax(-1)
-    return columns if ids is None else ids[columns]
+def argmax_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Cut, by_row: bool) -> Tensor:
+    """Run `cut`, then find the best of what its programs found; `by_row` says that they leave one row's together.
 
-
-def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Stream | Tiles | Wide) -> Tensor:
-    """A norm's scale is positive: it changes no row's order, and is left out."""
+    A norm's scale is positive: it changes no row's order, and is left out.
+    """
     programs, num_rows = cut.num_programs(weight, False), rows.shape[0]
-    best = _empty_best(programs, num_rows, rows.device, by_row=isinstance(cut, Wide))
+    best = _empty_best(programs, num_rows, rows.device, by_row)
     best_at = torch.empty_like(best, dtype=torch.int32)
     cut.run(Call(rows, weight, None, 0.0, False, best=best, best_at=best_at), programs)
     out = rows.new_empty((num_rows,), dtype=torch.int64)
@@ -59,13 +66,13 @@ def _best_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Str
 
 
 def _empty_best(programs: int, num_rows: int, device: torch.device, by_row: bool) -> Tensor:
-    """For what each program found of each row; many programs leave one row's together. Shapes: -> [programs, T] f32."""
+    """Shapes: -> [programs, T] f32."""
     if by_row:
         return torch.empty((num_rows, programs), dtype=torch.float32, device=device).t()
     return torch.empty((programs, num_rows), dtype=torch.float32, device=device)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("program_step", "row_step"))
 def _best_kernel(
     best_ptr: tl.tensor,
     best_at_ptr: tl.tensor,

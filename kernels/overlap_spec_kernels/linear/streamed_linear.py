@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
-from overlap_spec_kernels.norm.normed import Norm
+from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -33,7 +33,7 @@ _LARGE = 8 << 20  # bytes of a weight that takes longer to read than a kernel to
 
 
 class Stream(NamedTuple):
-    """How a map is cut up. From shapes alone."""
+    """How a linear is cut up. From shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
     block_k: int
@@ -76,54 +76,6 @@ class Stream(NamedTuple):
         )
 
 
-class Call(NamedTuple):
-    """One call's arguments and results. None where a call has no such thing; kernels then get x, and do not look."""
-
-    x: Tensor  # [T, I]
-    weight: Tensor  # [O, I]
-    squares: Tensor | None  # [parts, T] f32: x is to be scaled
-    eps: float
-    gated: bool
-    out: Tensor | None = None  # [T, O], any float type
-    residual: Tensor | None = None  # [T, O]
-    norm: Norm | None = None  # of the sum with the residual
-    weighted: Tensor | None = None  # [T, O]
-    sums: Tensor | None = None  # [ceil(O / block_n), T] f32
-    best: Tensor | None = None  # [programs, T] f32: a program's largest result, instead of all
-    best_at: Tensor | None = None  # [programs, T] i32
-
-    @property
-    def num_squares(self) -> int:
-        """Parts of each row whose sums of squares make the scale."""
-        return 0 if self.squares is None else self.squares.shape[0]
-
-    def given(self, tensor: Tensor | None) -> Tensor:
-        """What a kernel gets for it."""
-        return self.x if tensor is None else tensor
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What both kernels of maps begin with: x, W, squares, residual, norm, out, weighted, sums."""
-        norm = None if self.norm is None else self.norm.weight
-        optional = (self.squares, self.residual, norm, self.out, self.weighted, self.sums)
-        return (self.x, self.weight, *(self.given(tensor) for tensor in optional))
-
-    def sizes(self) -> tuple[float, ...]:
-        """What follows in both: row strides of x and residual, columns of the result, rows, `num_squares`, eps."""
-        residual_stride = 0 if self.residual is None else self.residual.stride(0)
-        columns = num_columns(self.weight, self.gated)
-        return self.x.stride(0), residual_stride, columns, self.x.shape[0], self.num_squares, self.eps
-
-
-def num_columns(weight: Tensor, gated: bool) -> int:
-    """Of a map's result."""
-    return weight.shape[0] // 2 if gated else weight.shape[0]
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     """None where this kernel does not apply.
 
@@ -147,7 +99,7 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _streamed_linear_kernel(
     x_ptr: gl.tensor, weight_ptr: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,

@@ -18,14 +18,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
-from overlap_spec_kernels.linear.streamed_linear import (
-    Call,
-    _better,
-    _scale_of_rows,
-    _store,
-    num_columns,
-    num_multiprocessors,
-)
+from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
+from overlap_spec_kernels.linear.streamed_linear import _better, _scale_of_rows, _store
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -42,7 +36,7 @@ _SPLIT_BELOW = 67  # tiles: fewer leave half of the multiprocessors of a Hopper 
 
 
 class Tiles(NamedTuple):
-    """How a map is cut up. From shapes alone."""
+    """How a linear is cut up. From shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
     block_k: int
@@ -118,7 +112,7 @@ def tile_counters(device: torch.device) -> Tensor:
     return torch.zeros(_SPLIT_BELOW, dtype=torch.int32, device=device)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _warpgroup_linear_kernel(
     w_tiles: gl.tensor, x_tiles: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import ceil_div
-from overlap_spec_kernels.linear.streamed_linear import Call, num_columns, num_multiprocessors
+from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
@@ -43,7 +43,7 @@ class _Work(ctypes.Structure):
 
 
 class Wide(NamedTuple):
-    """How a map is cut up. From shapes alone."""
+    """How a linear is cut up. From shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
     stages: int
@@ -72,8 +72,15 @@ class Wide(NamedTuple):
         clusters = min(programs * pairs, _num_clusters(x.device))
         self.kernel(x.dtype, x.device, call.gated).launch(clusters * _CLUSTER, (*maps, work))
 
+    def is_full(self, x: Tensor, weight: Tensor, gated: bool) -> bool:
+        """Whether the result is nearly all that clusters multiply; else a BLAS and what follows it are faster."""
+        pairs, clusters, programs = _num_pairs(x), _num_clusters(x.device), self.num_programs(weight, gated)
+        rounds = ceil_div(programs * pairs, clusters)
+        rows = x.shape[0] / (_ROWS * _CLUSTER)
+        return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= _FULL
+
     def kernel(self, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
-        """Compiled once."""
+        """Compile it, the first time."""
         return _kernel(self._columns(gated), self.stages, dtype, device, gated)
 
     def _columns(self, gated: bool) -> int:
@@ -84,9 +91,8 @@ GATED, ARGMAX = Wide(112, 4), Wide(224, 5)
 
 
 def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
-    """For gates, or for the largest of each row. None where a BLAS and what follows it are faster.
+    """For gates, or for the largest of each row. None where the kernel cannot run, whatever the number of rows.
 
-    The kernel is compiled when it is first asked for, whatever the rows, so that no later step has to wait for it.
     Measured on an H200: benchmarks/results/choosing/wide_h200.txt.
     """
     if x.dtype not in _DTYPES or weight.nbytes < _LARGE or not runs_hopper(x.device):
@@ -95,17 +101,7 @@ def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
         return None
     if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    wide = GATED if gated else ARGMAX
-    wide.kernel(x.dtype, x.device, gated)
-    return wide if _share_used(x, weight, gated, wide) >= _FULL else None
-
-
-def _share_used(x: Tensor, weight: Tensor, gated: bool, wide: Wide) -> float:
-    """Of what all clusters multiply while the last of them works, how much is asked for."""
-    pairs, clusters, programs = _num_pairs(x), _num_clusters(x.device), wide.num_programs(weight, gated)
-    rounds = ceil_div(programs * pairs, clusters)
-    rows = x.shape[0] / (_ROWS * _CLUSTER)
-    return rows * num_columns(weight, gated) / wide.block_n / (rounds * clusters)
+    return GATED if gated else ARGMAX
 
 
 def _num_pairs(x: Tensor) -> int:

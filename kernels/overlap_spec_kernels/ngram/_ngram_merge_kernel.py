@@ -78,7 +78,7 @@ def merge_on_device(
     return tokens, parents, levels, strength
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_merge_kernel(
     keys_ptr: tl.tensor,
     log_tokens_ptr: tl.tensor,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, require, runs_triton
-from overlap_spec_kernels.ngram.ngram_log import HASH_STEP, PAGE, NgramLimits, NgramLog, cache_rows, entry_of, next_hash
+from overlap_spec_kernels.ngram.ngram_log import HASH_STEP, PAGE, NgramLimits, NgramLog, entry_of, next_hash
+from overlap_spec_kernels.window.store_tokens import cache_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -162,7 +163,7 @@ def _ngram_absorb_triton(
     log.opened.add_(taken)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_absorb_kernel(
     tokens_ptr: tl.tensor,
     fill_ptr: tl.tensor,

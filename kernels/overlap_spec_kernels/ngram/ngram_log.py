@@ -18,8 +18,6 @@ from torch import Tensor
 from overlap_spec_kernels.launch import next_power_of_2
 
 PAGE = 256
-MAX_MATCH = 32  # tokens of a match
-MAX_BRANCH = 62  # tokens that follow one
 HASH_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit integer: products wrap
 NO_PAGE = -(1 << 40)
 
@@ -93,9 +91,3 @@ def next_hash(state: Tensor, tokens: Tensor) -> Tensor:
 def entry_of(state: Tensor, places: Tensor) -> Tensor:
     """Where the index keeps a hash. Shapes: i64 -> i64."""
     return (state >> 17) & (len(places) - 1)
-
-
-def cache_rows(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Rows of the token pool; what is outside is at either end. Shapes: [B, P] i32, [B, R] i64 -> [B, R]."""
-    positions = positions.clamp(0, page_table.shape[1] * page_size - 1)
-    return page_table.gather(1, positions // page_size).long() * page_size + positions % page_size

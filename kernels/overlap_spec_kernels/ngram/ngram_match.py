@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-from overlap_spec_kernels.ngram.ngram_log import MAX_MATCH, NgramLimits
+from overlap_spec_kernels.limits import MAX_MATCH
+from overlap_spec_kernels.ngram.ngram_log import NgramLimits
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -27,7 +28,7 @@ def ngram_match(pool: Tensor, page_table: Tensor, page_size: int, lengths: Tenso
     """The best 16 matches of each request, as keys: length of the match, 1 (own), position of its end.
 
     Longer ones are better, then later ones. A match has at least `min_match` tokens, and no more than `max_match` are
-    counted; it ends before the last token. Shapes: pool [R] i32 (`ngram_store`), page_table [B, P] i32, lengths [B]
+    counted; it ends before the last token. Shapes: pool [R] i32 (`store_tokens`), page_table [B, P] i32, lengths [B]
     i64: position of the last token -> [B, n] i64, -1: none, in no order, the best 16 among them.
     Raises: ValueError naming the argument. Sync: never.
     """

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import require, runs_triton
+from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.ngram._ngram_merge_kernel import merge_on_device
-from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, cache_rows, entry_of, next_hash
+from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, entry_of, next_hash
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
+from overlap_spec_kernels.window.store_tokens import cache_rows
 
 _PLACE = OWN_BIT - 1  # of a key
 _PROBABILITY_BITS = 20
@@ -59,7 +61,7 @@ def ngram_merge(
     require(page_table.stride(1) == 1 and len(page_table) == len(keys), "page_table", "[B, P], contiguous rows")
     require(lengths.shape == keys.shape[:1] and lengths.dtype == torch.int64, "lengths", "[B] int64")
     require(lengths.is_contiguous(), "lengths", "contiguous")
-    require(1 <= num_guesses <= 63, "num_guesses", "1 to 63")
+    require(1 <= num_guesses < MAX_TREE_WIDTH, "num_guesses", "1 to 63")
     if runs_triton(pool):
         return MergedGuesses(*merge_on_device(keys, log, limits, pool, page_table, page_size, lengths, num_guesses))
     return ngram_merge_reference(keys, log, limits, pool, page_table, page_size, lengths, num_guesses)

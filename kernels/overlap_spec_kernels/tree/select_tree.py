@@ -85,7 +85,7 @@ def _select_tree_triton(scores: Tensor, tokens: Tensor, parents: Tensor, num_gue
     return out
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _select_tree_kernel(
     scores_ptr: tl.tensor,
     tokens_ptr: tl.tensor,

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MAX_TOPK
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_TOP = 16
 _MAX_COLUMNS = 1 << 18
 _PART = 2048  # columns of a program
 _SMALL_PART = 512  # at least so many, also of short rows
@@ -42,7 +42,7 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens:
     """
     require(logits.dim() == 2 and logits.is_floating_point(), "logits", "[R, V], floating point")
     require(logits.stride(1) == 1 and logits.shape[1] <= _MAX_COLUMNS, "logits", "contiguous rows of at most 2^18")
-    require(1 <= k <= min(MAX_TOP, logits.shape[1]), "k", "1 to 16, and at most the columns of logits")
+    require(1 <= k <= min(MAX_TOPK, logits.shape[1]), "k", "1 to 16, and at most the columns of logits")
     if logits.is_cuda and logits.dtype == torch.float64:
         return TopTokens(*wide_top_tokens(logits, k, _PART))
     return _top_tokens_triton(logits, k) if runs_triton(logits) else top_tokens_reference(logits, k)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from overlap_spec_kernels.launch import TritonKernel
+from overlap_spec_kernels.window.store_tokens import store_token_run
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def judge_tree_kernel(
     drawn_ptr: tl.tensor,
     window_tokens_ptr: tl.tensor,
@@ -26,6 +27,9 @@ def judge_tree_kernel(
     accept_len_ptr: tl.tensor,
     next_positions_ptr: tl.tensor,
     published_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    table_stride: int,
     window_stride: int,
     window_columns: int,
     width: int,
@@ -34,6 +38,8 @@ def judge_tree_kernel(
     published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
+    STORE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -59,30 +65,31 @@ def judge_tree_kernel(
         guess, parent, column, step, drawn_ptr, window_tokens_ptr, given_ptr + row, depth, GIVEN, BLOCK_W
     )
     inside = step < depth
-    drawn = tl.load(drawn_ptr + path, mask=inside, other=0)
-    tokens = drawn
+    tokens = tl.load(drawn_ptr + path, mask=inside, other=0)
     if GIVEN:
-        tokens = tl.where(step < walked, committed, drawn)
+        tokens = tl.where(step < walked, committed, tokens)
     tokens = tl.where(step <= walked, tokens, -1)
     new_length = length + walked + 1
     last_guess = tl.max(tl.where(guess >= 0, column, 0), axis=0)
+    accepted = tl.where(step <= walked, path, -1).to(tl.int64)
     published_ptr += row * published_stride
     tl.store(published_ptr + step, tokens, mask=inside)
     tl.store(published_ptr + depth, deepest.to(tl.int64))
     tl.store(published_ptr + depth + 1, last_guess.to(tl.int64))
-    accepted = tl.where(step <= walked, path, -1)
-    tl.store(published_ptr + depth + 1 + step, accepted.to(tl.int64), mask=inside & (step > 0))
+    tl.store(published_ptr + depth + 1 + step, accepted, mask=inside & (step > 0))
     tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
     tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
     tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)
     tl.store(accept_len_ptr + row, walked.to(tl.int64))
     tl.store(next_positions_ptr + step.to(tl.int64) * batch_stride + row, new_length + step, mask=inside)
-    is_dummy = slot == dummy
-    tl.store(length_ptr + slot, tl.where(is_dummy, 0, new_length))
+    if STORE:
+        run = inside & (step <= walked)
+        store_token_run(pool_ptr, page_table_ptr + row * table_stride, length + 1 + step, tokens, run, PAGE_SIZE)
+    tl.store(length_ptr + slot, tl.where(slot == dummy, 0, new_length))
+    root = tl.where(slot == dummy, 0, tl.load(drawn_ptr + node))
     window_column = tl.arange(0, BLOCK_N)
-    root = tl.where(is_dummy, 0, tl.load(drawn_ptr + node))
-    next_window = tl.where(window_column == 0, root, -1)
-    tl.store(window_ptr + slot * window_stride + window_column, next_window, mask=window_column < window_columns)
+    window_ptr += slot * window_stride + window_column
+    tl.store(window_ptr, tl.where(window_column == 0, root, -1), mask=window_column < window_columns)
 
 
 @TritonKernel

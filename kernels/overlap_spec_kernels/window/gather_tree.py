@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MASK_BITS, MAX_TREE_WIDTH
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _PAGES_PER_PROGRAM = 1024
-_MASK_BITS = 64
 
 
 class GatheredTree(NamedTuple):
@@ -52,7 +52,7 @@ def gather_tree(
     require(length.dim() == 1 and length.dtype == torch.int64 and length.is_contiguous(), "length", "[S] int64")
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.is_contiguous(), "window", "int64, contiguous")
-    require(window.shape[1] <= _MASK_BITS, "window", "at most 64 columns")
+    require(window.shape[1] <= MAX_TREE_WIDTH, "window", "at most 64 columns")
     require(parents.shape == window.shape and parents.dtype == torch.int64, "parents", "[S, N] int64")
     require(parents.is_contiguous(), "parents", "contiguous")
     require(page_table.dim() == 2 and page_table.shape[0] == length.shape[0], "page_table", "[S, P]")
@@ -73,7 +73,7 @@ def gather_tree_reference(
     ancestors = [torch.ones_like(slots)]
     for own in range(1, width):
         above = torch.stack(ancestors, 1).gather(1, tree_parents[:, own, None]).squeeze(1)
-        ancestors.append(above | (1 << own if own < _MASK_BITS - 1 else -1 << own))
+        ancestors.append(above | (1 << own if own < MASK_BITS - 1 else -1 << own))
     mask = torch.stack(ancestors, 1)
     depths = (mask[:, :, None] >> column & 1).sum(2) - 1
     return GatheredTree(

@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.window.store_tokens import (
+    TokenRows,
+    require_token_rows,
+    store_token_run,
+    store_tokens_reference,
+)
 from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ def judge_chain(
     window: Tensor,
     dummy: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
     out: Verdict | None = None,
 ) -> Verdict:
     """Accept guesses while window_tokens[:, 1:] == drawn[:, :-1], and advance the slots by what is committed.
@@ -34,7 +41,8 @@ def judge_chain(
     In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`, which pads
     a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur twice.
     `accept_len` is for a benchmark of synthetic acceptance: so many guesses stand whatever was drawn, at most as many
-    as there are. `out`: where to write the verdict; published columns after `num_guesses` are left alone.
+    as there are. With `store`, what is committed is written into the token pool too, at positions lengths + 1, ..
+    `out`: where to write the verdict; published columns after `num_guesses` are left alone.
     Shapes: drawn, window_tokens [B, W] i64, slots, lengths [B] i64 (of `gather_window`), length [S] i64, window
     [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
@@ -49,9 +57,11 @@ def judge_chain(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
+    if store is not None:
+        require_token_rows(store, drawn.shape[0])
     require(out is None or out.tokens.shape == drawn.shape, "out", "a verdict on as many windows of this width")
     run = _judge_chain_triton if runs_triton(drawn) else judge_chain_reference
-    return run(drawn, window_tokens, slots, lengths, length, window, dummy, accept_len, out)
+    return run(drawn, window_tokens, slots, lengths, length, window, dummy, accept_len, store, out)
 
 
 def judge_chain_reference(
@@ -63,6 +73,7 @@ def judge_chain_reference(
     window: Tensor,
     dummy: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
     out: Verdict | None = None,
 ) -> Verdict:
     guesses, columns = window_tokens[:, 1:], torch.arange(drawn.shape[1], device=drawn.device)
@@ -80,6 +91,8 @@ def judge_chain_reference(
     length[slots] = new_lengths.masked_fill(resting, 0)
     window[slots, 0] = bonus.masked_fill(resting, 0)
     window[slots, 1:] = -1
+    if store is not None:
+        store_tokens_reference(*store, lengths + 1, tokens, accept_len + 1)
     out = out or Verdict.allocate(len(drawn), PublishedColumns(drawn.shape[1]), drawn.device)
     out.tokens.copy_(tokens)
     out.follow.copy_(tokens.clamp(min=0).reshape(-1))
@@ -99,6 +112,7 @@ def _judge_chain_triton(
     window: Tensor,
     dummy: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
     out: Verdict | None = None,
 ) -> Verdict:
     num_slots, width = drawn.shape
@@ -116,6 +130,7 @@ def _judge_chain_triton(
         out.accept_len,
         out.next_positions,
         out.published.rows,
+        *(slots, slots, 0) if store is None else (store.pool, store.page_table, store.page_table.stride(0)),
         window.stride(0),
         window.shape[1],
         width,
@@ -123,6 +138,8 @@ def _judge_chain_triton(
         out.published.columns.row_size,
         dummy,
         GIVEN=accept_len is not None,
+        STORE=store is not None,
+        PAGE_SIZE=1 if store is None else store.page_size,
         BLOCK_W=next_power_of_2(width),
         BLOCK_N=next_power_of_2(window.shape[1]),
         num_warps=1,
@@ -131,7 +148,7 @@ def _judge_chain_triton(
     return out
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _judge_chain_kernel(
     drawn_ptr: tl.tensor,
     window_tokens_ptr: tl.tensor,
@@ -145,6 +162,9 @@ def _judge_chain_kernel(
     accept_len_ptr: tl.tensor,
     next_positions_ptr: tl.tensor,
     published_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    table_stride: int,
     window_stride: int,
     window_columns: int,
     width: int,
@@ -152,6 +172,8 @@ def _judge_chain_kernel(
     published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
+    STORE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,6 +208,9 @@ def _judge_chain_kernel(
     tl.store(follow_ptr + row * width + column, tl.maximum(tokens, 0), mask=inside)
     tl.store(accept_len_ptr + row, accept_len)
     tl.store(next_positions_ptr + column.to(tl.int64) * batch_stride + row, new_length + column, mask=inside)
+    if STORE:
+        run = inside & (column <= accept_len)
+        store_token_run(pool_ptr, page_table_ptr + row * table_stride, length + 1 + column, tokens, run, PAGE_SIZE)
     is_dummy = slot == dummy
     tl.store(length_ptr + slot, tl.where(is_dummy, 0, new_length))
     window_column = tl.arange(0, BLOCK_N)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.window._judge_tree_kernel import judge_tree_kernel
+from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_rows, store_tokens_reference
 from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
-
-_MAX_COLUMNS = 64
 
 
 def judge_tree(
@@ -28,6 +28,7 @@ def judge_tree(
     dummy: int,
     depth: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
     out: Verdict | None = None,
 ) -> Verdict:
     """Walk from the root to the child whose token equals what was drawn, and advance the slots by what is committed.
@@ -38,7 +39,8 @@ def judge_tree(
     nothing. In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`,
     which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
     twice. With `accept_len`, the walk goes to the lowest child instead, whatever was drawn, so many times or while
-    there is one; the guesses on it are committed, then what was drawn after the last.
+    there is one; the guesses on it are committed, then what was drawn after the last. With `store`, what is committed
+    is written into the token pool too, at positions lengths + 1, .. in a row.
     The published path says what narrower windows would have committed: those of its columns that they have, if there
     was a guess as far as `last_guess`. `out`: where to write the verdict; published columns after the path are left
     alone.
@@ -57,12 +59,14 @@ def judge_tree(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
-    require(drawn.shape[1] <= _MAX_COLUMNS, "drawn", "at most 64 columns")
+    require(drawn.shape[1] <= MAX_TREE_WIDTH, "drawn", "at most 64 columns")
     require(1 <= depth <= drawn.shape[1], "depth", "1 to the columns of drawn")
+    if store is not None:
+        require_token_rows(store, drawn.shape[0])
     fits = out is None or (out.path is not None and out.path.shape == (len(drawn), depth))
     require(fits, "out", "a verdict on as many trees of this depth")
     run = _judge_tree_triton if runs_triton(drawn) else judge_tree_reference
-    return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len, out)
+    return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len, store, out)
 
 
 def judge_tree_reference(
@@ -76,6 +80,7 @@ def judge_tree_reference(
     dummy: int,
     depth: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
     out: Verdict | None = None,
 ) -> Verdict:
     path, walked = _walk(drawn, window_tokens, parents, depth, accept_len)
@@ -92,6 +97,8 @@ def judge_tree_reference(
     length[slots] = new_lengths.masked_fill(resting, 0)
     window[slots, 0] = bonus.masked_fill(resting, 0)
     window[slots, 1:] = -1
+    if store is not None:
+        store_tokens_reference(*store, lengths + 1, tokens, walked + 1)
     out = out or _allocate(len(drawn), depth, drawn.device)
     assert out.path is not None
     out.tokens.copy_(tokens)
@@ -151,6 +158,7 @@ def _judge_tree_triton(
     dummy: int,
     depth: int,
     accept_len: Tensor | None = None,
+    store: TokenRows | None = None,
     out: Verdict | None = None,
 ) -> Verdict:
     num_slots, width = drawn.shape
@@ -170,6 +178,7 @@ def _judge_tree_triton(
         out.accept_len,
         out.next_positions,
         out.published.rows,
+        *(slots, slots, 0) if store is None else (store.pool, store.page_table, store.page_table.stride(0)),
         window.stride(0),
         window.shape[1],
         width,
@@ -178,6 +187,8 @@ def _judge_tree_triton(
         out.published.columns.row_size,
         dummy,
         GIVEN=accept_len is not None,
+        STORE=store is not None,
+        PAGE_SIZE=1 if store is None else store.page_size,
         BLOCK_W=next_power_of_2(width),
         BLOCK_D=next_power_of_2(depth),
         BLOCK_N=next_power_of_2(window.shape[1]),

@@ -55,7 +55,7 @@ def _place_guesses_triton(window: Tensor, slots: Tensor, guesses: Tensor, dummy:
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _place_guesses_kernel(
     window_ptr: tl.tensor,
     slots_ptr: tl.tensor,

@@ -66,7 +66,7 @@ def _place_tree_triton(
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _place_tree_kernel(
     window_ptr: tl.tensor,
     parents_ptr: tl.tensor,

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from overlap_spec.config import MTP, OWN_LAYER, EngineConfig, ModelFiles, SpecSettings
+from overlap_spec.config import EngineConfig, ModelFiles, SpecSettings, facts_of
+from overlap_spec.config.methods import MTP, PLAIN, methods_where
 from overlap_spec.config.resolve.numbers import GIVEN
 from overlap_spec.errors import ConfigError
 
@@ -10,7 +11,7 @@ FLAG = "--enable-multi-layer-eagle"
 
 
 def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
-    """Whether the target's checkpoint brings what drafts for it, as its config says.
+    """Whether the target's checkpoint holds MTP layers that draft for it, by its config.
 
     Raises: ConfigError if the flag does not fit the number of layers.
     """
@@ -35,10 +36,11 @@ def with_layers(spec: SpecSettings, config: EngineConfig, files: ModelFiles) -> 
     """
     if not config.enable_multi_layer_eagle:
         return spec
-    if config.speculative_algorithm not in OWN_LAYER:
+    if not facts_of(config.speculative_algorithm or PLAIN).uses_own_layer:
+        known = methods_where("uses_own_layer")
         raise ConfigError(
             "enable_multi_layer_eagle",
-            f"drafts with a checkpoint's own MTP layers: it needs --speculative-algorithm {' or '.join(OWN_LAYER)}",
+            f"drafts with a checkpoint's own MTP layers: it needs --speculative-algorithm {' or '.join(known)}",
         )
     if spec.topk > 1:
         raise ConfigError("speculative_eagle_topk", f"{FLAG} drafts a chain, a layer for each guess: use 1")

@@ -6,10 +6,9 @@ There is one number, the draft tokens of a window; how deep and how wide its tre
 from collections.abc import Mapping
 
 from overlap_spec.config import NGRAM, EngineConfig, ModelFiles, NgramSettings, SpecSettings
-from overlap_spec.config.resolve.numbers import GIVEN
+from overlap_spec.config.resolve.numbers import GIVEN, MAX_CHAIN_TOKENS, MAX_TREE_TOKENS
 from overlap_spec.errors import ConfigError
 
-MOST_TREE_TOKENS, MOST_CHAIN_TOKENS = 64, 16  # of a window
 PREFIX = "speculative_ngram_"
 _DRAFT_MODEL = "NGRAM has no draft model; leave it out"
 _NO_STEPS = "NGRAM takes no draft steps: what is found decides; leave it out, and use --speculative-num-draft-tokens"
@@ -45,9 +44,9 @@ def resolve_ngram(config: EngineConfig, files: ModelFiles) -> SpecSettings:
     """Settle all of it. Raises: ConfigError naming the flag."""
     refuse_flags(config, _NOT_FOR_NGRAM)
     ngram = _settings(config, files)
-    asked, most = config.speculative_num_draft_tokens, MOST_TREE_TOKENS
+    asked, most = config.speculative_num_draft_tokens, MAX_TREE_TOKENS
     if ngram.max_breadth == 1:
-        most = MOST_CHAIN_TOKENS
+        most = MAX_CHAIN_TOKENS
     else:
         _refuse_thresholds(config)
     if asked is not None and asked > most:

@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
-from overlap_spec.config import LANGUAGE_MODEL_DRAFTS, LANGUAGE_MODEL_SPEC, EngineConfig, ModelFiles, is_own_method
+from overlap_spec.config import PLAIN, EngineConfig, ModelFiles, facts_of, is_own_method
 from overlap_spec.errors import ConfigError
 
-MAX_TOPK, MAX_TREE_TOKENS = 16, 64  # of the operations on trees
+# Bounds of the kernels, which this package must not import; a test compares them.
+MAX_TOPK = 16  # children of a node
+MAX_TREE_TOKENS, MAX_CHAIN_TOKENS = 64, 16  # of a window, root included
 FIELDS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 GIVEN = "given"
 OF_PRESET = "the default of this alias"
@@ -58,11 +60,12 @@ def _tree_width(steps: int, topk: int, tokens: int, notes: list[str]) -> int:
 
 
 def _default_numbers(config: EngineConfig, files: ModelFiles) -> Numbers:
-    if config.speculative_algorithm in LANGUAGE_MODEL_DRAFTS:
-        return Numbers(LANGUAGE_MODEL_SPEC, "the default of a language model as draft")
+    method = config.speculative_algorithm or PLAIN
+    if (numbers := facts_of(method).numbers) is not None:
+        return Numbers(numbers, f"the default of {method}")
     if files.preset_spec is not None:
         return Numbers(files.preset_spec[1:], OF_PRESET)
-    if is_own_method(config.speculative_algorithm or ""):
+    if is_own_method(method):
         return Numbers(OTHER_SPEC, "the default of a method of one's own")
     found = next((name for name in files.config.get("architectures") or () if name in DEEP), None)
     chain = next((field for field in CHAINS_ONLY if getattr(config, field)), None)

@@ -1,29 +1,24 @@
 """What drafts, how far, and how its guesses are judged: the part of `resolve` that is about speculation."""
 
-from typing import get_args
-
 import msgspec
 
 from overlap_spec.config import (
-    MTP,
     NGRAM,
-    OWN_LAYER,
     PLAIN,
-    TOKEN_MAPPED,
     AcceptSettings,
     EngineConfig,
     Machine,
     ModelFiles,
     SpecSettings,
     WidthRule,
-    is_own_method,
+    facts_of,
     synthetic_acceptance,
 )
+from overlap_spec.config.methods import METHOD_FACTS, MTP, methods_where
 from overlap_spec.config.resolve.multi_layer import brings_draft, with_layers
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
 from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
 from overlap_spec.config.resolve.width_rules import read_width_rules
-from overlap_spec.config.speculation import Algorithm
 from overlap_spec.errors import ConfigError
 
 TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # that steps of trees may have besides their own
@@ -65,14 +60,14 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
         return resolve_ngram(config, files)
     has_preset = files.preset_spec is not None and files.preset_spec[0] == method
     draft = config.speculative_draft_model_path or (files.preset_draft if has_preset else None)
-    if draft is None and method in OWN_LAYER and brings_draft(config, files):
+    if draft is None and facts_of(method).uses_own_layer and brings_draft(config, files):
         if config.speculative_draft_model_revision is not None:
             raise ConfigError(
                 "speculative_draft_model_revision",
                 "the draft is a layer of the target's own checkpoint: use --revision",
             )
         method, draft = MTP, files.weights
-    if draft is None and not is_own_method(method):
+    if draft is None and facts_of(method).draft_kinds:
         raise ConfigError("speculative_draft_model_path", f"{method} needs a draft model: give its directory or hub id")
     if draft is None:
         refuse_flags(config, dict.fromkeys(NEEDS_DRAFT_MODEL, f"{method} was given no draft model; leave it out"))
@@ -92,7 +87,7 @@ def _method_of(config: EngineConfig, files: ModelFiles) -> str:
         return config.speculative_algorithm
     of_a_method = ("speculative_draft_model_path", "speculative_token_map", *(() if files.preset_spec else FIELDS))
     if any(getattr(config, field) is not None for field in of_a_method):
-        known = ", ".join(get_args(Algorithm))
+        known = ", ".join(METHOD_FACTS)
         raise ConfigError(
             "speculative_algorithm", f"missing: another --speculative flag was given; name one of {known}"
         )
@@ -101,11 +96,12 @@ def _method_of(config: EngineConfig, files: ModelFiles) -> str:
 
 def _resolve_token_map(config: EngineConfig, method: str) -> str | None:
     path = config.speculative_token_map
-    if path is not None and method not in TOKEN_MAPPED:
+    if path is not None and not facts_of(method).takes_token_map:
+        known = methods_where("takes_token_map")
         raise ConfigError(
             "speculative_token_map",
             f"{method} heads have a vocabulary of their own, with a map in the checkpoint (d2t); leave it out, or use"
-            f" {' or '.join(TOKEN_MAPPED)}",
+            f" {' or '.join(known)}",
         )
     return path
 
@@ -117,10 +113,10 @@ def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) 
     forced = machine.forces_greedy_ngram and spec.method == NGRAM
     if accept == AcceptSettings():
         return AcceptSettings(ngram_force_greedy_verify=forced)
-    threshold = f"speculative_accept_threshold_{'single' if accept.threshold_single < 1 else 'acc'}"
+    field = accept.asked_by
+    assert field is not None
     if accept.rejection and accept.thresholds:
-        raise ConfigError(threshold, "must be 1.0 with --speculative-use-rejection-sampling, which has no thresholds")
-    field = threshold if accept.thresholds else "speculative_use_rejection_sampling"
+        raise ConfigError(field, "must be 1.0 with --speculative-use-rejection-sampling, which has no thresholds")
     if spec.width == 1:
         raise ConfigError(field, "has no effect without speculation; leave it out")
     if spec.topk > 1 and accept.rejection:
@@ -173,7 +169,7 @@ def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule,
 
 
 def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRule, ...]) -> SpecSettings:
-    """Explicit numbers are kept, unless the flag says that they are where to begin."""
+    """Add narrower step widths. Explicit numbers are kept, unless the flag makes them a beginning."""
     if rules:
         *fewer, num_steps = sorted({steps for rule in rules for steps in rule.candidate_steps})
         if spec.multi_layer and num_steps > spec.num_steps:

@@ -6,81 +6,81 @@
 
 The row at position p holds (the target's hidden state of p after its final norm, token of p + 1). The first layer has
 no norm in front of its attention, and there is none behind the last: what comes out is guessed from as it is, and is
-the hidden state of the draft step that follows.
+the hidden state of the draft step that follows. EAGLE and EAGLE-2 differ in how drafts are grown into trees; their
+heads are the same.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import Normed
 from torch import Tensor
 
-from overlap_spec.models.drafts.eagle_config import EagleConfig
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers.attention import PagedAttention
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
-from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
-from overlap_spec.models.work import ForwardWork, llama_work
+from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
+from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
+from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.work import total_work
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The head's own Llama-style numbers, of which the vocabulary and the ties are not used: it has the target's."""
+
+    llama: LlamaConfig
+    fc_bias: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], origin: str) -> "EagleConfig":
+        """Read a head's config.json; without a word about it, `fc` has a bias, as the authors' heads have.
+
+        Raises: CheckpointError naming `origin` and the key.
+        """
+        return cls(LlamaConfig.from_hf(config, origin), bool(config.get("bias", True)))
 
 
 @dataclass(frozen=True)
 class EagleWeights:
-    """A loaded head (`LoadedDraft`). The embedding is the target's; so is the head, or those rows that a map names."""
+    """A loaded head (`LoadedDraft`). Embedding and head are the target's, or its rows that a token map names."""
 
-    config: EagleConfig
-    embedding: Tensor  # [V, H]
+    embedding: Embedding  # [V, H]
     fc: AnyLinear  # [H, 2 H], embedding first
-    layers: tuple[LlamaLayer, ...]  # the first one's `input_norm` is `unread`
-    unread: RMSNorm  # where no norm follows: a map that adds to the stream wants one
-    head: Linear  # [Vd, H]
+    layers: tuple[PreNormLayer, ...]  # the first one's `input_norm` is `unread`
+    unread: RMSNorm  # where no norm follows: a linear that adds to the residual wants one
+    head: AnyLinear  # [Vd, H]
     target_ids: Tensor  # [Vd] i64
     num_bytes: int  # of what the head brings itself
 
     @property
-    def hidden_size(self) -> int:
-        """Width H of the features."""
-        return self.config.llama.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        return self.config.llama.kv_shape
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
-        config = self.config.llama
-        read, attention = count_bytes((self.fc, self.layers, self.head)), config.num_heads * config.head_dim
-        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, config.num_layers)
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """Absorbing committed tokens is a draft step."""
-        return self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """No layer is tapped: features are the target's final hidden state."""
-        return ()
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step; the embedding is only gathered from."""
+        work = self.fc.work + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
+        return DraftProfile(
+            kv_shape=kv_shape_of([layer.attention.shape for layer in self.layers]),
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "EagleHead":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
-        return EagleHead(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions, attention))
+        shapes = [layer.attention.shape for layer in self.layers]
+        return EagleHead(self, PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention))
 
 
 class EagleHead:
     """`DraftHead` of EAGLE and EAGLE-2."""
 
     def __init__(self, weights: EagleWeights, attention: PagedAttention) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -91,24 +91,19 @@ class EagleHead:
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H]. Sync: never on CUDA."""
-        weights, layers = self._weights, self._weights.layers
-        stream = weights.fc(torch.cat((F.embedding(tokens, weights.embedding), features), dim=1))
-        x: Tensor | Normed = stream
-        next_norms = [layer.input_norm for layer in layers[1:]] + [weights.unread]
-        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            attended = self._attention(index, layer.qkv(x), rows)
-            x = layer.mlp.add(layer.output.add(attended, stream, layer.post_norm), next_norm)
-            stream = x.values
-        return self.enter(stream)
+        weights = self._weights
+        fused = weights.fc(torch.cat((weights.embedding(tokens), features), dim=1))
+        output, _ = run_layers(self.enter(fused), weights.layers, weights.unread, self._attention, rows)
+        return self.enter(output.values)
 
     def enter(self, output: Tensor) -> Normed:
-        """There is no norm to enter: both are the output. Shapes: [R, H]."""
+        """There is no norm to enter: its result is the output. Shapes: [R, H]."""
         return Normed(output, output)
 
     def next_features(self, output: Normed) -> Tensor:
         """Shapes: [R, H] -> [R, H]."""
         return output.values
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
-        return HeadScores(self._weights.head, output.values)
+        return HeadLogits(self._weights.head, output.values)

@@ -11,17 +11,19 @@ The row at position p holds (features of p, token of p + 1). Features come from 
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels import Normed, draft_input
+from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers.attention import PagedAttention
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
-from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
-from overlap_spec.models.work import ForwardWork, llama_work
+from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
+from overlap_spec.models.layers.embedding import DraftInput, Embedding
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
+from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.work import ForwardWork, total_work
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Eagle3Fusion:
 
     norms: tuple[RMSNorm, ...]
     fc: AnyLinear | None  # [Hd, n * H]
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return total_work(part.work for part in (*self.norms, self.fc) if part is not None)
 
     def __call__(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, Hd]."""
@@ -49,61 +56,42 @@ class Eagle3Weights:
     """A loaded head (`LoadedDraft`). Embedding and head may be the target's own tensors."""
 
     config: Eagle3Config
-    embedding: Tensor  # [V, Hd]
+    embedding: Embedding  # [V, Hd]
     fusion: Eagle3Fusion
-    hidden_norm: RMSNorm  # on the features; the first layer's `input_norm` is on the embedding
-    layers: tuple[LlamaLayer, ...]  # the first one's qkv is [(n + 2 nkv) d, 2 Hd]
+    inputs: DraftInput  # its norm of the embedding is the first layer's `input_norm`
+    layers: tuple[PreNormLayer, ...]  # the first one's qkv is [(n + 2 nkv) d, 2 Hd]
     norm: RMSNorm
-    head: Linear  # [Vd, Hd]
+    head: AnyLinear  # [Vd, Hd]
     target_ids: Tensor  # [Vd] i64
     num_bytes: int  # of what the head brings itself
 
     @property
-    def hidden_size(self) -> int:
-        """Width Hd of the features."""
-        return self.config.llama.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the head can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the head's cache."""
-        return self.config.llama.kv_shape
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
-        return self._work(count_bytes((self.hidden_norm, self.layers, self.norm, self.head)))
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """What absorbing committed tokens reads and computes: a draft step, and the fusion."""
-        return self._work(count_bytes((self.fusion, self.hidden_norm, self.layers, self.norm, self.head)))
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs the target must tap."""
-        return self.config.aux_layers
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step, and the fusion; the embedding is only gathered from."""
+        norms = self.inputs.feature_norm.work + self.norm.work  # that of the embedding is the first layer's
+        work = norms + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
+        return DraftProfile(
+            kv_shape=kv_shape_of([layer.attention.shape for layer in self.layers]),
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=self.fusion.work + work,
+            aux_layers=self.config.aux_layers,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(
         self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
     ) -> "Eagle3Head":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
-        return Eagle3Head(self, paged_attention_for(self.config.llama, self.embedding, cache, num_positions, attention))
-
-    def _work(self, read: int) -> ForwardWork:
-        config, attention = self.config.llama, self.config.llama.num_heads * self.config.llama.head_dim
-        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, config.num_layers)
+        shapes = [layer.attention.shape for layer in self.layers]
+        return Eagle3Head(self, PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention))
 
 
 class Eagle3Head:
     """`DraftHead` of EAGLE-3."""
 
     def __init__(self, weights: Eagle3Weights, attention: PagedAttention) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -114,19 +102,10 @@ class Eagle3Head:
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd], before the final norm. Sync: never on CUDA."""
-        weights, layers = self._weights, self._weights.layers
-        embed_norm, feature_norm = layers[0].input_norm, weights.hidden_norm
-        x: Tensor | Normed = draft_input(
-            tokens, weights.embedding, embed_norm.weight, features, feature_norm.weight, feature_norm.eps
-        )
-        stream = features
-        next_norms = [layer.input_norm for layer in layers[1:]] + [weights.norm]
-        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            attended = self._attention(index, layer.qkv(x), rows)
-            x = layer.mlp.add(layer.output.add(attended, stream, layer.post_norm), next_norm)
-            stream = x.values
-        assert isinstance(x, Normed), "a head has layers"
-        return x
+        weights = self._weights
+        x = Normed(features, weights.inputs(tokens, features))
+        output, _ = run_layers(x, weights.layers, weights.norm, self._attention, rows)
+        return output
 
     def enter(self, output: Tensor) -> Normed:
         """Shapes: [R, Hd]."""
@@ -136,6 +115,6 @@ class Eagle3Head:
         """Shapes: [R, Hd] -> [R, Hd]."""
         return output.normalised() if self._weights.config.norm_output else output.values
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
-        return HeadScores(self._weights.head, output)
+        return HeadLogits(self._weights.head, output)

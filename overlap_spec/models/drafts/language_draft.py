@@ -6,24 +6,26 @@ costs acceptance where it happens and nothing else.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from overlap_spec_kernels import Normed
 from torch import Tensor
 
-from overlap_spec.config import DUMMY, ModelFiles
-from overlap_spec.config.draft_kind import DraftKind, draft_kind
-from overlap_spec.errors import CheckpointError
-from overlap_spec.hub.json_file import read_json
-from overlap_spec.models.drafts.token_map import read_token_map
-from overlap_spec.models.interfaces import LoadedTarget, Progress, RowBatch, Scores, TargetModel, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.config import ModelFiles
+from overlap_spec.config.draft_kind import DraftKind
+from overlap_spec.models.interfaces import (
+    DraftProfile,
+    LazyLogits,
+    LoadedTarget,
+    RowBatch,
+    TargetModel,
+    TargetOutput,
+)
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import HeadScores, Linear
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.loading.sources import open_directory
-from overlap_spec.models.work import ForwardWork
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class LanguageDraftWeights:
     """A loaded draft, before its KV cache exists. `head` and `target_ids` are what it may guess."""
 
     model: LoadedTarget
-    head: Linear  # [Vd, H]
+    head: AnyLinear  # [Vd, H]
+    gathered_bytes: int  # of `head`, where it is a copy of rows of the model's
     target_ids: Tensor  # [Vd] i64
     knows_all_ids: bool  # of the target's
 
@@ -41,32 +44,27 @@ class LanguageDraftWeights:
         knows_all, device = target_vocab_size <= model.vocab_size, model.embedding.device
         if wanted is not None:
             ids = wanted[wanted < model.vocab_size].to(device)
-            return cls(model, Linear(model.head.weight[ids]), ids, knows_all)
+            head = model.head.rows(ids)
+            return cls(model, head, head.num_bytes, ids, knows_all)
         shared = min(model.vocab_size, target_vocab_size)
-        head = model.head if shared == model.vocab_size else Linear(model.head.weight[:shared])
-        return cls(model, head, torch.arange(shared, device=device), knows_all)
+        head = model.head if shared == model.vocab_size else model.head.rows(slice(shared))
+        return cls(model, head, 0, torch.arange(shared, device=device), knows_all)
 
     @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the draft's cache."""
-        return self.model.kv_shape
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights; gathered rows of the head count beside it."""
-        whole, own = self.model.head.weight, self.head.weight
-        gathered = own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
-        return self.model.num_bytes + (own.nbytes if gathered else 0)
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a forward reads and computes."""
-        whole, own, work = self.model.head.weight, self.head.weight, self.model.work
-        left_out = whole.nbytes - own.nbytes
-        return replace(
+    def profile(self) -> DraftProfile:
+        """Gathered rows of the head count beside the weights; absorbing committed tokens is a forward."""
+        work, whole, own = self.model.work, self.model.head.work.as_head(), self.head.work.as_head()
+        work = replace(
             work,
-            weight_bytes=work.weight_bytes - left_out,
-            head_flop=work.head_flop - 2 * left_out // whole.itemsize,
+            weight_bytes=work.weight_bytes - whole.weight_bytes + own.weight_bytes,
+            head_flop=work.head_flop - whole.head_flop + own.head_flop,
+        )
+        return DraftProfile(
+            kv_shape=self.model.kv_shape,
+            num_bytes=self.model.num_bytes + self.gathered_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
         )
 
     def attach(
@@ -90,40 +88,28 @@ class LanguageDraft:
         known = tokens if self._knows_all_ids else tokens.clamp(max=self._model.vocab_size - 1)
         return self._model.forward(known, rows)
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, Vd]."""
-        return HeadScores(self._head, hidden)
+        return HeadLogits(self._head, hidden)
 
 
-def load_language_draft(
-    directory: str,
-    target: LoadedTarget,
-    progress: Progress,
-    load_format: str = "auto",
-    token_map: str | None = None,
-) -> LanguageDraftWeights:
-    """Load a draft in its target's dtype, where that is. `token_map`: file of the tokens that it may guess (FR-Spec).
+def load_language_draft(source: DraftSource, target: LoadedTarget) -> LanguageDraftWeights:
+    """Load a draft, of any architecture that can be a target.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if no language model.
     """
-    path, like = Path(directory), target.embedding
-    config = read_json(path / "config.json")
-    if load_format != DUMMY:
-        _refuse_heads(path, load_format)
+    config = source.config()
+    source.refuse_unless(DraftKind.LANGUAGE_MODEL)
     files = ModelFiles(
-        weights=directory,
+        weights=source.path,
         config=config,
         tokenizer_dir=None,
         eos_token_ids=(),
         context_length=0,  # the target's counts
         vocab_size=0,  # the weights' counts
-        load_format=load_format,
+        load_format=source.load_format,
     )
-    wanted = None if token_map is None else read_token_map(token_map, target.vocab_size)
-    return LanguageDraftWeights.of(load_target(files, like.dtype, like.device, progress), target.vocab_size, wanted)
-
-
-def _refuse_heads(path: Path, load_format: str) -> None:
-    kind = draft_kind(open_directory(path, load_format).shapes())
-    if kind is not DraftKind.LANGUAGE_MODEL:
-        raise CheckpointError(f"{path}: expected {DraftKind.LANGUAGE_MODEL.value}, but this looks like {kind.value}")
+    wanted = source.target_ids(target)
+    return LanguageDraftWeights.of(
+        load_target(files, source.dtype, source.device, source.progress), target.vocab_size, wanted
+    )

@@ -2,7 +2,7 @@
 arXiv:2505.07608).
 
     target's final hidden state --hidden norm--.
-                embed(token) --token norm------+--> input map --> an ordinary layer --> norm --> output
+                embed(token) --token norm------+--> fc --> an ordinary layer --> norm --> output
 
 The row at position p holds (features of p, token of p + 1). Features are the target's hidden state after its final
 norm, or the layer's own output of the draft step before: one layer runs once per guess. Embedding and head are the
@@ -12,77 +12,58 @@ target's.
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels import Normed, draft_input
+from overlap_spec_kernels import Normed
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers.attention import PagedAttention
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.linear import AnyLinear, HeadScores, Linear, RMSNorm
-from overlap_spec.models.targets.llama import LlamaLayer, count_bytes, paged_attention_for
-from overlap_spec.models.targets.llama_config import LlamaConfig
-from overlap_spec.models.work import ForwardWork, llama_work
+from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
+from overlap_spec.models.layers.embedding import DraftInput, Embedding
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
+from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.work import total_work
 
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """A loaded layer (`LoadedDraft`). The embedding is the target's own tensor, and so is the head without a map."""
+    """A loaded layer (`LoadedDraft`). The embedding is the target's own, and so is the head without a token map."""
 
-    config: LlamaConfig  # of one layer
-    embedding: Tensor  # [V, H]
-    token_norm: RMSNorm
-    hidden_norm: RMSNorm
-    input_map: AnyLinear  # [H, 2 H]; reads the embedding's half first
-    layer: LlamaLayer
+    embedding: Embedding  # [V, H]
+    inputs: DraftInput
+    fc: AnyLinear  # [H, 2 H]; reads the embedding's half first
+    layer: PreNormLayer
     norm: RMSNorm
-    head: Linear  # [Vd, H]: the target's, or some of its rows
+    head: AnyLinear  # [Vd, H]: the target's, or some of its rows
     target_ids: Tensor  # [Vd] i64
     num_bytes: int  # of what the target does not have
     embeds_first: bool  # false: the embedding at position 0 counts for nothing
 
     @property
-    def hidden_size(self) -> int:
-        """Width H of the features, which is the target's."""
-        return self.config.hidden_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the layer can guess."""
-        return self.target_ids.shape[0]
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the layer's cache."""
-        return self.config.kv_shape
-
-    @property
-    def work(self) -> ForwardWork:
-        """What a draft step reads and computes; the embedding is only gathered from."""
-        read = count_bytes((self.token_norm, self.hidden_norm, self.input_map, self.layer, self.norm, self.head))
-        attention = self.config.num_heads * self.config.head_dim
-        return llama_work(read, self.head.weight.nbytes, self.embedding.itemsize, attention, 1)
-
-    @property
-    def extend_work(self) -> ForwardWork:
-        """Absorbing committed tokens is the same forward."""
-        return self.work
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's final hidden state is enough."""
-        return ()
+    def profile(self) -> DraftProfile:
+        """Absorbing committed tokens is a draft step; the embedding is only gathered from."""
+        read = (self.inputs.token_norm, self.inputs.feature_norm, self.fc, self.layer, self.norm)
+        work = total_work(part.work for part in read) + self.head.work.as_head()
+        return DraftProfile(
+            kv_shape=kv_shape_of([self.layer.attention.shape]),
+            num_bytes=self.num_bytes,
+            work=work,
+            extend_work=work,
+            draft_vocab_size=len(self.target_ids),
+        )
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
-        return MtpHead(self, paged_attention_for(self.config, self.embedding, cache, num_positions, attention))
+        shapes = [self.layer.attention.shape]
+        return MtpHead(self, PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention))
 
 
 class MtpHead:
     """`DraftHead` of one MTP layer, reused for every guess; or layer `index` of several, which share `attention`."""
 
     def __init__(self, weights: MtpWeights, attention: PagedAttention, index: int = 0) -> None:
-        self.draft_vocab_size = weights.draft_vocab_size
+        self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
@@ -95,9 +76,9 @@ class MtpHead:
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the final norm. Sync: never on CUDA."""
         weights, layer = self._weights, self._weights.layer
-        stream = layer.input_norm.enter(weights.input_map(self._inputs(tokens, features, rows)))
-        attended = self._attention(self._index, layer.qkv(stream), rows)
-        return layer.mlp.add(layer.output.add(attended, stream.values, layer.post_norm), weights.norm)
+        x = layer.input_norm.enter(weights.fc(self._inputs(tokens, features, rows)))
+        output, _ = run_layers(x, (layer,), weights.norm, self._attention, rows, first=self._index)
+        return output
 
     def enter(self, output: Tensor) -> Normed:
         """Shapes: [R, H]."""
@@ -107,9 +88,9 @@ class MtpHead:
         """Shapes: [R, H] -> [R, H], after the final norm, as the target's are."""
         return output.normalised()
 
-    def scores(self, output: Normed) -> Scores:
+    def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, V]."""
-        return HeadScores(self._weights.head, output)
+        return HeadLogits(self._weights.head, output)
 
     def _inputs(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Embedding and features, normalised, side by side.
@@ -117,17 +98,15 @@ class MtpHead:
         Only a prompt has a row at position 0: the windows of decode, which leave out where rows start, need not look.
         Shapes: -> [T, 2 H].
         """
-        weights, norm = self._weights, self._weights.hidden_norm
-        x = draft_input(
-            tokens, weights.embedding, weights.token_norm.weight, features, norm.weight, weights.token_norm.eps
-        )
+        weights = self._weights
+        x = weights.inputs(tokens, features)
         if not weights.embeds_first and rows.row_starts is not None:
-            embedded = x[:, : weights.hidden_size]
+            embedded = x[:, : features.shape[1]]
             embedded.masked_fill_((rows.positions == 0)[:, None], 0)
         return x
 
 
 def swapped_halves(weight: Tensor) -> Tensor:
-    """For a map that reads features first. Shapes: [H, 2 H] -> the same."""
+    """For a linear that reads features first. Shapes: [H, 2 H] -> the same."""
     features, embedded = weight.chunk(2, dim=1)
     return torch.cat((embedded, features), dim=1)

@@ -12,11 +12,10 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.targets.llama import paged_attention_for
-from overlap_spec.models.work import ForwardWork
 
 
 @dataclass(frozen=True)
@@ -27,28 +26,22 @@ class MtpLayersWeights:
     chained: bool
 
     @property
-    def kv_shape(self) -> KVShape:
-        """What a token takes in the caches of all layers."""
-        return replace(self.layers[0].kv_shape, num_layers=len(self.layers))
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights that are not the target's."""
-        return sum(layer.num_bytes for layer in self.layers)
-
-    @property
-    def work(self) -> ForwardWork:
-        """What one layer, which is a draft step, reads and computes."""
-        return self.layers[0].work
+    def profile(self) -> DraftProfile:
+        """Caches are those of all layers. A draft step runs one layer."""
+        profiles = [layer.profile for layer in self.layers]
+        return replace(
+            profiles[0],
+            kv_shape=replace(profiles[0].kv_shape, num_layers=len(profiles)),
+            num_bytes=sum(profile.num_bytes for profile in profiles),
+        )
 
     def attach(
         self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
     ) -> "MtpLayersHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
-        first = self.layers[0]
-        windows = tuple(window for layer in self.layers for window in layer.config.windows)
-        config = replace(first.config, num_layers=len(self.layers), windows=windows)
-        shared = paged_attention_for(config, first.embedding, cache, num_positions, attention)
+        shapes = [each.layer.attention.shape for each in self.layers]
+        like = self.layers[0].embedding.weight
+        shared = PagedAttention(shapes, like, cache, num_positions, attention)
         return MtpLayersHead(tuple(MtpHead(layer, shared, i) for i, layer in enumerate(self.layers)), self.chained)
 
 
@@ -63,8 +56,8 @@ class MtpLayersHead:
 
     def features(self, output: TargetOutput) -> Tensor:
         """The target's hidden state before its final norm. Shapes: -> [T, H]."""
-        assert isinstance(output.stream, Normed), "a target hands on its stream with the norm"
-        return output.stream.values
+        assert isinstance(output.final, Normed), "a target hands on its residual with the norm"
+        return output.final.values
 
     def forward(self, layer: int, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the layer's final norm. Sync: never on CUDA."""
@@ -74,7 +67,7 @@ class MtpLayersHead:
         """What the layer after the one that read `features` reads. Shapes: [T, H] each -> [T, H]."""
         return output if self._chained else features
 
-    def scores(self, layer: int, output: Tensor) -> Scores:
+    def logits(self, layer: int, output: Tensor) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, V]."""
         head = self._heads[layer]
-        return head.scores(head.enter(output))
+        return head.logits(head.enter(output))

@@ -5,7 +5,9 @@ or in a layer with a window the last so many of them. A row of a tree sees the p
 tree itself and its ancestors.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from overlap_spec_kernels import DecodeScratch, decode_attention, paged_attention, rope_kv_write, tree_attention
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
@@ -14,80 +16,131 @@ from overlap_spec_kernels.attention.tree_attention import tree_attention_referen
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.cpu_attention import Forwards
+from overlap_spec.models.layers.rope import RopeConfig
 
 
-@dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """Rotates, stores and attends, for all layers of one model. Grouped-query heads: n % nkv == 0."""
+@dataclass(frozen=True)
+class AttentionShape:
+    """The heads of one layer. Grouped-query heads: num_heads % num_kv_heads == 0."""
 
-    cache: KVCache
-    cos_sin: Tensor  # [positions, d] f32 (f64 for a float64 model)
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scratch: DecodeScratch
-    windows: tuple[int | None, ...]  # by layer: keys that a row sees, its own included; None: all
-    choice: AttentionChoice
-    forwards: Forwards = field(default_factory=Forwards)  # on a CPU
+    scale: float  # of the products of queries and keys
+    window: int | None  # keys that a row sees, its own included; None: all
+    rope: RopeConfig
 
-    def __call__(self, layer: int, qkv: Tensor, rows: RowBatch, settled: bool = False) -> Tensor:
-        """Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]. Writes the rows' K/V into the cache of `layer`."""
-        k_cache, v_cache, scale = self.cache.k[layer], self.cache.v[layer], self.head_dim**-0.5
-        window = self.windows[layer]
-        if rows.cache_rows is None and self.choice.places_rows:
-            rows = rows.placed(k_cache.shape[1])
+
+def kv_shape_of(shapes: Sequence[AttentionShape]) -> KVShape:
+    """What a token takes in the cache of layers with these heads."""
+    sizes = {(shape.num_kv_heads, shape.head_dim) for shape in shapes}
+    assert len(sizes) == 1, "one cache holds layers that are alike"
+    return KVShape(len(shapes), *sizes.pop())
+
+
+class _Layer(NamedTuple):
+    """What the attention of one layer needs at every forward."""
+
+    k_cache: Tensor  # [num_pages, page_size, nkv, d]
+    v_cache: Tensor
+    cos_sin: Tensor  # [positions, d] f32 (f64 for a float64 model)
+    shape: AttentionShape
+    window: int | None
+    forwards: Forwards  # on a CPU: of all layers with this rotation
+
+
+class PagedAttention:
+    """Rotates, stores and attends, for all layers of one model."""
+
+    def __init__(
+        self,
+        shapes: Sequence[AttentionShape],
+        like: Tensor,
+        cache: KVCache,
+        num_positions: int,
+        choice: AttentionChoice,
+    ) -> None:
+        """`num_positions` bounds the rows' positions; `like` gives type and device of rotary tables."""
+        self._choice = choice
+        self._scratch = DecodeScratch.allocate(shapes[0].head_dim, like.device, None if like.is_cuda else 1)
+        tables: dict[int, tuple[Tensor, Forwards]] = {}
+        windows = choice.windows(tuple(shape.window for shape in shapes))
+        layers = []
+        for shape, window, k_cache, v_cache in zip(shapes, windows, cache.k, cache.v, strict=True):
+            key = next((index for index, other in enumerate(shapes) if other.rope == shape.rope))
+            if key not in tables:
+                tables[key] = shape.rope.table(num_positions, like.dtype, like.device), Forwards()
+            cos_sin, forwards = tables[key]
+            # A window that no position reaches the end of leaves out nothing, and costs something.
+            reached = None if window is None or window >= num_positions else window
+            layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards))
+        self._layers = tuple(layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer: keys that a row sees, its own included; None: all."""
+        return tuple(layer.window for layer in self._layers)
+
+    def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
+        """Writes the rows' K/V into the cache of layer `index`, and attends.
+
+        `read_before_wait`: positions and pages were written before the launch that this one may overlap.
+        Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d].
+        """
+        layer = self._layers[index]
+        if rows.cache_rows is None and self._choice.places_rows:
+            rows = rows.placed(layer.k_cache.shape[1])
         if rows.tree is None and (rows.cache_rows is None or rows.row_starts is None):
             return decode_attention(
                 qkv,
-                self.cos_sin,
+                layer.cos_sin,
                 rows.positions,
                 rows.page_table,
-                k_cache,
-                v_cache,
-                self.scratch,
-                scale,
-                settled,
-                window,
+                layer.k_cache,
+                layer.v_cache,
+                self._scratch,
+                layer.shape.scale,
+                read_before_wait,
+                layer.window,
             )
-        num_rows, cache_rows = qkv.shape[0], rows.cache_rows
+        num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None
-        heads = qkv.view(num_rows, -1, self.head_dim)
+        heads = qkv.view(num_rows, -1, shape.head_dim)
         if not qkv.is_cuda and rows.tree is None:
-            return self._on_cpu(heads, k_cache, v_cache, rows, window)
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        write = rope_kv_write_reference if self.choice.torch_only else rope_kv_write
-        q = write(q, k, v, self.cos_sin, rows.positions, cache_rows, k_cache, v_cache)
+            return _on_cpu(layer, heads, rows)
+        q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
+        q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache)
         attend = self._attend if rows.tree is None else self._attend_to_tree
-        return attend(q, k_cache, v_cache, rows, window).reshape(num_rows, -1)
+        return attend(layer, q, rows).reshape(num_rows, -1)
 
-    def _on_cpu(self, heads: Tensor, k_cache: Tensor, v_cache: Tensor, rows: RowBatch, window: int | None) -> Tensor:
-        """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
-        forward = self.forwards.of(rows, self.cos_sin, k_cache.shape[1])
-        rotated = forward.rotated(heads[:, : -self.num_kv_heads])
-        forward.write(rotated[:, self.num_heads :], heads[:, -self.num_kv_heads :], k_cache, v_cache)
-        q = rotated[:, : self.num_heads]
-        return forward.attend(q, k_cache, v_cache, self.head_dim**-0.5, window).reshape(len(heads), -1)
-
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: RowBatch, window: int | None) -> Tensor:
+    def _attend(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""
-        scale, row_starts, positions = self.head_dim**-0.5, rows.row_starts, rows.positions
-        assert row_starts is not None
-        shared = (q, k_cache, v_cache, rows.page_table, row_starts, positions)
-        if self.choice.torch_only:
-            return paged_attention_reference(*shared, scale, window)
-        return paged_attention(*shared, rows.max_rows, scale, rows.uniform, window)
+        assert rows.row_starts is not None
+        shared = (q, layer.k_cache, layer.v_cache, rows.page_table, rows.row_starts, rows.positions)
+        if self._choice.torch_only:
+            return paged_attention_reference(*shared, layer.shape.scale, layer.window)
+        return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, layer.window)
 
-    def _attend_to_tree(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: RowBatch, window: int | None
-    ) -> Tensor:
+    def _attend_to_tree(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of trees. Shapes: q [T, n, d] -> [T, n, d]."""
-        tree, scale = rows.tree, self.head_dim**-0.5
+        tree = rows.tree
         assert tree is not None
-        mask = tree.near(rows.positions, window)
-        shared = (q, k_cache, v_cache, rows.page_table, tree.prefix, tree.cache_rows, mask, rows.positions)
-        if self.choice.torch_only:
-            return tree_attention_reference(*shared, scale, window)
-        return tree_attention(*shared, scale, window, self.scratch)
+        mask = tree.near(rows.positions, layer.window)
+        shared = (q, layer.k_cache, layer.v_cache, rows.page_table, tree.prefix, tree.cache_rows, mask, rows.positions)
+        if self._choice.torch_only:
+            return tree_attention_reference(*shared, layer.shape.scale, layer.window)
+        return tree_attention(*shared, layer.shape.scale, layer.window, self._scratch)
+
+
+def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:
+    """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
+    num_heads, num_kv_heads = layer.shape.num_heads, layer.shape.num_kv_heads
+    forward = layer.forwards.of(rows, layer.cos_sin, layer.k_cache.shape[1])
+    rotated = forward.rotated(heads[:, :-num_kv_heads])
+    forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache)
+    out = forward.attend(rotated[:, :num_heads], layer.k_cache, layer.v_cache, layer.shape.scale, layer.window)
+    return out.reshape(len(heads), -1)

@@ -1,7 +1,7 @@
-"""The layers that every family shares: linear maps and norms over flattened rows.
+"""Linears over flattened rows.
 
-A map knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
-`add` adds to the residual stream and hands it to the next norm.
+A linear knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
+`add` adds to the residual and hands the sum to the next norm.
 
 They hold loaded tensors and are called with [T, ...] rows; there is no module tree and no autograd.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import (
+    DenseWeight,
     Norm,
     Normed,
     add_rms_norm,
@@ -20,32 +21,57 @@ from overlap_spec_kernels import (
     linear_argmax,
     linear_logits,
     normalised,
-    rms_norm,
     silu_mul,
 )
 from torch import Tensor
 
+from overlap_spec.models.work import ForwardWork, product_work
+
 FEW_ROWS = 4  # fewer are padded to so many: they cost more than these
 
 
-class RMSNorm(Norm):
-    """Root-mean-square norm."""
+class AnyLinear(ABC):
+    """A linear, `x @ weight.T + bias`. It owns its weight: callers use the methods below, whatever its format is.
+
+    A subclass must multiply. What surrounds the product in a layer is then a sequence of operations, which a subclass
+    replaces where it has a kernel for all of them.
+    """
 
     __slots__ = ()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [T, H] -> [T, H]."""
-        return rms_norm(x, self.weight, self.eps)
+    @property
+    @abstractmethod
+    def out_features(self) -> int:
+        """Columns O of the result."""
 
-    def enter(self, stream: Tensor) -> Normed:
-        """A stream that no map has handed over. Shapes: [T, H]."""
-        return Normed(stream, self(stream))
+    @property
+    @abstractmethod
+    def in_features(self) -> int:
+        """Columns I of the rows that it reads."""
 
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory of weight and bias, which each forward reads."""
 
-class TwoDimensional(ABC):
-    """What every map can do, one operation after another."""
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the weight is."""
 
-    __slots__ = ()
+    @property
+    @abstractmethod
+    def compute_dtype(self) -> torch.dtype:
+        """Type of the rows that it reads and writes."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes, from its shape."""
+        return product_work(self.num_bytes, self.out_features * self.in_features)
+
+    @abstractmethod
+    def rows(self, ids: Tensor | slice) -> "AnyLinear":
+        """The linear of these columns of the result alone: a view for a slice, a copy for [N] i64 (FR-Spec)."""
 
     @abstractmethod
     def __call__(self, x: Tensor | Normed) -> Tensor:
@@ -56,52 +82,107 @@ class TwoDimensional(ABC):
         return silu_mul(self(x))
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        """The sum with the residual stream, on its way into `norm`. Shapes: x [T, I], residual [T, O]."""
-        rows, stream = add_rms_norm(self(x), residual, norm.weight, norm.eps)
-        return Normed(stream, rows)
+        """The sum with the residual, on its way into `norm`. Shapes: x [T, I], residual [T, O]."""
+        rows, values = add_rms_norm(self(x), residual, norm.weight, norm.eps)
+        return Normed(values, rows)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        """The result of a head, which is compared: 16 bits would make ties. Shapes: -> [T, O], float32 or wider."""
+        y = self(x)
+        return y.float() if y.element_size() == 2 else y
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
+        """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [O] i64 -> [T] i64."""
+        columns = self.logits(x).argmax(-1)
+        return columns if ids is None else ids[columns]
 
 
 @dataclass(frozen=True, slots=True)
-class Linear(TwoDimensional):
-    """`x @ weight.T + bias`. Rows are independent: what else is in the batch changes a row by rounding only."""
+class DenseLinear(AnyLinear):
+    """A linear whose weight is a matrix of the model's own type, in some layout."""
 
-    weight: Tensor  # [O, I]
+    stored: Tensor  # [O, I], the weight in its layout
+    bias: Tensor | None  # [O]
+
+    @property
+    def out_features(self) -> int:
+        return self.stored.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.stored.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.stored.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def work(self) -> ForwardWork:
+        num_biases = 0 if self.bias is None else self.out_features
+        return product_work(self.num_bytes, self.out_features * self.in_features + num_biases)
+
+    def matrix(self) -> Tensor:
+        """The weight in rows, copied if its layout is another one. Shapes: -> [O, I]."""
+        return self.stored if self.stored.layout is torch.strided else self.stored.to_dense()
+
+    def rows(self, ids: Tensor | slice) -> AnyLinear:
+        return Linear(self.matrix()[ids], None if self.bias is None else self.bias[ids])
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(DenseLinear):
+    """Rows of the weight one after another. Rows of x are independent: the others change a row by rounding only."""
+
     bias: Tensor | None = None  # [O]
 
     @property
+    def operand(self) -> DenseWeight:
+        """What the kernels multiply by."""
+        return DenseWeight(self.stored)
+
+    @property
     def fused(self) -> bool:
-        """True if a kernel takes what surrounds the map into it."""
-        return self.weight.is_cuda and self.bias is None
+        """True if a kernel takes what surrounds the linear into it."""
+        return self.stored.is_cuda and self.bias is None
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        """Shapes: [T, I] -> [T, O]."""
-        return fused_linear(x, self.weight) if self.fused else self._alone(normalised(x))
+        return fused_linear(x, self.operand) if self.fused else self._alone(normalised(x))
 
     def gated(self, x: Normed) -> Tensor:
-        """See `TwoDimensional`."""
-        return fused_linear(x, self.weight, gated=True) if self.fused else TwoDimensional.gated(self, x)
+        return fused_linear(x, self.operand, gated=True) if self.fused else DenseLinear.gated(self, x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        """See `TwoDimensional`."""
-        return linear_add(x, self.weight, residual, norm) if self.fused else TwoDimensional.add(self, x, residual, norm)
+        return linear_add(x, self.operand, residual, norm) if self.fused else DenseLinear.add(self, x, residual, norm)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        return linear_logits(x, self.operand) if self.fused else DenseLinear.logits(self, x)
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
+        return linear_argmax(x, self.operand, ids) if self.fused else DenseLinear.argmax(self, x, ids)
 
     def _alone(self, x: Tensor) -> Tensor:
         """On a CPU BLAS most often computes `weight @ x.T` at memory speed for few rows, `x @ weight.T` at half."""
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-            return F.linear(x, self.weight, self.bias)
-        return linear_columns(x, self.weight, self.bias)
+            return F.linear(x, self.stored, self.bias)
+        return linear_columns(x, self.stored, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLinear(TwoDimensional):
-    """A linear map in float32 for a CPU, its weight in the layout that oneDNN likes best. The plain one is not kept."""
+class PackedLinear(DenseLinear):
+    """A linear in float32 for a CPU, its weight in the layout that oneDNN likes best. The plain one is not kept."""
 
-    packed: Tensor  # [O, I], opaque
     bias: Tensor | None = None  # [O]
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        """Shapes: [T, I] -> [T, O]."""
-        return linear_packed(normalised(x), self.packed, self.bias, FEW_ROWS)
+        return linear_packed(normalised(x), self.stored, self.bias, FEW_ROWS)
 
 
 def linear_columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,13 +201,10 @@ def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None, least_rows: in
     return y if y.shape[0] == num_rows else y[:num_rows]
 
 
-AnyLinear = Linear | PackedLinear
-
-
-def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
     """The form that is fastest where the weight is. Shapes: weight [O, I], bias [O].
 
-    Two cores of an AMD EPYC, float32, the four maps of SmolLM2's 30 layers (425 MB), ms a pass; a busy host, so only
+    Two cores of an AMD EPYC, float32, the four linears of SmolLM2's 30 layers (425 MB), ms a pass; a busy host, so only
     the ratios count (benchmarks/cpu_linear.py, results/linear_cpu.json):
 
         rows               1     2     4     6    16    64
@@ -139,34 +217,16 @@ def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`, gate and up as one map."""
+class HeadLogits:
+    """`LazyLogits` of a head: a caller that wants the largest logit alone needs none of the others."""
 
-    gate_up: AnyLinear  # [2I, H], gate first
-    down: AnyLinear  # [H, I]
-
-    def add(self, x: Normed, norm: Norm) -> Normed:
-        """Adds its result to the stream that it reads, on its way into `norm`. Shapes: [T, H]."""
-        return self.down.add(self.gate_up.gated(x), x.values, norm)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadScores:
-    """`Scores` of a head: who wants the largest logit alone needs none of the others."""
-
-    head: Linear  # [V, H]
+    head: AnyLinear  # [V, H]
     rows: Tensor | Normed  # [R, H]
 
-    def logits(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
-        if self.head.fused:
-            return linear_logits(self.rows, self.head.weight)
-        logits = self.head(self.rows)
-        return logits.float() if logits.element_size() == 2 else logits
+        return self.head.logits(self.rows)
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
         """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
-        if self.head.fused:
-            return linear_argmax(self.rows, self.head.weight, ids)
-        columns = self.logits().argmax(-1)
-        return columns if ids is None else ids[columns]
+        return self.head.argmax(self.rows, ids)

@@ -13,14 +13,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import (
-    FEW_ROWS,
-    Linear,
-    PackedLinear,
-    TwoDimensional,
-    linear_columns,
-    linear_packed,
-)
+from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear, PackedLinear, linear_columns, linear_packed
 
 T = TypeVar("T")
 
@@ -55,32 +48,25 @@ FORMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class FormedLinear(TwoDimensional):
+class FormedLinear(DenseLinear):
     """A linear in the form that was chosen for it."""
 
-    weight: Tensor  # [O, I] as the form lays it out
-    bias: Tensor | None
     form: Form
 
-    @property
-    def fused(self) -> bool:
-        """Nothing around it is part of it."""
-        return False
-
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        """Shapes: [T, I] -> [T, O]."""
-        return self.form.run(normalised(x), self.weight, self.bias)
+        return self.form.run(normalised(x), self.stored, self.bias)
 
 
-def plain_weight(linear: Linear | PackedLinear | FormedLinear) -> Tensor:
-    """Its weight as a matrix. Shapes: -> [O, I]."""
-    weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
-    return weight if weight.layout is torch.strided else weight.to_dense()
+def laid_out(linear: DenseLinear, form: Form) -> Tensor:
+    """Its weight as the form wants it; what was packed while loading is not packed again."""
+    if isinstance(linear, PackedLinear) and form.lay_out is _packed:
+        return linear.stored
+    return form.lay_out(linear.matrix())
 
 
-def linears_of(node: object) -> Iterator[Linear | PackedLinear | FormedLinear]:
-    """Every linear below a tree of dataclasses and tuples, in order."""
-    if isinstance(node, Linear | PackedLinear | FormedLinear):
+def linears_of(node: object) -> Iterator[DenseLinear]:
+    """Every dense linear below a tree of dataclasses and tuples, in order."""
+    if isinstance(node, DenseLinear):
         yield node
     elif isinstance(node, tuple):
         for child in node:
@@ -91,7 +77,7 @@ def linears_of(node: object) -> Iterator[Linear | PackedLinear | FormedLinear]:
 
 
 def in_form(node: T, form: Form, head: Form) -> T:
-    """The same tree, with linears in `form` and heads (fields of that name) in `head`; a shared one stays shared."""
+    """The tree with dense linears in `form`, heads (fields of that name) in `head`; a shared one stays shared."""
     return cast(T, _Former(form, head).visit(node, ""))
 
 
@@ -99,11 +85,11 @@ class _Former:
     def __init__(self, form: Form, head: Form) -> None:
         self._form = form
         self._head = head
-        self._formed: dict[int, FormedLinear] = {}
+        self._formed: dict[tuple[int, int], FormedLinear] = {}
         self._kept: list[Tensor] = []  # so that no address is used again
 
     def visit(self, node: Any, name: str) -> Any:
-        if isinstance(node, Linear | PackedLinear | FormedLinear):
+        if isinstance(node, DenseLinear):
             return self._formed_linear(node, self._head if name == "head" else self._form)
         if isinstance(node, tuple) and type(node) is tuple:
             children = tuple(self.visit(child, name) for child in node)
@@ -118,12 +104,11 @@ class _Former:
         changed = {name: value for name, value in new.items() if value is not old[name]}
         return replace(node, **changed) if changed else node
 
-    def _formed_linear(self, linear: Linear | PackedLinear | FormedLinear, form: Form) -> FormedLinear:
-        weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight
-        key = weight.data_ptr() if weight.layout is torch.strided else id(weight)
+    def _formed_linear(self, linear: DenseLinear, form: Form) -> FormedLinear:
+        stored = linear.stored
+        address = stored.data_ptr() if stored.layout is torch.strided else id(stored)
+        key = address, linear.out_features  # the first rows of a linear are at its address
         if key not in self._formed:
-            self._kept.append(weight)
-            packed = isinstance(linear, PackedLinear) and form.lay_out is _packed
-            laid_out = weight if packed else form.lay_out(plain_weight(linear))
-            self._formed[key] = FormedLinear(laid_out, linear.bias, form)
+            self._kept.append(stored)
+            self._formed[key] = FormedLinear(laid_out(linear, form), linear.bias, form)
         return self._formed[key]

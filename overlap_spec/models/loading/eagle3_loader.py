@@ -11,21 +11,24 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.eagle3 import Eagle3Fusion, Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.linear import Linear, RMSNorm, linear_map
-from overlap_spec.models.loading import llama_loader
+from overlap_spec.models.layers.decoder import PreNormLayer
+from overlap_spec.models.layers.embedding import DraftInput, Embedding
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.targets.llama import LlamaLayer, count_bytes
+from overlap_spec.models.work import count_bytes
 
-_TAP_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+_AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 
 def canonical_name(name: str) -> str:
     """One name for each weight, whatever the layout."""
-    name = llama_loader.canonical_name(name)
+    name = parts.canonical_name(name)
     if name.startswith("midlayer."):
         return f"layers.0.{name.removeprefix('midlayer.')}"
     stem, _, rest = name.partition(".")
-    return f"fc_norm.{_TAP_NORMS.index(stem)}.{rest}" if stem in _TAP_NORMS else name
+    return f"fc_norm.{_AUX_NORMS.index(stem)}.{rest}" if stem in _AUX_NORMS else name
 
 
 def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Eagle3Weights:
@@ -36,17 +39,18 @@ def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget)
     _check_against_target(config, checkpoint, target)
     fusion = _load_fusion(config, checkpoint)
     hidden_norm = llama_loader.load_norm(config.llama, checkpoint, "layers.0.hidden_norm")
-    layers = tuple(_load_layer(config, checkpoint, index) for index in range(config.llama.num_layers))
+    token_norm = llama_loader.load_norm(config.llama, checkpoint, "layers.0.input_layernorm")
+    layers = tuple(_load_layer(config, checkpoint, index, token_norm) for index in range(config.llama.num_layers))
     norm = llama_loader.load_norm(config.llama, checkpoint, "norm")
     embedding = _load_embedding(config, checkpoint, target)
     head = _load_head(config, checkpoint, target, embedding)
     target_ids = _load_target_ids(checkpoint, head, target)
     checkpoint.skip("t2d")
-    llama_loader.skip_derived(checkpoint)
-    checkpoint.finish()
-    own = count_bytes((embedding, fusion, hidden_norm, layers, norm, head, target_ids))
-    shared = count_bytes(tuple(t for t in (embedding, head.weight) if _is_one_of(t, target)))
-    return Eagle3Weights(config, embedding, fusion, hidden_norm, layers, norm, head, target_ids, own - shared)
+    parts.finish(checkpoint)
+    inputs = DraftInput(embedding, token_norm, hidden_norm)
+    own = count_bytes((fusion, inputs, layers, norm, head, target_ids))
+    shared = tuple(part for part, whole in ((embedding, target.embedding), (head, target.head)) if part is whole)
+    return Eagle3Weights(config, embedding, fusion, inputs, layers, norm, head, target_ids, own - count_bytes(shared))
 
 
 def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> None:
@@ -61,7 +65,7 @@ def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: Loa
         if found != (config.llama.hidden_size, config.fused_size):
             raise CheckpointError(
                 f"{checkpoint.file_of('fc.weight')}: tensor fc.weight: found shape {list(found)}, expected"
-                f" {[config.llama.hidden_size, config.fused_size]}: {len(config.aux_layers)} tapped layers x"
+                f" {[config.llama.hidden_size, config.fused_size]}: {len(config.aux_layers)} aux layers x"
                 f" the target's hidden size {target.hidden_size}"
             )
 
@@ -70,43 +74,44 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
     width, hidden = config.target_hidden_size, config.llama.hidden_size
     norms: tuple[RMSNorm, ...] = ()
     if "fc_norm.0.weight" in checkpoint:
-        aux_hidden = range(max(len(config.aux_layers), 1))
+        indices = range(max(len(config.aux_layers), 1))
         eps = config.llama.rms_norm_eps
-        norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{tap}.weight", (width,)), eps) for tap in aux_hidden)
+        norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{index}.weight", (width,)), eps) for index in indices)
     if config.fused_size == hidden and "fc.weight" not in checkpoint:
         return Eagle3Fusion(norms, None)
     weight = checkpoint.take("fc.weight", (hidden, config.fused_size))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
-    return Eagle3Fusion(norms, linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
+    return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 
 
-def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int) -> LlamaLayer:
+def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int, token_norm: RMSNorm) -> PreNormLayer:
     """The first layer reads embedding and features side by side; the others are ordinary.
 
     Their first norm is called `hidden_norm` or `input_layernorm`; with both, `hidden_norm` is the one in use.
     """
-    hidden = config.llama.hidden_size
+    llama, hidden = config.llama, config.llama.hidden_size
+    shape = llama.attention_shape(llama.windows[index])
     if index == 0:
-        return llama_loader.load_layer(config.llama, checkpoint, index, 2 * hidden, "input_layernorm")
+        return llama_loader.load_layer(llama, checkpoint, index, shape, 2 * hidden, token_norm)
     norm = "hidden_norm" if f"layers.{index}.hidden_norm.weight" in checkpoint else "input_layernorm"
     checkpoint.skip(f"layers.{index}.input_layernorm.weight")
-    return llama_loader.load_layer(config.llama, checkpoint, index, hidden, norm)
+    return llama_loader.load_layer(llama, checkpoint, index, shape, hidden, norm)
 
 
-def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Tensor:
+def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Embedding:
     """The target's, unless the head is narrower or wider, or uses its own as output."""
     name, hidden = "embed_tokens.weight", config.llama.hidden_size
     if hidden == target.hidden_size and not config.llama.tie_word_embeddings:
         checkpoint.skip(name)
         return target.embedding
-    return checkpoint.take(name, (target.vocab_size, hidden))
+    return parts.take_embedding(checkpoint, target.vocab_size, hidden)
 
 
-def _load_head(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, embedding: Tensor) -> Linear:
+def _load_head(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, embedding: Embedding) -> AnyLinear:
     name, hidden = "lm_head.weight", config.llama.hidden_size
     if config.llama.tie_word_embeddings:
         checkpoint.skip(name)
-        return Linear(embedding)
+        return embedding.tied_head()
     if config.draft_vocab_size is not None:
         return Linear(checkpoint.take(name, (config.draft_vocab_size, hidden)))
     if hidden != target.hidden_size:
@@ -118,9 +123,9 @@ def _load_head(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, 
     return target.head
 
 
-def _load_target_ids(checkpoint: Weights, head: Linear, target: LoadedTarget) -> Tensor:
+def _load_target_ids(checkpoint: Weights, head: AnyLinear, target: LoadedTarget) -> Tensor:
     """Draft id -> target id. The checkpoint stores offsets: target id = draft id + d2t[draft id]."""
-    rows, device = head.weight.shape[0], head.weight.device
+    rows, device = head.out_features, head.device
     ids = torch.arange(rows)
     if "d2t" not in checkpoint:
         if rows != target.vocab_size:
@@ -143,7 +148,3 @@ def _load_target_ids(checkpoint: Weights, head: Linear, target: LoadedTarget) ->
             f" expected 0 to {target.vocab_size - 1}, the target's vocabulary"
         )
     return ids.to(device)
-
-
-def _is_one_of(tensor: Tensor, target: LoadedTarget) -> bool:
-    return tensor is target.embedding or tensor is target.head.weight

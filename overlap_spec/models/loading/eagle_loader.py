@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.drafts.eagle import EagleWeights
-from overlap_spec.models.drafts.eagle_config import EagleConfig
+from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.linear import AnyLinear, Linear, RMSNorm, linear_map
-from overlap_spec.models.loading import llama_loader
+from overlap_spec.models.layers.decoder import PreNormLayer
+from overlap_spec.models.layers.linear import AnyLinear, make_linear
+from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.targets.llama import LlamaLayer, count_bytes
+from overlap_spec.models.loading.llama_loader import load_layer
+from overlap_spec.models.loading.parts import finish, mapped_head
+from overlap_spec.models.work import count_bytes
 
 
 def load_eagle(
@@ -35,36 +37,20 @@ def load_eagle(
     fc = _load_fc(config, checkpoint)
     layers = tuple(_load_layer(config, checkpoint, index, unread) for index in range(config.llama.num_layers))
     checkpoint.skip("embed_tokens.weight", "lm_head.weight")
-    llama_loader.skip_derived(checkpoint)
-    checkpoint.finish()
+    finish(checkpoint)
     head, ids = mapped_head(target, target_ids)
-    shared = head.weight is target.head.weight
-    own = count_bytes((fc, layers, ids)) + (0 if shared else head.weight.nbytes)
-    return EagleWeights(config, target.embedding, fc, layers, unread, head, ids, own)
-
-
-def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[Linear, Tensor]:
-    """The rows of the target's head that guesses are made with, gathered once, and the tokens that they stand for.
-
-    Shapes: target_ids [N] i64, None for all -> head [N, H], ids [N] i64 on its device. FR-Spec: Zhao et al. 2025,
-    arXiv:2502.14856.
-    """
-    head, device = target.head, target.head.weight.device
-    if target_ids is None:
-        return head, torch.arange(target.vocab_size, device=device)
-    ids = target_ids.to(device)
-    return Linear(head.weight[ids], None if head.bias is None else head.bias[ids]), ids
+    own = count_bytes((fc, layers, ids)) + (0 if head is target.head else head.num_bytes)
+    return EagleWeights(target.embedding, fc, layers, unread, head, ids, own)
 
 
 def _load_fc(config: EagleConfig, checkpoint: Weights) -> AnyLinear:
     hidden = config.llama.hidden_size
     weight = checkpoint.take("fc.weight", (hidden, 2 * hidden))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
-    return linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
+    return make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
 
 
-def _load_layer(config: EagleConfig, checkpoint: Weights, index: int, unread: RMSNorm) -> LlamaLayer:
-    hidden = config.llama.hidden_size
-    if index == 0:
-        return llama_loader.load_layer(config.llama, checkpoint, index, hidden, unread)
-    return llama_loader.load_layer(config.llama, checkpoint, index, hidden, "input_layernorm")
+def _load_layer(config: EagleConfig, checkpoint: Weights, index: int, unread: RMSNorm) -> PreNormLayer:
+    llama = config.llama
+    norm: str | Norm = unread if index == 0 else "input_layernorm"
+    return load_layer(llama, checkpoint, index, llama.attention_shape(llama.windows[index]), llama.hidden_size, norm)

@@ -6,8 +6,6 @@ The target's own tensors are beside it, and are left alone here:
     model.layers.0.mlp.up_proj.weight     ->  target.model.layers.0.mlp.up_proj.weight
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError, ConfigError
@@ -15,12 +13,12 @@ from overlap_spec.models.drafts.mtp import MtpWeights, swapped_halves
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.linear import Linear, linear_map
-from overlap_spec.models.loading import llama_loader
+from overlap_spec.models.layers.embedding import DraftInput
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.eagle_loader import mapped_head
-from overlap_spec.models.targets.llama import count_bytes
 from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.work import count_bytes
 
 
 def load_mtp(
@@ -41,7 +39,7 @@ def load_mtp(
         raise CheckpointError(
             f"{checkpoint.origin}: it has several MTP layers, one for each guess: --enable-multi-layer-eagle runs them"
         )
-    head, ids = mapped_head(target, target_ids)
+    head, ids = parts.mapped_head(target, target_ids)
     weights = _load_layer(config, layout, checkpoint, 0, target, head, ids)
     _finish(checkpoint)
     return weights
@@ -62,11 +60,11 @@ def load_mtp_layers(
             f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
             f" give at most {len(found)}, not {num_layers}",
         )
-    shared, ids = mapped_head(target, None)
+    shared, ids = parts.mapped_head(target, None)
     layers = []
     for index in range(num_layers):
-        name = f"layers.{index}.{layout.head}.weight"
-        head = shared if layout.head is None else Linear(checkpoint.take(name, tuple(shared.weight.shape)))
+        name, shape = f"layers.{index}.{layout.head}.weight", (shared.out_features, shared.in_features)
+        head = shared if layout.head is None else Linear(checkpoint.take(name, shape))
         layers.append(_load_layer(config, layout, checkpoint, index, target, head, ids))
     checkpoint.skip(*(name for name in checkpoint.names() if _is_layer_from(name, num_layers)))
     _finish(checkpoint)
@@ -79,42 +77,30 @@ def _load_layer(
     checkpoint: Weights,
     index: int,
     target: LoadedTarget,
-    head: Linear,
+    head: AnyLinear,
     ids: Tensor,
 ) -> MtpWeights:
     """Take layer `index`, and pass over its copies of what is the target's."""
     window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
-    config = replace(config, num_layers=1, windows=(window,))
     prefix, hidden = f"layers.{index}", config.hidden_size
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
     hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
-    weight = checkpoint.take(f"{prefix}.{layout.input_map}.weight", (hidden, 2 * hidden))
-    input_map = linear_map(swapped_halves(weight) if layout.hidden_first else weight)
-    layer = llama_loader.load_layer(config, checkpoint, index, hidden, "input_layernorm")
+    weight = checkpoint.take(f"{prefix}.{layout.fc}.weight", (hidden, 2 * hidden))
+    fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
+    shape = config.attention_shape(window)
+    layer = llama_loader.load_layer(config, checkpoint, index, shape, hidden, "input_layernorm")
     norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")
     checkpoint.skip(*(f"{prefix}.{name}" for name in layout.copies))
-    own = count_bytes((token_norm, hidden_norm, input_map, layer, norm, ids))
-    own += 0 if head.weight is target.head.weight else head.weight.nbytes
-    return MtpWeights(
-        config,
-        target.embedding,
-        token_norm,
-        hidden_norm,
-        input_map,
-        layer,
-        norm,
-        head,
-        ids,
-        own,
-        layout.embeds_first,
-    )
+    own = count_bytes((token_norm, hidden_norm, fc, layer, norm, ids))
+    own += 0 if head is target.head else head.num_bytes
+    inputs = DraftInput(target.embedding, token_norm, hidden_norm)
+    return MtpWeights(target.embedding, inputs, fc, layer, norm, head, ids, own, layout.embeds_first)
 
 
 def _finish(checkpoint: Weights) -> None:
-    """The target's tensors are somebody else's to take."""
+    """Leave the target's tensors alone: another loader takes them."""
     checkpoint.skip(*(name for name in checkpoint.names() if name.startswith(OF_TARGET)))
-    llama_loader.skip_derived(checkpoint)
-    checkpoint.finish()
+    parts.finish(checkpoint)
 
 
 def _is_layer_from(name: str, first: int) -> bool:

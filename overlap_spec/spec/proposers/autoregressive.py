@@ -20,7 +20,7 @@ import torch
 from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
-from overlap_spec.models.interfaces import DraftHead, RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import DraftHead, LazyLogits, RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -105,7 +105,7 @@ class AutoregressiveProposer:
             if guesses:
                 rows = single_rows(batch, i - 1, self._page_size)
                 drafted = self.advance(guesses[-1], self.features(drafted), rows)
-            guesses.append(draw_guess(self.scores(drafted), batch, i, self.target_ids, self._probs))
+            guesses.append(draw_guess(self.logits(drafted), batch, guesses, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Normed:
@@ -120,6 +120,6 @@ class AutoregressiveProposer:
         """See `Drafter`."""
         return self._head.forward(tokens, features, rows)
 
-    def scores(self, drafted: Normed) -> Scores:
+    def logits(self, drafted: Normed) -> LazyLogits:
         """See `Drafter`."""
-        return self._head.scores(drafted)
+        return self._head.logits(drafted)

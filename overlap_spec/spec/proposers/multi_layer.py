@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import last_rows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -31,7 +31,7 @@ class Layers(Protocol):
     """MTP layers, in the order of the guesses, with their KV caches."""
 
     num_layers: int  # S
-    target_ids: Tensor  # [Vd] i64: target id of each column of scores
+    target_ids: Tensor  # [Vd] i64: target id of each column of logits
 
     def features(self, output: TargetOutput) -> Tensor:
         """What a target row hands to the first layer. Shapes: -> [T, H]."""
@@ -45,7 +45,7 @@ class Layers(Protocol):
         """What the next layer reads where a layer has read `features`. Shapes: [T, H] each -> [T, H]."""
         ...
 
-    def scores(self, layer: int, output: Tensor) -> Scores:
+    def logits(self, layer: int, output: Tensor) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
         ...
 
@@ -111,7 +111,7 @@ class MultiLayerProposer:
         starts, ends = rows.row_starts[:-1].long(), rows.row_starts[1:].long()
         begins = rows.positions[starts.clamp(max=len(rows.positions) - 1)]
         first = self._recent.first
-        first[prompts.seats] = torch.where(prompts.fresh > 0, begins, first[prompts.seats])
+        first[prompts.chunk_slots] = torch.where(prompts.fresh > 0, begins, first[prompts.chunk_slots])
         self._finish_earlier(prompts, rows.page_table, starts, ends, begins)
         features = self._layers.features(output)
         self._remember(prompts, features, starts, ends, begins)
@@ -151,7 +151,7 @@ class MultiLayerProposer:
             if layer < num_guesses:
                 newest = output.view(len(batch.slots), num_rows, -1)[:, -1].contiguous()
                 guesses.append(
-                    draw_guess(self._layers.scores(layer, newest), batch, layer, self._layers.target_ids, self._probs)
+                    draw_guess(self._layers.logits(layer, newest), batch, guesses, self._layers.target_ids, self._probs)
                 )
                 tokens[:, -1] = guesses[-1]
         return guesses
@@ -172,8 +172,8 @@ class MultiLayerProposer:
         num_rows = self._layers.num_layers - 1
         if num_rows == 0:
             return
-        rows = last_rows(page_table, begins, self._recent.first[prompts.seats], num_rows, self._page_size)
-        features, tokens = self._recent.get(prompts.seats, begins, num_rows)
+        rows = last_rows(page_table, begins, self._recent.first[prompts.chunk_slots], num_rows, self._page_size)
+        features, tokens = self._recent.get(prompts.chunk_slots, begins, num_rows)
         after = starts[:, None] + torch.arange(num_rows, device=starts.device)
         known = prompts.next_tokens[after.clamp(max=len(prompts.next_tokens) - 1)]
         tokens = torch.cat((tokens, known.masked_fill(after >= ends[:, None], 0)), 1)
@@ -185,7 +185,7 @@ class MultiLayerProposer:
         """Keep the last rows of each chunk. Shapes: features [T, H]; starts, ends, begins [B] i64."""
         newest = ends[:, None] - self._recent.most + torch.arange(self._recent.most, device=ends.device)
         is_there = newest >= starts[:, None]
-        slots = torch.where(is_there, prompts.seats[:, None], len(self._recent.first) - 1)
+        slots = torch.where(is_there, prompts.chunk_slots[:, None], len(self._recent.first) - 1)
         positions = begins[:, None] + newest - starts[:, None]
         newest = newest.clamp(min=0)
         self._recent.put(slots, positions, features[newest], prompts.next_tokens[newest])

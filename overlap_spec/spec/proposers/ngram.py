@@ -2,8 +2,8 @@
 
 Two memories:
 
-    own       a pool with a token for each row of the KV cache, addressed by the page table: a prompt whose KV is
-              cached, or comes in chunks, is there as whole as its KV is. Searched in full, in time
+    own       the token pool, addressed as the KV cache is: a prompt whose KV is cached, or comes in chunks, is there
+              as whole as its KV is. Every step writes it. Searched in full, in time
     shared    a bounded log of what all requests said, with an index of n-grams. Prompts enter it whole, when they are
               complete; what a step commits enters it before that step's guesses are made
 
@@ -22,11 +22,11 @@ from overlap_spec_kernels import (
     ngram_lookahead,
     ngram_match,
     ngram_merge,
-    ngram_store,
 )
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram_corpus import enter_corpus
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -58,9 +58,8 @@ class NgramMemory:
     """What is remembered of tokens."""
 
     limits: NgramLimits
-    pool: Tensor  # [R] i32: the token of each row of the KV cache
+    pool: TokenPool
     log: NgramLog  # with a row of `open_page` for each slot row, the dummy last
-    page_size: int
     corpus: Tensor  # [n] i32: what is in the log from the start, and again after it was forgotten
 
     @property
@@ -78,20 +77,10 @@ class NgramMemory:
         if len(self.corpus):
             enter_corpus(self.log, self.limits, self.corpus)
 
-    def read(self, page_table: Tensor, slots: Tensor, starts: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Take in tokens at positions starts.. of each slot. Shapes: tokens [B, n], the rest [B] i64."""
-        self.store(page_table, starts, tokens, counts)
-        self.share(page_table, slots, starts, starts + counts - 1, tokens.shape[1])
-
-    def store(self, page_table: Tensor, starts: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Into the pool alone."""
-        ngram_store(self.pool, page_table, self.page_size, starts, tokens, counts)
-
     def share(self, page_table: Tensor, slots: Tensor, starts: Tensor, ends: Tensor, most: int) -> None:
         """Into the log, from the pool: at most `most` tokens of a slot, at positions starts..ends."""
-        ngram_absorb(
-            self.log, self.limits, self.pool, page_table, self.page_size, slots, starts, ends, self.dummy, most
-        )
+        known = self.pool.rows_of(page_table)
+        ngram_absorb(self.log, self.limits, *known, slots, starts, ends, self.dummy, most)
 
 
 class NgramProposer:
@@ -103,20 +92,15 @@ class NgramProposer:
         self._chains = memory.limits.max_breadth == 1
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
-        """Absorb prompt chunks, and share the prompts that are complete."""
-        memory, page_table = self.memory, rows.page_table
-        assert rows.cache_rows is not None, "chunks say where their rows are"
-        memory.pool[rows.cache_rows] = prompts.tokens.int()
+        """Share the prompts that are complete, with the tokens drawn after them."""
         ends = rows.positions[prompts.last_rows] + 1
-        roots = prompts.next_tokens[prompts.last_rows]  # of a prompt that goes on: its next token, which is right too
-        memory.store(page_table, ends, roots[:, None], torch.ones_like(ends))
-        most = page_table.shape[1] * memory.page_size
-        memory.share(page_table, prompts.slots, torch.zeros_like(ends), ends, most)
+        most = rows.page_table.shape[1] * self.memory.pool.page_size
+        self.memory.share(rows.page_table, prompts.slots, torch.zeros_like(ends), ends, most)
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
-        """Absorb what was committed."""
-        starts, counts = batch.lengths + 1, verdict.accept_len + 1
-        self.memory.read(batch.page_table, batch.slots, starts, verdict.tokens, counts)
+        """Share what was committed."""
+        starts, most = batch.lengths + 1, verdict.tokens.shape[1]
+        self.memory.share(batch.page_table, batch.slots, starts, starts + verdict.accept_len, most)
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Nothing ever waits."""
@@ -127,7 +111,7 @@ class NgramProposer:
     def propose(self, batch: SlotBatch, learnt: None, num_guesses: int) -> Guesses:
         """What followed the best matches, own and others'."""
         memory, windows = self.memory, self._windows
-        known = memory.pool, batch.page_table, memory.page_size
+        known = memory.pool.rows_of(batch.page_table)
         matches = ngram_match(*known, batch.lengths, memory.limits)
         merged = ngram_merge(matches, memory.log, memory.limits, *known, batch.lengths, num_guesses)
         windows.tokens[batch.slots] = merged.tokens.t()

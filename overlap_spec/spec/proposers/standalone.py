@@ -25,7 +25,7 @@ import torch
 from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, Scores, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.rows import earlier_rows, single_rows, window_rows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -35,13 +35,13 @@ from overlap_spec.spec.verifiers.rejection import DraftProbs, draw_guess
 class SmallModel(Protocol):
     """A language model that has the target's token ids, with a KV cache of its own."""
 
-    target_ids: Tensor  # [Vd] i64: target id of each column of its scores
+    target_ids: Tensor  # [Vd] i64: target id of each column of its logits
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Row at position p holds the token of p. Shapes: tokens [T] i64."""
         ...
 
-    def scores(self, hidden: Tensor | Normed) -> Scores:
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, Vd]."""
         ...
 
@@ -123,7 +123,7 @@ class StandaloneProposer:
             if guesses:
                 rows = single_rows(batch, i, self._page_size)
                 hidden = self.advance(guesses[-1], self.features(hidden), rows)
-            guesses.append(draw_guess(self.scores(hidden), batch, i, self.target_ids, self._probs))
+            guesses.append(draw_guess(self.logits(hidden), batch, guesses, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: LastTokens) -> Tensor | Normed:
@@ -141,11 +141,11 @@ class StandaloneProposer:
 
     def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor | Normed:
         """See `Drafter`."""
-        return self._model.forward(tokens, rows).stream
+        return self._model.forward(tokens, rows).final
 
-    def scores(self, drafted: Tensor | Normed) -> Scores:
+    def logits(self, drafted: Tensor | Normed) -> LazyLogits:
         """See `Drafter`."""
-        return self._model.scores(drafted)
+        return self._model.logits(drafted)
 
 
 class RereadingProposer(StandaloneProposer):

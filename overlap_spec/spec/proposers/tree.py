@@ -18,14 +18,15 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from overlap_spec_kernels import Candidates, add_children, expand_tree, select_tree
+from overlap_spec_kernels import MASK_BITS, Candidates, add_children, expand_tree, select_tree
 from torch import Tensor
 
-from overlap_spec.models.interfaces import MASK_BITS, RowBatch, Scores, TargetOutput, TreeKeys
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
+from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Learnt, Prompts, Proposer
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.rows import tree_rows
-from overlap_spec.spec.types import Guesses, SlotBatch, TreeShape, Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 Drafted = TypeVar("Drafted")  # what a draft's rows give
 
@@ -33,7 +34,7 @@ Drafted = TypeVar("Drafted")  # what a draft's rows give
 class Drafter(Proposer[Learnt], Protocol[Learnt, Drafted]):
     """A proposer of chains, and the steps of which its chains are made."""
 
-    target_ids: Tensor  # [Vd] i64: target id of each column of scores
+    target_ids: Tensor  # [Vd] i64: target id of each column of logits
     first_row: int  # a child of the root has its row so many positions after the slot's length
 
     def enter(self, batch: SlotBatch, learnt: Learnt) -> Drafted:
@@ -48,7 +49,7 @@ class Drafter(Proposer[Learnt], Protocol[Learnt, Drafted]):
         """Run guesses. Shapes: tokens [R] i64, features of the rows before [R, n]."""
         ...
 
-    def scores(self, drafted: Drafted) -> Scores:
+    def logits(self, drafted: Drafted) -> LazyLogits:
         """Shapes: -> logits [R, Vd]."""
         ...
 
@@ -124,7 +125,7 @@ class TreeProposer(Generic[Learnt, Drafted]):
         """Grow as many levels as so many guesses can have, and keep the best nodes."""
         num_levels, topk = min(self._branching.num_levels, num_guesses), self._branching.topk
         nodes, scratch = self._root(batch, learnt), self._scratch(batch)
-        logs, columns = self._children(batch, 0, nodes)
+        logs, columns = self._children(batch, 0, nodes, None)
         grown = Candidates.allocate(len(logs), topk + (num_levels - 1) * topk**2, logs.dtype, logs.device)
         add_children(grown, 0, logs, columns, self._drafter.target_ids, nodes.log_probs, nodes.index)
         first, end = 0, topk  # of the candidates that were added last
@@ -132,7 +133,7 @@ class TreeProposer(Generic[Learnt, Drafted]):
             last = grown.log_probs[:, first:end], grown.tokens[:, first:end]
             nodes = self._run_best(batch, level, nodes, last, first, scratch)
             first, end = end, end + topk**2
-            logs, columns = self._children(batch, level, nodes)
+            logs, columns = self._children(batch, level, nodes, grown)
             add_children(grown, first, logs, columns, self._drafter.target_ids, nodes.log_probs, nodes.index)
         return Guesses(*select_tree(*grown, num_guesses))
 
@@ -146,10 +147,12 @@ class TreeProposer(Generic[Learnt, Drafted]):
         prefix = batch.lengths + self._drafter.first_row
         return Scratch(prefix, cache_rows, batch.lengths[:, None] + self._level)
 
-    def _children(self, batch: SlotBatch, level: int, nodes: Nodes[Drafted]) -> tuple[Tensor, Tensor]:
+    def _children(
+        self, batch: SlotBatch, level: int, nodes: Nodes[Drafted], grown: Candidates | None
+    ) -> tuple[Tensor, Tensor]:
         """See `top_children`. The nodes are of level `level`, the root's being 0."""
-        scores = self._drafter.scores(nodes.drafted)
-        return top_children(scores, batch, level, self._branching.topk, self._drafter.target_ids)
+        context = level_context(batch, grown, nodes.index, level, self._drafter.target_ids)
+        return top_children(self._drafter.logits(nodes.drafted), context, self._branching.topk)
 
     def _run_best(
         self,

@@ -1,33 +1,35 @@
-"""Verification by coins: a guess stands with a probability, and where it falls a residual is drawn from.
+"""Rejection sampling: a guess is accepted with a probability; after a rejection the token is drawn from a residual.
 
 Two rules. Classic rejection (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318): guesses are
-drawn from the draft's q, stand with probability min(1, p / q), and max(p - q, 0) is the residual: the committed tokens
-have the target's distribution, but are not those of plain decoding with that seed. Thresholds (SGLang's): a guess
-stands with probability p / acc, or if p >= single; the residual is p without it: exact with both at 1, lossy below.
-Greedy requests are judged by matching under either rule.
+drawn from the draft's q and accepted with probability min(1, p / q), and max(p - q, 0) is the residual: the committed
+tokens have the target's distribution, but are not those of plain decoding with that seed. Thresholds (SGLang's): a
+guess is accepted with probability p / acc, or if p >= single; the residual is p without it: exact with both at 1, lossy
+below. Greedy requests are judged by matching under either rule. p and q are those of processed logits.
 
 Noise: coins, residuals and drawn guesses have streams of their own, keyed like the target's by (seed, position, token).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.noise import gumbel, stream, uniform
-from overlap_spec.sampling.sampler import allowed, draw_after, log_weights, slices
+from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
 from overlap_spec.sampling.types import Sampling
+from overlap_spec.spec.draw_contexts import chain_context, window_context
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
 GUESS, COIN, RESIDUAL = 1, 2, 3  # purposes of noise
 
 
 class AcceptRule(Protocol):
-    """When a guess stands, and what is drawn from where it falls. Shapes: guesses [b, K] i64, p [b, K, V] f64."""
+    """When a guess is accepted, and what is drawn from where it is not. Shapes: guesses [b, K] i64, p [b, K, V] f64."""
 
-    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
+    def accepts(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
         """Shapes: p_guess, coins [b, K] f64, slots [b] i64 -> bool [b, K]."""
         ...
 
@@ -43,12 +45,10 @@ class Thresholds:
     single: float
     acc: float
 
-    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
-        """See `AcceptRule`."""
+    def accepts(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
         return (coins * self.acc < p_guess) | (p_guess >= self.single)
 
     def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
-        """See `AcceptRule`."""
         return p.scatter(2, guesses[:, :, None], 0.0)
 
 
@@ -65,12 +65,13 @@ class DraftProbs:
         self._probs = torch.zeros(*size, len(target_ids), dtype=torch.float32, device=target_ids.device)
         self._of_guess = torch.zeros(size, dtype=torch.float32, device=target_ids.device)
 
-    def draw(self, scores: Scores, batch: SlotBatch, index: int) -> Tensor:
-        """Draw guess `index`, which stands `index` + 1 after the last token, from q. Shapes: -> target ids [B] i64."""
-        sampling = batch.sampling
+    def draw(self, lazy_logits: LazyLogits, batch: SlotBatch, guesses: Sequence[Tensor]) -> Tensor:
+        """Draw the guess that follows `guesses` from q. Shapes: guesses [B] i64 each -> target ids [B] i64."""
+        sampling, index = batch.sampling, len(guesses)
+        context = chain_context(batch, guesses, self.target_ids)
         if not sampling.work.sampled:
-            return draw_after(scores, batch.lengths[:, None], sampling, self.target_ids, index).squeeze(1)
-        logits = scores.logits().double()
+            return draw_after(lazy_logits, context).squeeze(1)
+        logits = processed_logits(lazy_logits, context).squeeze(1).double()
         q = (logits / sampling.temperature.clamp(min=1e-6)[:, None]).softmax(1)
         noise = gumbel(stream(sampling.seed, GUESS), batch.lengths + (1 + index), self.target_ids)
         columns = torch.where(sampling.temperature > 0, (q.log() + noise).argmax(1), logits.argmax(1))
@@ -88,14 +89,16 @@ class DraftProbs:
         return q.index_copy(2, self.target_ids, self._probs[slots, :num_guesses].double())
 
 
-def draw_guess(scores: Scores, batch: SlotBatch, index: int, target_ids: Tensor, probs: DraftProbs | None) -> Tensor:
-    """Draw guess `index` of each chain: from q if `probs` is to be told of it, else with the target's noise.
+def draw_guess(
+    lazy_logits: LazyLogits, batch: SlotBatch, guesses: Sequence[Tensor], target_ids: Tensor, probs: DraftProbs | None
+) -> Tensor:
+    """Draw the next guess of each chain: from q if `probs` is to be told of it, else with the target's noise.
 
-    Shapes: scores of B rows, target_ids [Vd] i64 -> target ids [B] i64.
+    Shapes: logits of B rows, guesses so far [B] i64 each, target_ids [Vd] i64 -> target ids [B] i64.
     """
     if probs is not None:
-        return probs.draw(scores, batch, index)
-    return draw_after(scores, batch.lengths[:, None], batch.sampling, target_ids, offset=index).squeeze(1)
+        return probs.draw(lazy_logits, batch, guesses)
+    return draw_after(lazy_logits, chain_context(batch, guesses, target_ids)).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,11 @@ class Rejection:
 
     probs: DraftProbs
 
-    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
-        """See `AcceptRule`."""
+    def accepts(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
         return coins * self.probs.of_guesses(slots, guesses.shape[1]) < p_guess
 
     def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
-        """See `AcceptRule`. A difference that rounds to nothing leaves p."""
+        """A difference that rounds to nothing leaves p."""
         rest = (p - self.probs.over(slots, *p.shape[1:])).clamp(min=0.0)
         return torch.where(rest.sum(2, keepdim=True) > 0, rest, p)
 
@@ -121,14 +123,13 @@ class ResidualVerifier:
         self._rule = rule
         self._token_ids = token_ids  # [V] i64
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
-        """See `Verifier`; what is kept is the target's distribution, where the rule keeps it."""
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
+        """Keeps the target's distribution where the rule does."""
+        context = window_context(window, batch, self._token_ids)
         if not batch.sampling.work.sampled:
-            return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids))
-        positions = window.positions + 1
-        logits = scores.logits().view(*positions.shape, -1)
-        logits = allowed(logits, positions, batch.sampling, self._token_ids)
-        judged = [self._judge(window.tokens[:, 1:], logits, positions, batch, part) for part in slices(logits)]
+            return Drawn(draw_after(lazy_logits, context))
+        logits, guesses = processed_logits(lazy_logits, context), window.tokens[:, 1:]
+        judged = [self._judge(guesses, logits, context.positions, batch, part) for part in slices(logits)]
         tokens, accept_len = (torch.cat(parts) for parts in zip(*judged, strict=True))
         return self._with_greedy(window, logits, batch.sampling, tokens, accept_len)
 
@@ -142,7 +143,7 @@ class ResidualVerifier:
         guessed, guesses = guesses >= 0, guesses.clamp(min=0)
         p_guess = p[:, :-1].gather(2, guesses[:, :, None]).squeeze(2)
         coins = uniform(stream(seed, COIN), positions[:, :-1])
-        accept_len = (guessed & self._rule.stands(guesses, p_guess, coins, slots)).long().cumprod(1).sum(1)
+        accept_len = (guessed & self._rule.accepts(guesses, p_guess, coins, slots)).long().cumprod(1).sum(1)
         residual = self._rule.residual(p[:, :-1], guesses, slots)
         weights = torch.cat((torch.where(guessed[:, :, None], residual, p[:, :-1]), p[:, -1:]), 1)
         seeds = stream(seed, RESIDUAL).expand(-1, width).reshape(-1)

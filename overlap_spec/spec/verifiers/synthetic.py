@@ -2,7 +2,7 @@
 
 A head with random weights guesses nothing right, so the speed of a shape is measured with an accept length that is
 given. Everything else is done as ever: every row of the window is computed, sampled and judged; only how many guesses
-stand is then replaced. What is committed are the guesses and a drawn token, so text means nothing.
+are accepted is then replaced. What is committed are the guesses and a drawn token, so text means nothing.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
@@ -28,7 +28,7 @@ class SyntheticAcceptance:
         self._table = (extra + (int(mean) - 1)).to(device)  # a lookup is three launches, a generator some thirty
 
     def accept_len(self, batch: SlotBatch) -> Tensor:
-        """How many guesses are to stand, more than there are included. Shapes: -> [B] i64. Sync: never."""
+        """How many guesses to accept, which may be more than there are. Shapes: -> [B] i64. Sync: never."""
         return self._table[(batch.sampling.seed + batch.lengths) & (TABLE_SIZE - 1)]
 
 
@@ -39,6 +39,6 @@ class SimulatedVerifier:
         self._inner = inner
         self._acceptance = acceptance
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
-        """See `Verifier`, less its promise of the target's distribution."""
-        return replace(self._inner.verify(window, scores, batch), accept_len=self._acceptance.accept_len(batch))
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
+        """Does not keep the target's distribution."""
+        return replace(self._inner.verify(window, lazy_logits, batch), accept_len=self._acceptance.accept_len(batch))

@@ -1,36 +1,37 @@
-"""Verification of trees by coins: siblings are tried in order, and where none stands a residual is drawn from.
+"""Rejection sampling of trees: siblings are tried in order; if all are rejected the token is drawn from a residual.
 
-SGLang's rule. A node has one coin: the first child stands for which it is less than the children's p so far, its own
-included, divided by `acc`; or whose own p is at least `single`. If none does, what is drawn is none of them. With both
-thresholds at 1 that is the target's p: a child stands with its own probability, and the rest is left to the residual.
+SGLang's rule. A node has one uniform number: the first child is accepted for which it is less than the children's p so
+far, its own included, divided by `acc`; or whose own p is at least `single`. If none is, the residual holds none of
+them. With both thresholds at 1 that is the target's p: a child is accepted with its own probability, and the rest is
+left to the residual.
 Greedy requests are judged by matching.
 """
 
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.noise import gumbel, stream, uniform
-from overlap_spec.sampling.sampler import allowed, draw_after, log_weights, slices
+from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
+from overlap_spec.spec.draw_contexts import window_context
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers.rejection import COIN, RESIDUAL, Thresholds
 
 
 class TreeThresholdVerifier:
-    """After each column of a tree, the token of the child that stands there, or one that is no child's."""
+    """After each column of a tree, the token of the accepted child, or one that is no child's."""
 
     def __init__(self, thresholds: Thresholds, token_ids: Tensor) -> None:
         self._thresholds = thresholds
         self._token_ids = token_ids  # [V] i64
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
-        """See `Verifier`; what is kept is the target's distribution, where the thresholds keep it."""
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
+        """Keeps the target's distribution where the thresholds do."""
+        context = window_context(window, batch, self._token_ids)
         if not batch.sampling.work.sampled:
-            return Drawn(draw_after(scores, window.positions, batch.sampling, self._token_ids))
-        positions = window.positions + 1
-        logits = scores.logits().view(*positions.shape, -1)
-        logits = allowed(logits, positions, batch.sampling, self._token_ids)
-        drawn = torch.cat([self._draw(window, logits, positions, batch, part) for part in slices(logits)])
+            return Drawn(draw_after(lazy_logits, context))
+        logits = processed_logits(lazy_logits, context)
+        drawn = torch.cat([self._draw(window, logits, context.positions, batch, part) for part in slices(logits)])
         return Drawn(torch.where(batch.sampling.temperature[:, None] > 0, drawn, logits.argmax(2)))
 
     def _draw(self, window: Window, logits: Tensor, positions: Tensor, batch: SlotBatch, part: slice) -> Tensor:
@@ -45,8 +46,8 @@ class TreeThresholdVerifier:
         place = parents * p.shape[2] + tokens.clamp(min=0)  # of a guess among its parent's tokens
         p_guess = p.flatten(1).gather(1, place).masked_fill(~guessed, 0.0)
         coins = uniform(stream(seed, COIN), positions).gather(1, parents)
-        stands = guessed & self._stands(coins, p_guess, parents, column)
-        is_child = stands[:, None] & (parents[:, None] == column[:, None])  # [b, W, W]: of a column, in a column
+        accepted = guessed & self._accepts(coins, p_guess, parents, column)
+        is_child = accepted[:, None] & (parents[:, None] == column[:, None])  # [b, W, W]: of a column, in a column
         first = torch.where(is_child, column, width).amin(2)
         residual = self._residual(p, place, guessed)
         seeds = stream(seed, RESIDUAL).expand(-1, width).reshape(-1)
@@ -54,8 +55,8 @@ class TreeThresholdVerifier:
         drawn = (residual.log() + noise).argmax(2)
         return torch.where(first < width, tokens.gather(1, first.clamp(max=width - 1)), drawn)
 
-    def _stands(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
-        """Whether each guess would stand if none of its siblings before it did. Shapes: [b, W] -> bool [b, W]."""
+    def _accepts(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
+        """Whether each guess is accepted if its siblings before it are rejected. Shapes: [b, W] -> bool [b, W]."""
         upto = (parents[:, :, None] == parents[:, None]) & (column[:, None] >= column)
         tried = torch.where(upto, p_guess[:, None], 0.0).sum(2)
         return (coins * self._thresholds.acc < tried) | (p_guess >= self._thresholds.single)

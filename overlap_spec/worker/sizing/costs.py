@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from overlap_spec.messages import ForwardShape, Roofline
-from overlap_spec.metrics.ceilings import Ceiling, known_ceiling
+from overlap_spec.metrics.step_floor import Ceiling, known_ceiling
 from overlap_spec.models.kv_cache import KVShape
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.worker.sizing.geometry import LoadedModels
@@ -22,13 +22,14 @@ REPEATS = 4
 def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device, ceiling: Ceiling | None = None) -> Roofline:
     """The models' forwards on this device, whose `ceiling` is found out if it is not given."""
     ceiling = ceiling or ceiling_of(place, dtype)
-    target, proposer, tree = models.target, models.proposer, models.proposer.tree
+    target, draft = models.target, models.proposer.profile
+    tree = draft.tree
     return Roofline(
         ceiling.bytes_per_s,
         ceiling.flop_per_s,
         target=_shape(target.work, target.kv_shape, dtype),
-        extend=_shape(proposer.extend_work, proposer.kv_shape, dtype),
-        draft=_shape(proposer.work, proposer.kv_shape, dtype),
+        extend=_shape(draft.extend_work, draft.kv_shape, dtype),
+        draft=_shape(draft.work, draft.kv_shape, dtype),
         longest=0 if tree is None else tree.num_levels + 1,
         draft_rows=1 if tree is None else tree.level_rows,
     )

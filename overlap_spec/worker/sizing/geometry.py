@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap_spec.config import MIB, NGRAM, Settings
+from overlap_spec.config import Settings
+from overlap_spec.messages import CudaFacts
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.spec.methods import LoadedProposer, Method
+from overlap_spec.sampling.token_pool import TOKEN_BYTES
+from overlap_spec.spec.drafts import LoadedProposer
+from overlap_spec.spec.methods import Method
 from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
 
@@ -39,7 +42,6 @@ class Geometry:
     max_chunk: int  # prompt tokens in a prefill step, at most
     dtype: torch.dtype
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
-    is_self_drafting: bool = False  # the proposer fills windows after steps of width 1 too: it never waits
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -48,8 +50,8 @@ class Geometry:
 
     @property
     def max_deferred(self) -> int:
-        """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps, or no draft."""
-        return MAX_DEFERRED if 1 in self.narrower and not self.is_self_drafting else 0
+        """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps."""
+        return MAX_DEFERRED if 1 in self.narrower else 0
 
     @property
     def num_positions(self) -> int:
@@ -77,13 +79,12 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
-        is_self_drafting=models.method.is_self_drafting,
     )
 
 
 def bytes_per_token(models: LoadedModels, dtype: torch.dtype) -> int:
     """What a token takes in the caches of target and draft together."""
-    return models.target.kv_shape.bytes_per_token(dtype) + models.proposer.kv_shape.bytes_per_token(dtype)
+    return models.target.kv_shape.bytes_per_token(dtype) + models.proposer.profile.kv_shape.bytes_per_token(dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -95,30 +96,31 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     """What these models and settings take of memory beside pages, and for each token of them."""
-    target, proposer, dtype = models.target, models.proposer, torch_dtype(settings.model.dtype)
-    log = proposer.num_bytes if settings.spec.method == NGRAM else 0
+    target, draft, dtype = models.target, models.proposer.profile, torch_dtype(settings.model.dtype)
     return Demand(
         target_weights=target.num_bytes,
-        draft_weights=proposer.num_bytes - log,
+        draft_weights=draft.num_bytes - draft.log_bytes,
         target_kv=target.kv_shape.bytes_per_token(dtype),
-        draft_kv=proposer.kv_shape.bytes_per_token(dtype),
+        draft_kv=draft.kv_shape.bytes_per_token(dtype),
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         itemsize=dtype.itemsize,
         max_running_requests=settings.scheduler.max_running_requests,
         width=settings.spec.width,
         chunk=_max_chunk(settings),
-        scratch_rows=0 if proposer.tree is None else proposer.tree.scratch_rows,
-        ngram_log=log,
+        scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
+        ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
-        token_bytes=proposer.token_bytes,
-        drawn_from=proposer.draft_vocab_size if settings.spec.accept.rejection else 0,
+        token_bytes=TOKEN_BYTES + draft.token_bytes,
+        level_rows=1 if draft.tree is None else draft.tree.level_rows,
+        history=settings.model.max_len if settings.logit_processor else 0,
+        drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 
 
-def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
-    """For the start-up table: what memory goes to, and what gives some of it back."""
-    parts = {
+def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
+    """What memory holds, and what gives some of it back."""
+    held = {
         "of target weights": demand.target_weights,
         "of draft weights": demand.draft_weights,
         "of n-gram log": demand.ngram_log,
@@ -127,12 +129,12 @@ def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
         "of draft probabilities": demand.draft_probs,
         "of CUDA graphs": graph_bytes,
     }
-    taken = ", ".join(f"{num_bytes // MIB} MiB {what}" for what, num_bytes in parts.items() if num_bytes)
-    beside = f" and {demand.token_bytes} beside it" if demand.token_bytes else ""
-    return {
-        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token{beside}",
-        "to save memory": ", ".join(map(str, savings(demand))),
-    }
+    return CudaFacts(
+        held_bytes={purpose: num_bytes for purpose, num_bytes in held.items() if num_bytes},
+        kv_bytes=demand.target_kv + demand.draft_kv,
+        other_bytes=demand.token_bytes,
+        savings=tuple(savings(demand)),
+    )
 
 
 def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:

@@ -7,18 +7,21 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 
 import torch
 from torch import Tensor
 
 from overlap_spec.config import Settings
-from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
+from overlap_spec.models.layers.linear import DenseLinear
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, laid_out, linears_of
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
 KEPT = "linears"
 MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
 ROUNDS = 2  # after one that does not count
+HOPELESS = 3.0  # times the best form's seconds, in that one: no other round follows
 PROMPT_ROWS = 16  # of prefill, which is so many times as rare as its rows are more
 FASTER = 0.9  # fewer threads must do it in so much of the time
 
@@ -102,20 +105,28 @@ def fastest(seconds: Callable[[Form], float]) -> str:
 
 def timer(linears: Iterable[object]) -> Seconds:
     """Times some of the linears, as much memory as does not fit into a cache. Nothing is timed twice."""
-    weights: list[Tensor] = []
+    measured: list[DenseLinear] = []
+    num_bytes = 0
     for linear in linears_of(tuple(linears)):
-        if sum(weight.nbytes for weight in weights) < MEASURED_BYTES:
-            weights.append(plain_weight(linear))
+        if num_bytes < MEASURED_BYTES:
+            measured.append(linear)
+            num_bytes += 4 * _shape(linear).numel()
+    best: dict[tuple[int, int], float] = {}  # of the forms so far
 
     @cache
-    def laid_out(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [lay_out(weight) for weight in weights]
+    def weights(lay_out: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        form = next(form for form in FORMS.values() if form.lay_out is lay_out)
+        return [laid_out(linear, form) for linear in measured]
 
     @cache
     def at(form: Form, threads: int, num_rows: int) -> float:
         use_threads(threads)
-        formed = [FormedLinear(weight, None, form) for weight in laid_out(form.lay_out)]
-        return _best(formed, [torch.ones(num_rows, weight.shape[1]) for weight in weights])
+        formed = [FormedLinear(weight, None, form) for weight in weights(form.lay_out)]
+        inputs = [torch.ones(num_rows, _shape(linear)[1]) for linear in measured]
+        before = best.get((threads, num_rows), inf)
+        taken = _best(formed, inputs, HOPELESS * before)
+        best[threads, num_rows] = min(before, taken)
+        return taken
 
     def seconds(form: Form, threads: int, rows: tuple[int, ...]) -> float:
         return sum(at(form, threads, count) for count in rows) + at(form, threads, PROMPT_ROWS) / PROMPT_ROWS
@@ -123,11 +134,18 @@ def timer(linears: Iterable[object]) -> Seconds:
     return seconds
 
 
-def _best(formed: list[FormedLinear], inputs: list[Tensor]) -> float:
-    taken = []
-    for _ in range(1 + ROUNDS):
-        started = time.perf_counter()
-        for linear, x in zip(formed, inputs, strict=True):
-            linear(x)
-        taken.append(time.perf_counter() - started)
-    return min(taken[1:])
+def _shape(linear: DenseLinear) -> torch.Size:
+    return linear.stored.shape
+
+
+def _best(formed: list[FormedLinear], inputs: list[Tensor], limit: float) -> float:
+    """The fastest round after the first; the first, if that took longer than `limit`."""
+    first = _round(formed, inputs)
+    return first if first > limit else min(_round(formed, inputs) for _ in range(ROUNDS))
+
+
+def _round(formed: list[FormedLinear], inputs: list[Tensor]) -> float:
+    started = time.perf_counter()
+    for linear, x in zip(formed, inputs, strict=True):
+        linear(x)
+    return time.perf_counter() - started

@@ -21,11 +21,15 @@ from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRec
 
 CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
 PROBE_TOKENS = 64
+PROBE_CONTEXT = 4096  # tokens before the later of the two chunks that are timed: attention is most of it
+PROBES = 3  # of the other, at most
+AGREEING = 1.1  # times the best: two such chunks are enough
 FEW_TOKENS = 16  # of the prompts that warm up a CPU, where nothing is compiled
 SMALL_STEP = 2048  # rows; with more, tensors are large, and fit into what the longest step had
 MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root where decode steps are timed
 COST_ROUNDS = 2
+QUEUED_STEPS = 8  # of which CUDA's mean is taken
 CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as much longer as there are more
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -124,20 +128,29 @@ class ChunkSize:
 
 
 def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
-    """Size prefill steps so that one takes at most half a second, by timing one at either end of the context.
+    """Size prefill steps so that one takes at most half a second, by timing one at the start and one far behind it.
 
     The difference between the two is attention to the keys before the chunk. Call it after `warm_up`.
     """
     num_tokens = min(PROBE_TOKENS, geometry.max_len - 1)
-    far = geometry.max_len - 1 - num_tokens
-    near_s, far_s = (
-        min(_timed(executor, _prefill(geometry, GREEDY, start, num_tokens)) for _ in range(times))
-        for start, times in ((0, 3), (far, 1))  # a long one is less disturbed
-    )
+    far = min(geometry.max_len - 1 - num_tokens, PROBE_CONTEXT)
+    near_s = _agreed(lambda: _timed(executor, _prefill(geometry, GREEDY, 0, num_tokens)))
+    far_s = _timed(executor, _prefill(geometry, GREEDY, far, num_tokens))  # once: a long one is less disturbed
     fitting = int(CHUNK_SECONDS / near_s * num_tokens)
     tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))
     attention_s = max(far_s - near_s, 0.0)
     return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0)
+
+
+def _agreed(seconds: Callable[[], float]) -> float:
+    """The least of several, which are no more once two agree."""
+    taken = [seconds()]
+    while len(taken) < PROBES:
+        taken.append(seconds())
+        best, second = sorted(taken)[:2]
+        if second <= AGREEING * best:
+            break
+    return min(taken)
 
 
 def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> StepCosts:
@@ -151,13 +164,36 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     wanted = CPU_COST_SIZES if on_cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
     sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
-    num_steps, widths = 1 if on_cpu else 8, geometry.step_widths
-    rounds = [  # each of all: what disturbs the machine for a moment spoils no step in every round
-        [[_step_seconds(executor, geometry, size, width, num_steps) for width in widths] for size in sizes]
-        for _ in range(COST_ROUNDS)
-    ]
+    of_size = _single_steps if on_cpu else _queued_steps
+    # each of all: what disturbs the machine for a moment spoils no step in every round
+    rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
-    return StepCosts(tuple(sizes), widths, fastest)
+    return StepCosts(tuple(sizes), geometry.step_widths, fastest)
+
+
+def _queued_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
+    return [_step_seconds(executor, geometry, size, width, QUEUED_STEPS) for width in geometry.step_widths]
+
+
+def _single_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
+    """Seconds of one step of each width where nothing is queued, one after another on the same requests.
+
+    The widest is first: each finds the guesses that it needs, and no draft has rows to catch up with.
+    """
+    seconds: list[float] = []
+    last = geometry.max_len - 1
+    start = min(COST_CONTEXT, max(last - 1 - sum(geometry.step_widths), 0))
+    length = last  # at most that of the requests: none has room yet
+    for width in reversed(geometry.step_widths):
+        if length + width > last:
+            work = [_prompt(geometry, GREEDY, start, 1, slot) for slot in range(size)]
+            _run(executor, StepPlan(0, Phase.PREFILL, work, geometry.width))
+            length = start + 1
+        decode = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
+        result = executor.launch(decode).wait()
+        seconds.append(result.gpu_time + result.gpu_gap)
+        length += width
+    return seconds[::-1]
 
 
 def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int) -> float:

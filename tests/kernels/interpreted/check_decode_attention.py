@@ -34,6 +34,7 @@ def check(inputs: DecodeInputs, num_programs: int, window: int | None = None) ->
     torch.testing.assert_close(inputs.v_cache, expected.v_cache, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("width", [1, 3, 4, 16])
@@ -42,15 +43,18 @@ def test_decode(width: int, heads: HeadShape, page_size: int, num_programs: int)
     check(decode_inputs(heads, width, [300, 0, 15, 1, 17, 16], page_size, torch.float32), num_programs)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 80), HeadShape(4, 2, 128), HeadShape(7, 1, 16)])
 def test_other_heads(heads: HeadShape) -> None:
     check(decode_inputs(heads, 2, [270, 64, 63], 64, torch.float32), SPLIT)
 
 
+@pytest.mark.slow
 def test_more_splits_than_are_combined_at_once() -> None:
     check(decode_inputs(HeadShape(2, 1, 128), 2, [1300, 129], 16, torch.float32), num_programs=20)
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("heads", [HeadShape(4, 2, 8), HeadShape(3, 1, 64)])
 @pytest.mark.parametrize(("window", "width"), [(1, 4), (3, 16), (100, 1), (100, 4), (290, 4)])
 def test_window(window: int, width: int, heads: HeadShape) -> None:

@@ -5,22 +5,17 @@ The other kernels are written in Gluon, which Triton's interpreter cannot run: t
 
 import pytest
 import torch
-from overlap_spec_kernels.linear.fused_linear import (
-    _Addition,
-    _call,
-    _run_whole_rows,
-    _Tiling,
-    fused_linear_reference,
-    linear_add_reference,
-)
+from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear.dense import fused_linear_reference, linear_add_reference
 from overlap_spec_kernels.linear.linear_argmax import _best_kernel
+from overlap_spec_kernels.linear.whole_rows_linear import WholeRows
 from overlap_spec_kernels.norm.normed import Norm, Normed
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 
 
-def tiling(block_n: int, parts: int, size_k: int) -> _Tiling:
-    return _Tiling(block_n, max(128, 1 << (size_k - 1).bit_length()), parts)
+def tiling(block_n: int, parts: int, size_k: int) -> WholeRows:
+    return WholeRows(block_n, max(128, 1 << (size_k - 1).bit_length()), parts)
 
 
 @pytest.mark.parametrize(("block_n", "parts"), [(16, 4), (8, 8)])
@@ -28,8 +23,9 @@ def tiling(block_n: int, parts: int, size_k: int) -> _Tiling:
 def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, block_n: int, parts: int) -> None:
     x, weight, residual = torch.randn(rows, size_k), torch.randn(size_n, size_k), torch.randn(rows, size_n)
     norm = Norm(torch.rand(size_n) + 0.5, 1e-5)
-    call = _call(x, weight, False, _Addition(residual, norm), x.dtype, block_n)
-    _run_whole_rows(call, tiling(block_n, parts, size_k))
+    cut = tiling(block_n, parts, size_k)
+    call = call_of(x, weight, False, Addition(residual, norm), x.dtype, cut.block_n)
+    cut.run(call, cut.num_programs(weight, False))
     assert call.out is not None and call.weighted is not None
     stream, expected = (
         Normed(call.out, call.weighted, call.sums, norm.eps),
@@ -39,8 +35,9 @@ def test_a_layers_chain_of_maps(rows: int, size_n: int, size_k: int, block_n: in
     torch.testing.assert_close(stream.normalised(), expected.weighted, **CLOSE)
     after = torch.randn(48, size_n)
     for gated in (False, True):
-        call = _call(stream, after, gated, None, x.dtype, 16)
-        _run_whole_rows(call, tiling(16, 4, size_n))
+        cut = tiling(16, 4, size_n)
+        call = call_of(stream, after, gated, None, x.dtype, cut.block_n)
+        cut.run(call, cut.num_programs(after, gated))
         torch.testing.assert_close(call.out, fused_linear_reference(expected, after, gated), rtol=1e-4, atol=1e-3)
 
 

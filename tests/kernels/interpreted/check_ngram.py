@@ -9,21 +9,22 @@ from overlap_spec_kernels.ngram.ngram_absorb import _ngram_absorb_triton, ngram_
 from overlap_spec_kernels.ngram.ngram_lookahead import _ngram_lookahead_triton, ngram_lookahead_reference
 from overlap_spec_kernels.ngram.ngram_match import _ngram_match_triton, ngram_match_reference
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge_reference
-from overlap_spec_kernels.ngram.ngram_store import _ngram_store_triton, ngram_store_reference
+from overlap_spec_kernels.window.store_tokens import _store_tokens_triton, store_tokens_reference
 from support.ngram_inputs import CASES, NgramOps
 
 TWINS = NgramOps(
-    ngram_store_reference,
+    store_tokens_reference,
     ngram_absorb_reference,
     ngram_match_reference,
     ngram_merge_reference,
     ngram_lookahead_reference,
 )
 KERNELS = NgramOps(
-    _ngram_store_triton, _ngram_absorb_triton, _ngram_match_triton, merge_on_device, _ngram_lookahead_triton
+    _store_tokens_triton, _ngram_absorb_triton, _ngram_match_triton, merge_on_device, _ngram_lookahead_triton
 )
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_play_as_their_twins_do(name: str) -> None:
     case = replace(CASES[name], num_steps=4)

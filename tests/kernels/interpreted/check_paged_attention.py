@@ -23,6 +23,7 @@ def check(
     torch.testing.assert_close(out, paged_attention_reference(*tensors, scale, window), **CLOSE)
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("requests", DECODE)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -31,6 +32,7 @@ def test_decode(requests: list[tuple[int, int]], heads: HeadShape, page_size: in
     check(requests, heads, page_size, num_splits)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("requests", PREFILL)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -38,6 +40,7 @@ def test_prefill(requests: list[tuple[int, int]], heads: HeadShape, page_size: i
     check(requests, heads, page_size, num_splits=1)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("requests", [DECODE[1], [(100, 17), (0, 5)]])
 @pytest.mark.parametrize("window", [1, 6, 50])
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -45,6 +48,7 @@ def test_window(requests: list[tuple[int, int]], window: int, num_splits: int) -
     check(requests, HeadShape(6, 3, 64), 4, num_splits, window)
 
 
+@pytest.mark.slow
 def test_prefill_in_splits() -> None:
     check([(140, 33), (0, 5)], HeadShape(9, 3, 8), page_size=4, num_splits=2)
 

@@ -19,6 +19,7 @@ from support.step_inputs import (
     draws,
     slot_state,
     step_slots,
+    token_rows,
 )
 from support.verdicts import UNWRITTEN, assert_same, unwritten
 
@@ -26,6 +27,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 
 
+@pytest.mark.slow_but_every(5)
 @every_shape
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_gather_window(page_size: int, num_rows: int, width: int, columns: int) -> None:
@@ -50,6 +52,7 @@ def check_gather(num_rows: int, width: int, columns: int, page_size: int, longes
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
+@pytest.mark.slow_but_every(11)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])
@@ -60,8 +63,14 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     window, drawn = draws(kind, state.window[slots, :width])
     arguments = drawn, window, slots, state.length[slots]
     accept_len = torch.randint(0, columns, (num_rows,)) if given else None
-    actual = _judge_chain_triton(*arguments, state.length, state.window, state.dummy, accept_len)
-    expected = judge_chain_reference(*arguments, expected_state.length, expected_state.window, state.dummy, accept_len)
+    store = token_rows(slots, state) if kind != "no guesses" else None
+    wanted_store = None if store is None else store._replace(pool=store.pool.clone())
+    actual = _judge_chain_triton(*arguments, state.length, state.window, state.dummy, accept_len, store)
+    expected = judge_chain_reference(
+        *arguments, expected_state.length, expected_state.window, state.dummy, accept_len, wanted_store
+    )
+    if store is not None:
+        assert torch.equal(store.pool[16:], wanted_store.pool[16:])
     assert_same(actual, expected)
     assert torch.equal(state.length, expected_state.length)
     assert torch.equal(state.window, expected_state.window)
@@ -76,7 +85,7 @@ def test_judge_chain_leaves_the_columns_of_others_alone(width: int) -> None:
     for judge in (_judge_chain_triton, judge_chain_reference):
         length, windows = state.length.clone(), state.window.clone()
         out = unwritten(7, published)
-        assert judge(drawn, window, slots, state.length[slots], length, windows, state.dummy, None, out) is out
+        assert judge(drawn, window, slots, state.length[slots], length, windows, state.dummy, None, None, out) is out
         verdicts.append(out)
     assert_same(*verdicts)
     rows = verdicts[0].published
@@ -94,6 +103,7 @@ def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
     assert torch.equal(state.window, expected)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("num_rows", [1, 3, 65])
 @pytest.mark.parametrize("size", [60, 576, 4096])
 def test_draft_input(size: int, num_rows: int) -> None:
@@ -116,6 +126,7 @@ def test_draft_input_of_16_bits_is_rounded_once() -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=2**-11, atol=1e-7)
 
 
+@pytest.mark.slow_but_every(5)
 @every_shape
 @pytest.mark.parametrize("size", [60, 576, 4096])
 def test_select_rows(size: int, num_rows: int, width: int, columns: int) -> None:

@@ -24,6 +24,7 @@ def check(inputs: TreeInputs, num_programs: int = SPLIT, window: int | None = No
     torch.testing.assert_close(run(inputs, num_programs, window), expected, **CLOSE)
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("width", "num_extra"), [(1, 1), (4, 9), (16, 16), (10, 65)])
@@ -32,11 +33,13 @@ def test_trees(width: int, num_extra: int, heads: HeadShape, page_size: int, num
     check(tree_inputs(heads, width, num_extra, [300, 0, 17], page_size, torch.float32), num_programs)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 7), HeadShape(4, 2, 128), HeadShape(7, 1, 80)])
 def test_other_heads(heads: HeadShape) -> None:
     check(tree_inputs(heads, 5, 12, [270, 64], 64, torch.float32))
 
 
+@pytest.mark.slow
 def test_64_rows() -> None:
     check(tree_inputs(HeadShape(8, 2, 16), 64, 64, [130, 5], 16, torch.float32))
 

@@ -12,7 +12,7 @@ from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_
 from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
 from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
 from overlap_spec_kernels.window.place_tree import _place_tree_triton, place_tree_reference
-from support.step_inputs import covered_pages
+from support.step_inputs import covered_pages, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -34,6 +34,7 @@ from support.verdicts import UNWRITTEN, assert_same, unwritten
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", SHAPES)
 
 
+@pytest.mark.slow_but_every(3)
 @every_shape
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_gather_tree(page_size: int, num_rows: int, width: int, columns: int, depth: int) -> None:
@@ -49,6 +50,7 @@ def test_gather_tree(page_size: int, num_rows: int, width: int, columns: int, de
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
+@pytest.mark.slow_but_every(9)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])
@@ -61,8 +63,12 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
     arguments = drawn, window, parents, slots, state.length[slots]
     accept_len = torch.randint(0, depth + 1, (num_rows,)) if given else None
     rest = state.dummy, depth, accept_len
-    actual = _judge_tree_triton(*arguments, state.length, state.window, *rest)
-    expected = judge_tree_reference(*arguments, expected_state.length, expected_state.window, *rest)
+    store = token_rows(slots, state) if kind != "no guesses" else None
+    wanted_store = None if store is None else store._replace(pool=store.pool.clone())
+    actual = _judge_tree_triton(*arguments, state.length, state.window, *rest, store)
+    expected = judge_tree_reference(*arguments, expected_state.length, expected_state.window, *rest, wanted_store)
+    if store is not None:
+        assert torch.equal(store.pool[16:], wanted_store.pool[16:])
     assert_same(actual, expected)
     assert torch.equal(state.length, expected_state.length)
     assert torch.equal(state.window, expected_state.window)
@@ -77,7 +83,7 @@ def test_judge_tree_leaves_the_columns_of_others_alone(width: int, depth: int) -
     for judge in (_judge_tree_triton, judge_tree_reference):
         length, windows, out = state.length.clone(), state.window.clone(), unwritten(7, published)
         rows = (drawn, window, state.parents[slots], slots, state.length[slots], length, windows, state.dummy)
-        assert judge(*rows, depth, None, out) is out
+        assert judge(*rows, depth, None, None, out) is out
         verdicts.append(out)
     assert_same(*verdicts)
     rows = verdicts[0].published
@@ -107,6 +113,7 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
     assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8), (9000, 3)])
 def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
@@ -117,6 +124,7 @@ def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8)])
 def test_top_tokens_of_float64(size: int, k: int) -> None:
     for logits in (tied_logits(5, size).double(), torch.randn(3, size + 5, dtype=torch.float64)[:, :size] * 9):
@@ -127,6 +135,7 @@ def test_top_tokens_of_float64(size: int, k: int) -> None:
         torch.testing.assert_close(logs, expected.log_probs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("topk", "levels", "num_guesses"), [(1, 3, 3), (2, 1, 1), (3, 4, 9), (8, 5, 31), (4, 2, 20)])
 def test_select_tree(dtype: torch.dtype, topk: int, levels: int, num_guesses: int) -> None:

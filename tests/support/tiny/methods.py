@@ -6,7 +6,7 @@ import torch
 
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.spec.methods import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
+from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
 from overlap_spec.spec.proposers.ngram_draft import NgramDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle

@@ -1,17 +1,17 @@
-"""A README shows results of the code as it is; one that is older is named, with a reason, and its table says so."""
+"""The documents show results of the code as it is; one that is older is named, with a reason, and its table says so."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.fill import documents
 
 from overlap_spec.bench.age import OLDER, age_note, changed_parts, reasons
 from overlap_spec.bench.source import PARTS, Source, describe_source
 from overlap_spec.bench.tables import MARKED
 
 ROOT = Path(__file__).parent.parent.parent.parent
-READMES = ("README.md", "kernels/overlap_spec_kernels/README.md")
 NOW = Source("abc", {}, {part: "new" for part in PARTS})
 
 
@@ -51,13 +51,13 @@ def test_an_old_result_says_so_and_why(tmp_path: Path) -> None:
 
 
 def shown() -> dict[Path, dict[str, Any]]:
-    """The results that READMEs show."""
-    text = "".join((ROOT / readme).read_text() for readme in READMES)
+    """The results that documents show."""
+    text = "".join(path.read_text() for path in documents())
     paths = {ROOT / match[2] for match in MARKED.finditer(text)}
     return {path: json.loads(path.read_text()) for path in sorted(paths)}
 
 
-def test_every_old_result_that_a_readme_shows_is_named_with_a_reason() -> None:
+def test_every_old_result_that_a_document_shows_is_named_with_a_reason() -> None:
     now, results = describe_source(), ROOT / "benchmarks/results"
     old = {path.name for path, result in shown().items() if changed_parts(result, now)}
     named = set(reasons(results))

@@ -4,7 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -20,12 +20,13 @@ from overlap_spec.bench.methods_records import (
     chosen,
     config_of,
     in_force,
-    read_records,
+    read_method_records,
 )
 from overlap_spec.bench.tables import render
-from overlap_spec.bench.workload import Workload, read_prompts
+from overlap_spec.bench.workload import Workload, load_prompts
 from overlap_spec.cli.bench import _print
-from overlap_spec.config import Algorithm, EngineConfig
+from overlap_spec.config import EngineConfig
+from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.errors import ConfigError, OverlapSpecError
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks/methods_chart.py"
@@ -86,9 +87,9 @@ def row_of(table: str, start: str) -> list[str]:
 
 
 def test_the_shipped_table_names_methods_that_exist_or_will() -> None:
-    records = read_records(None)
+    records = read_method_records(None)
     named = {record.algorithm for record in records}
-    assert set(get_args(Algorithm)) - {PLAIN_RECORD.algorithm} <= named  # a new method needs a row here
+    assert set(METHOD_FACTS) - {PLAIN_RECORD.algorithm} <= named  # a new method needs a row here
     for record in records:
         numbers = (record.num_steps, record.topk, record.num_draft_tokens)
         assert None not in numbers or set(numbers) == {None}, record
@@ -125,7 +126,7 @@ def test_numbers_that_are_not_given_are_those_in_force() -> None:
 
 
 def test_rows_are_chosen_by_algorithm_and_a_draft_without_a_row_is_refused() -> None:
-    records = read_records(None)
+    records = read_method_records(None)
     assert chosen(records, [], NO_DRAFTS) == records
     assert {record.algorithm for record in chosen(records, ["EAGLE"], NO_DRAFTS)} == {"EAGLE"}
     for only, drafts, flag in (
@@ -185,11 +186,11 @@ def test_sizes_that_were_not_given_are_those_of_the_largest_load() -> None:
 def test_a_table_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "table.json").write_text(content)
     with pytest.raises(ConfigError, match="--methods: "):
-        read_records(str(tmp_path / "table.json"))
+        read_method_records(str(tmp_path / "table.json"))
 
 
 def test_prompts_with_text_to_copy_ship() -> None:
-    texts = read_prompts("copy20")
+    texts = load_prompts("copy20")
     assert len(set(texts)) == 20 and min(map(len, texts)) > 300
     for text in texts:
         task, _, given = text.partition("\n\n")

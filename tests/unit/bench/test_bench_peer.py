@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.bench.peer import DIRECTORY, Peer, PeerFigure, read_peer
-from overlap_spec.bench.targets import TARGETS, TREE_TARGETS
+from overlap_spec.bench.peer_rows import ROWS, TREE_ROWS
 
 ROOT = Path(__file__).parents[3]
 PEER = read_peer(ROOT / DIRECTORY)
@@ -94,8 +94,8 @@ def test_ratios_read_by_hand() -> None:
 
 
 def test_every_row_with_a_peer_finds_its_line() -> None:
-    compared = [target for table in (TARGETS, TREE_TARGETS) for targets in table.values() for target in targets]
-    lines = {target.work: target.peer_figure(PEER) for target in compared if target.peer is not None}
+    compared = [row for table in (ROWS, TREE_ROWS) for rows in table.values() for row in rows]
+    lines = {row.work: row.peer_figure(PEER) for row in compared if row.peer is not None}
     assert lines and all(lines.values()), [work for work, found in lines.items() if found is None]
 
 

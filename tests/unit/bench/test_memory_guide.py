@@ -1,4 +1,4 @@
-"""The README's table of what to turn down is what the worker's sum says today."""
+"""The documents' table of what to turn down is what the worker's sum says today."""
 
 import importlib.util
 import json

@@ -15,11 +15,13 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_draft, resolve_model
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
 from overlap_spec.models.loading.sources import open_directory
-from overlap_spec.models.targets.llama import LlamaWeights, count_bytes
+from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.work import count_bytes
 
 CPU = torch.device("cpu")
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
@@ -35,13 +37,15 @@ def dummy_files(directory: Path) -> ModelFiles:
     return resolve_model(EngineConfig(model_path=str(directory), load_format="dummy", skip_tokenizer_init=True))
 
 
-def load_dummies(path: Path, dtype: torch.dtype) -> tuple[LlamaWeights, Eagle3Weights]:
+def load_dummies(path: Path, dtype: torch.dtype) -> tuple[DecoderWeights, Eagle3Weights]:
     checkpoint = tiny_target(seed=1)
     files = dummy_files(write_config(path / "target", checkpoint.config))
     target = load_target(files, dtype, CPU)
     head_config = tiny_eagle3(seed=2, target=checkpoint).config
-    head = load_eagle3(str(write_config(path / "head", head_config)), target, dtype, CPU, load_format="dummy")
-    assert isinstance(target, LlamaWeights) and isinstance(head, Eagle3Weights)
+    head = load_eagle3(
+        DraftSource(str(write_config(path / "head", head_config)), dtype, CPU, load_format="dummy"), target
+    )
+    assert isinstance(target, DecoderWeights) and isinstance(head, Eagle3Weights)
     return target, head
 
 
@@ -50,14 +54,15 @@ def test_logits_of_dummy_models_are_finite_and_not_all_alike(tmp_path: Path, dty
     target, head = load_dummies(tmp_path, dtype)
     paged = Paged(num_requests=2)
 
-    def cache(weights: LlamaWeights | Eagle3Weights) -> KVCache:
-        return KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    def cache(shape: KVShape) -> KVCache:
+        return KVCache.allocate(shape, paged.num_pages, paged.page_size, dtype, CPU)
 
     rows, tokens = paged.rows([5, 3]), torch.arange(8)
-    model, draft = target.attach(cache(target), 64, head.aux_layers), head.attach(cache(head), 64)
+    model = target.attach(cache(target.kv_shape), 64, head.profile.aux_layers)
+    draft = head.attach(cache(head.profile.kv_shape), 64)
     output = model.forward(tokens, rows)
     drafted = draft.forward(tokens, draft.fuse(output), rows)
-    for logits, size in ((model.scores(output.hidden).logits(), 128), (draft.scores(drafted).logits(), 112)):
+    for logits, size in ((model.logits(output.hidden).compute(), 128), (draft.logits(drafted).compute(), 112)):
         assert logits.shape == (8, size) and logits.isfinite().all()
         assert logits.argmax(1).unique().numel() > 1
 
@@ -70,26 +75,26 @@ def test_every_architecture_has_dummies(tmp_path: Path, family: str) -> None:
     paged = Paged(num_requests=2)
     cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float32, CPU)
     model = target.attach(cache, 64)
-    logits = model.scores(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).logits()
+    logits = model.logits(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).compute()
     assert logits.isfinite().all() and logits.argmax(1).unique().numel() > 1
 
 
 def test_shapes_and_dtypes_are_the_configs(tmp_path: Path) -> None:
     target, head = load_dummies(tmp_path, torch.bfloat16)
-    assert target.embedding.shape == (128, 32) and target.embedding.dtype == torch.bfloat16
+    assert target.embedding.weight.shape == (128, 32) and target.embedding.dtype == torch.bfloat16
     assert len(target.layers) == 2
-    assert target.head.weight is not target.embedding
-    assert head.head.weight.shape == (112, 32)
+    assert target.head.stored is not target.embedding.weight
+    assert head.head.stored.shape == (112, 32)
     assert head.embedding is target.embedding
-    assert count_bytes(head) > head.num_bytes > 0
+    assert count_bytes(head) > head.profile.num_bytes > 0
 
 
 def test_every_load_gives_the_same_weights(tmp_path: Path) -> None:
     files = dummy_files(write_config(tmp_path / "target", tiny_target(seed=1).config))
     first, second = (load_target(files, torch.float32, CPU) for _ in range(2))
-    assert torch.equal(first.embedding, second.embedding)
-    assert torch.equal(first.head.weight, second.head.weight)
-    assert not torch.equal(first.embedding, first.head.weight)
+    assert torch.equal(first.embedding.weight, second.embedding.weight)
+    assert torch.equal(first.head.stored, second.head.stored)
+    assert not torch.equal(first.embedding.weight, first.head.stored)
 
 
 def test_a_dummy_heads_guesses_are_distinct_tokens_of_the_target(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.eagle import EagleWeights
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle
-from overlap_spec.models.targets.llama import count_bytes
+from overlap_spec.models.work import count_bytes
 
 F64 = torch.float64
 TARGET = tiny_target(1)
@@ -56,14 +57,14 @@ def test_the_head_is_its_formula(layers: int, agree: bool, bias: bool) -> None:
     tokens, output = inputs()
     features, result, logits = run(load_tiny_eagle(checkpoint, target), tokens, output)
     torch.testing.assert_close(features, output.hidden)
-    expected = formula(checkpoint, features, target.embedding[tokens])
+    expected = formula(checkpoint, features, target.embedding(tokens))
     torch.testing.assert_close(result, expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(logits, expected @ TARGET.tensors["lm_head.weight"].T, atol=1e-10, rtol=0)
 
 
 def test_the_output_is_the_next_features() -> None:
     draft = load_tiny_eagle(tiny_eagle(3, TARGET), load_tiny_target(TARGET))
-    head = draft.attach(KVCache.allocate(draft.kv_shape, 2, 4, F64, CPU), 16)
+    head = draft.attach(KVCache.allocate(draft.profile.kv_shape, 2, 4, F64, CPU), 16)
     x = torch.randn(3, 32, dtype=F64)
     assert head.next_features(head.enter(x)) is x
 
@@ -99,7 +100,7 @@ def test_every_layout_is_the_same_head(layout: str, binary: bool, tmp_path: Path
     checkpoint = tiny_eagle(4, TARGET)
     write_checkpoint(tmp_path, LAYOUTS[layout](checkpoint), binary=binary)
     tokens, output = inputs()
-    loaded, expected = load_eagle(str(tmp_path), target, F64, CPU), load_tiny_eagle(checkpoint, target)
+    loaded, expected = load_eagle(DraftSource(str(tmp_path), F64, CPU), target), load_tiny_eagle(checkpoint, target)
     for mine, theirs in zip(run(loaded, tokens, output), run(expected, tokens, output), strict=True):
         torch.testing.assert_close(mine, theirs)
 
@@ -109,7 +110,7 @@ def test_embedding_and_head_are_the_targets() -> None:
     draft = load_tiny_eagle(tiny_eagle(5, TARGET), target)
     assert draft.embedding is target.embedding and draft.head is target.head
     assert draft.target_ids.tolist() == list(range(128))
-    assert draft.num_bytes == count_bytes((draft.fc, draft.layers, draft.target_ids))
+    assert draft.profile.num_bytes == count_bytes((draft.fc, draft.layers, draft.target_ids))
 
 
 def test_a_token_map_picks_rows_of_the_targets_head() -> None:
@@ -119,19 +120,19 @@ def test_a_token_map_picks_rows_of_the_targets_head() -> None:
     tokens, output = inputs()
     torch.testing.assert_close(run(mapped, tokens, output)[2], run(whole, tokens, output)[2][:, ids])
     assert mapped.target_ids.tolist() == ids.tolist()
-    assert mapped.draft_vocab_size == 5
+    assert mapped.profile.draft_vocab_size == 5
     assert mapped.num_bytes == whole.num_bytes - (128 - 5) * 8 + 5 * 32 * 8, "its rows are its own"
-    assert mapped.work.head_flop < whole.work.head_flop
+    assert mapped.profile.work.head_flop < whole.profile.work.head_flop
 
 
 def test_a_map_is_read_with_the_head(tmp_path: Path) -> None:
     head = write_checkpoint(tmp_path / "head", tiny_eagle(7, TARGET))
     torch.save([9, 1, 5], tmp_path / "map.pt")
-    draft = load_eagle(str(head), load_tiny_target(TARGET), F64, CPU, token_map=str(tmp_path / "map.pt"))
-    assert draft.draft_vocab_size == 3
+    draft = load_eagle(DraftSource(str(head), F64, CPU, token_map=str(tmp_path / "map.pt")), load_tiny_target(TARGET))
+    assert draft.profile.draft_vocab_size == 3
     torch.save([9, 128], tmp_path / "map.pt")
     with pytest.raises(CheckpointError, match="found token id 128, expected 0 to 127"):
-        load_eagle(str(head), load_tiny_target(TARGET), F64, CPU, token_map=str(tmp_path / "map.pt"))
+        load_eagle(DraftSource(str(head), F64, CPU, token_map=str(tmp_path / "map.pt")), load_tiny_target(TARGET))
 
 
 @pytest.mark.parametrize("token_map", [None, [4, 2, 100]])
@@ -140,7 +141,9 @@ def test_dummy_weights_need_a_config_alone(token_map: list[int] | None, tmp_path
     (tmp_path / "model.safetensors").unlink()
     torch.save(token_map, tmp_path / "map.pt")
     named = None if token_map is None else str(tmp_path / "map.pt")
-    draft = load_eagle(str(tmp_path), load_tiny_target(TARGET), F64, CPU, load_format="dummy", token_map=named)
+    draft = load_eagle(
+        DraftSource(str(tmp_path), F64, CPU, load_format="dummy", token_map=named), load_tiny_target(TARGET)
+    )
     assert isinstance(draft, EagleWeights)
     logits = run(draft, *inputs())[2]
     assert logits.shape == (ROWS, 128 if token_map is None else 3) and logits.isfinite().all()
@@ -173,7 +176,7 @@ def test_a_tensor_without_a_place_is_refused() -> None:
 def test_what_is_no_eagle_head_is_named(other: TinyCheckpoint, words: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, other)
     with pytest.raises(CheckpointError, match=f"expected an EAGLE / EAGLE-2 head, but this looks like {words}"):
-        load_eagle(str(tmp_path), load_tiny_target(TARGET), F64, CPU)
+        load_eagle(DraftSource(str(tmp_path), F64, CPU), load_tiny_target(TARGET))
 
 
 def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
@@ -185,10 +188,10 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
     model = target.attach(cache, 512)
     hidden = [model.forward(torch.tensor(tokens), paged.rows([3])).hidden]
     while len(tokens) < 120:
-        tokens.append(int(model.scores(hidden[-1][-1:]).argmax()))
+        tokens.append(int(model.logits(hidden[-1][-1:]).argmax()))
         hidden.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])).hidden)
     paged.lengths = [0]
-    head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
+    head = draft.attach(KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     output = head.forward(torch.tensor(tokens[1:-1]), torch.cat(hidden)[: len(tokens) - 2], paged.rows([118]))
-    right = (draft.target_ids[head.scores(output).argmax()] == torch.tensor(tokens[2:])).double()
+    right = (draft.target_ids[head.logits(output).argmax()] == torch.tensor(tokens[2:])).double()
     assert 0.2 < right.mean() < 0.95

@@ -18,8 +18,9 @@ from support.tiny.models import (
 )
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LoadedDraft, TargetOutput
+from overlap_spec.models.interfaces import DraftHead, LoadedDraft, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3
 
 F64 = torch.float64
@@ -79,18 +80,18 @@ def inputs(width: int) -> tuple[Tensor, TargetOutput]:
     random = torch.Generator().manual_seed(width)
     tokens = torch.randint(128, (ROWS,), generator=random)
     aux = torch.randn(ROWS, width, generator=random, dtype=F64)
-    return tokens, TargetOutput(stream=torch.randn(ROWS, 32, generator=random, dtype=F64), aux=aux)
+    return tokens, TargetOutput(final=torch.randn(ROWS, 32, generator=random, dtype=F64), aux=aux)
 
 
-def run(draft: LoadedDraft, tokens: Tensor, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
+def run(draft: LoadedDraft[DraftHead], tokens: Tensor, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
     """Features, output and logits of all rows: a chunk, then one row, then the rest."""
     paged = Paged(num_requests=1)
-    head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
+    head = draft.attach(KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     features = head.fuse(output)
     chunks = [5, 1, ROWS - 6]
     parts = zip(tokens.split(chunks), features.split(chunks), chunks, strict=True)
     result = torch.cat([head.forward(part, feature, paged.rows([n])).values for part, feature, n in parts])
-    return features, result, head.scores(head.enter(result)).logits()
+    return features, result, head.logits(head.enter(result)).compute()
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -102,7 +103,7 @@ def test_the_head_is_its_formula(layers: int, agree: bool) -> None:
     features, result, logits = run(load_tiny_draft(checkpoint, target), tokens, output)
     t = checkpoint.tensors
     torch.testing.assert_close(features, output.aux @ t["fc.weight"].T)
-    expected = formula(checkpoint, features, target.embedding[tokens])
+    expected = formula(checkpoint, features, target.embedding(tokens))
     torch.testing.assert_close(result, expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(logits, norm(expected, t["norm.weight"]) @ t["lm_head.weight"].T, atol=1e-10, rtol=0)
 
@@ -113,7 +114,7 @@ def test_next_features_are_the_residual_sum_or_its_norm() -> None:
     for norm_output in (False, True):
         checkpoint = tiny_eagle3(3, TARGET, norm_output=norm_output)
         draft = load_tiny_draft(checkpoint, target)
-        head = draft.attach(KVCache.allocate(draft.kv_shape, 2, 4, F64, CPU), 16)
+        head = draft.attach(KVCache.allocate(draft.profile.kv_shape, 2, 4, F64, CPU), 16)
         expected = norm(x, checkpoint.tensors["norm.weight"]) if norm_output else x
         torch.testing.assert_close(head.next_features(head.enter(x)), expected)
 
@@ -163,7 +164,7 @@ def test_every_layout_is_the_same_head(layout: str, binary: bool, tmp_path: Path
     target = load_tiny_target(TARGET)
     checkpoint = tiny_eagle3(4, TARGET)
     write_checkpoint(tmp_path, LAYOUTS[layout](checkpoint), binary=binary)
-    loaded = load_eagle3(str(tmp_path), target, F64, CPU)
+    loaded = load_eagle3(DraftSource(str(tmp_path), F64, CPU), target)
     expected = load_tiny_draft(checkpoint, target)
     tokens, output = inputs(64)
     for mine, theirs in zip(run(loaded, tokens, output), run(expected, tokens, output), strict=True):
@@ -175,15 +176,15 @@ def test_target_ids_are_offsets_from_the_draft_id() -> None:
     checkpoint = tiny_eagle3(5, TARGET, draft_vocab=40)
     draft = load_tiny_draft(checkpoint, load_tiny_target(TARGET))
     assert draft.target_ids.tolist() == checkpoint.tensors["t2d"].nonzero().flatten().tolist()
-    assert draft.draft_vocab_size == 40
+    assert draft.profile.draft_vocab_size == 40
 
 
 def test_a_null_draft_vocabulary_shares_the_targets_head() -> None:
     target = load_tiny_target(TARGET)
     draft = load_tiny_draft(tiny_eagle3(6, TARGET, draft_vocab=None), target)
-    assert draft.head.weight is target.head.weight
+    assert draft.head.stored is target.head.stored
     assert draft.target_ids.tolist() == list(range(128))
-    assert draft.num_bytes < target.num_bytes, "shared tensors are not counted"
+    assert draft.profile.num_bytes < target.num_bytes, "shared tensors are not counted"
 
 
 def test_default_taps_follow_the_number_of_layers() -> None:
@@ -191,7 +192,7 @@ def test_default_taps_follow_the_number_of_layers() -> None:
     checkpoint = tiny_eagle3(8, deep, aux_layers=(1, 5, 8))
     config = {key: value for key, value in checkpoint.config.items() if key != "eagle_config"}
     draft = load_tiny_draft(dataclasses.replace(checkpoint, config=config), load_tiny_target(deep))
-    assert draft.aux_layers == (1, 5, 8)
+    assert draft.profile.aux_layers == (1, 5, 8)
 
 
 def test_without_taps_the_final_hidden_state_is_the_feature() -> None:
@@ -203,9 +204,9 @@ def test_without_taps_the_final_hidden_state_is_the_feature() -> None:
     tokens, output = inputs(64)
     plain = TargetOutput(output.hidden, output.hidden.new_empty(ROWS, 0))
     features, result, _ = run(draft, tokens, plain)
-    assert draft.aux_layers == ()
+    assert draft.profile.aux_layers == ()
     torch.testing.assert_close(features, plain.hidden)
-    torch.testing.assert_close(result, formula(checkpoint, features, target.embedding[tokens]), atol=1e-10, rtol=0)
+    torch.testing.assert_close(result, formula(checkpoint, features, target.embedding(tokens)), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("names", [("fc_norm.0", "fc_norm.1"), ("aux_norm_low", "aux_norm_mid")])
@@ -244,17 +245,17 @@ def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
     draft = load_tiny_draft(tiny_eagle3(13, TARGET), target)
     paged, tokens = Paged(num_requests=1, pages_each=64), [5, 17, 40]
     cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, F64, CPU)
-    model = target.attach(cache, 512, draft.aux_layers)
+    model = target.attach(cache, 512, draft.profile.aux_layers)
     outputs = [model.forward(torch.tensor(tokens), paged.rows([3]))]
     while len(tokens) < 120:
-        tokens.append(int(model.scores(outputs[-1].hidden[-1:]).argmax()))
+        tokens.append(int(model.logits(outputs[-1].hidden[-1:]).argmax()))
         outputs.append(model.forward(torch.tensor(tokens[-1:]), paged.rows([1])))
     paged.lengths = [0]
-    head = draft.attach(KVCache.allocate(draft.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
+    head = draft.attach(KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 512)
     aux = torch.cat([output.aux for output in outputs])[:-2]
     features = head.fuse(TargetOutput(aux, aux))
     guesses = draft.target_ids[
-        head.scores(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
+        head.logits(head.forward(torch.tensor(tokens[1:-1]), features, paged.rows([len(tokens) - 2]))).argmax()
     ]
     right = (guesses == torch.tensor(tokens[2:])).float()
     assert 0.3 < right.mean() < 0.95

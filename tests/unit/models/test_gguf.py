@@ -18,7 +18,7 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.hub.smollm2 import ALIAS, MEMBER
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.targets.llama import LlamaWeights
+from overlap_spec.models.targets.decoder import DecoderWeights
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 Q4 = gguf.GGMLQuantizationType.Q4_1
@@ -96,11 +96,11 @@ def files(path: Path) -> ModelFiles:
     return resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True))
 
 
-def logits(weights: LlamaWeights, tokens: list[int]) -> Tensor:
+def logits(weights: DecoderWeights, tokens: list[int]) -> Tensor:
     paged = Paged(num_requests=1)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, torch.float64, CPU)
     model = weights.attach(cache, 512)
-    return model.scores(model.forward(torch.tensor(tokens), paged.rows([len(tokens)])).hidden).logits()
+    return model.logits(model.forward(torch.tensor(tokens), paged.rows([len(tokens)])).hidden).compute()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -175,6 +175,6 @@ def test_the_default_model_speaks_as_in_transformers() -> None:
     with torch.inference_mode():
         while len(tokens) < len(expected):
             output = model.forward(torch.tensor(tokens[-fresh:]), paged.rows([fresh]))
-            tokens.append(int(model.scores(output.hidden[-1:]).argmax()))
+            tokens.append(int(model.logits(output.hidden[-1:]).argmax()))
             fresh = 1
     assert tokens == expected

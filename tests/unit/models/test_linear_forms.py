@@ -5,16 +5,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from overlap_spec.models.layers.linear import Linear, PackedLinear, linear_map
-from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of, plain_weight
+from overlap_spec.models.layers.linear import DenseLinear, Linear, make_linear
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of
 
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 @dataclass(frozen=True)
 class Model:
-    layers: tuple[Linear | PackedLinear | FormedLinear, ...]
-    head: Linear | PackedLinear | FormedLinear
+    layers: tuple[DenseLinear, ...]
+    head: DenseLinear
     embedding: torch.Tensor
     size: int = 3
 
@@ -23,7 +23,7 @@ def tiny_model() -> Model:
     torch.manual_seed(0)
     embedding = torch.randn(40, 32)
     return Model(
-        tuple(linear_map(torch.randn(48, 32), torch.randn(48)) for _ in range(2)), Linear(embedding), embedding
+        tuple(make_linear(torch.randn(48, 32), torch.randn(48)) for _ in range(2)), Linear(embedding), embedding
     )
 
 
@@ -35,7 +35,7 @@ def test_every_form_is_the_linear(form: Form, num_rows: int) -> None:
     for linear, old in zip(linears_of(formed), linears_of(model), strict=True):
         assert isinstance(linear, FormedLinear)
         torch.testing.assert_close(linear(x), old(x), rtol=1e-5, atol=1e-5)
-        assert torch.equal(plain_weight(linear), plain_weight(old))
+        assert torch.equal(linear.matrix(), old.matrix())
 
 
 def test_heads_have_a_form_of_their_own_and_the_rest_stays() -> None:
@@ -47,9 +47,15 @@ def test_heads_have_a_form_of_their_own_and_the_rest_stays() -> None:
 
 
 def test_what_is_shared_stays_shared() -> None:
-    shared = linear_map(torch.randn(48, 32))
+    shared = make_linear(torch.randn(48, 32))
     first, second = in_form((shared, shared), FORMS["packed"], FORMS["packed"])
     assert first is second
+
+
+def test_the_first_rows_of_a_linear_are_another_linear() -> None:
+    whole, form = Linear(torch.randn(48, 32)), FORMS["weight @ x.T"]
+    formed, first = in_form((whole, whole.rows(slice(40))), form, form)
+    assert (formed.out_features, first.out_features) == (48, 40)
 
 
 def test_what_has_no_linears_is_not_touched() -> None:

@@ -9,14 +9,17 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.targets.llama import LlamaTarget
+from overlap_spec.models.targets.decoder import DecoderTarget
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -45,9 +48,22 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma 3 with stretched rope": TINY_FAMILIES["gemma 3"] | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma 3 with windows by layer": TINY_FAMILIES["gemma 3"]
+    | {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    },
+    "gemma 3 untied": TINY_FAMILIES["gemma 3"] | {"tie_word_embeddings": False},
+    "olmo 2 with yarn": TINY_FAMILIES["olmo 2"] | {"rope_scaling": YARN, "tie_word_embeddings": True},
+    "phi 3 with groups and a quarter rotated": TINY_FAMILIES["phi 3"]
+    | {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 LENGTHS = (33, 5)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -67,13 +83,13 @@ def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
-def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> LlamaTarget:
+def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> DecoderTarget:
     weights = load_tiny_target(checkpoint, dtype)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
     return weights.attach(cache, num_positions=512, aux_layers=(0, 1))
 
 
-def run(model: LlamaTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
+def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[int]) -> list[TargetOutput]:
     """Feed the next `counts[b]` tokens of each request in one forward; split the output by request."""
     parts = [row[start : start + count] for row, start, count in zip(tokens, paged.lengths, counts, strict=True)]
     output = model.forward(torch.cat(parts), paged.rows(counts))
@@ -86,6 +102,7 @@ def run(model: LlamaTarget, paged: Paged, tokens: list[Tensor], counts: list[int
 def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", norm_in_own_dtype)
+    monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
     checkpoint = tiny_target(3, context=1.0, **CASES[case])
     tokens = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     paged = Paged(num_requests=2)
@@ -101,7 +118,7 @@ def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monke
         with torch.no_grad():
             expected = reference(row[None], output_hidden_states=True)
             aux_hidden = torch.cat([stream_after(reference, row, layer) for layer in (0, 1)], dim=1)
-        torch.testing.assert_close(model.scores(hidden).logits(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
+        torch.testing.assert_close(model.logits(hidden).compute(), expected.logits[0], atol=TOLERANCE[dtype], rtol=0)
         torch.testing.assert_close(aux, aux_hidden, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -141,4 +158,4 @@ def test_bfloat16_logits_are_widened() -> None:
     model = attached(tiny_target(6), torch.bfloat16, paged)
     output = model.forward(torch.tensor([3, 4]), paged.rows([2]))
     assert output.hidden.dtype == torch.bfloat16
-    assert model.scores(output.hidden).logits().dtype == torch.float32
+    assert model.logits(output.hidden).compute().dtype == torch.float32

@@ -23,7 +23,10 @@ from torch import Tensor
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.attention import kv_shape_of
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
+from overlap_spec.models.targets.llama_config import LlamaConfig
 
 F64 = torch.float64
 
@@ -47,8 +50,8 @@ def load(directory: Path, dtype: torch.dtype = F64) -> LoadedTarget:
 def assert_same(loaded: LoadedTarget, checkpoint: TinyCheckpoint, dtype: torch.dtype = F64) -> None:
     expected = load_tiny_target(checkpoint, dtype)
     assert loaded.embedding.dtype == dtype
-    assert torch.equal(loaded.embedding, expected.embedding)
-    assert torch.equal(loaded.head.weight, expected.head.weight)
+    assert torch.equal(loaded.embedding.weight, expected.embedding.weight)
+    assert torch.equal(loaded.head.stored, expected.head.stored)
     units = torch.eye(loaded.hidden_size, dtype=dtype)  # a map of them is its weight, whatever form it has
     assert torch.equal(loaded.layers[1].mlp.gate_up(units), expected.layers[1].mlp.gate_up(units))
 
@@ -91,7 +94,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     loaded = load(write_checkpoint(tmp_path, tiny_target(4, tie_word_embeddings=True)))
-    assert loaded.head.weight is loaded.embedding
+    assert loaded.head.stored is loaded.embedding.weight
     expected = sum(tensor.nbytes for tensor in tiny_target(4, tie_word_embeddings=True).tensors.values())
     assert loaded.num_bytes == expected, "counted once"
 
@@ -108,7 +111,10 @@ def test_sizes_are_known_before_weights_are_read(tmp_path: Path) -> None:
     given = ModelFiles(
         weights=str(tmp_path), config=config, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128
     )
-    assert read_target_config(given).kv_shape.bytes_per_token(torch.float32) == 2 * 3 * 2 * 16 * 4
+    read = read_target_config(given)
+    assert isinstance(read, LlamaConfig) and (read.num_layers, read.vocab_size) == (3, 128)
+    kv_shape = kv_shape_of([read.attention_shape(window) for window in read.windows])
+    assert kv_shape.bytes_per_token(torch.float32) == 2 * 3 * 2 * 16 * 4
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -188,7 +194,7 @@ def test_a_bad_target_is_refused(case: str, tmp_path: Path) -> None:
 HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] = {
     "narrow fc": (
         with_tensors(fc__weight=torch.zeros(32, 96)),
-        r"model\.safetensors: tensor fc\.weight: found shape \[32, 96\], expected \[32, 64\]: 2 tapped layers x "
+        r"model\.safetensors: tensor fc\.weight: found shape \[32, 96\], expected \[32, 64\]: 2 aux layers x "
         r"the target's hidden size 32",
     ),
     "long d2t": (
@@ -208,7 +214,7 @@ HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] =
         r"distinct layers of the target, 0 to 1, found \[0, 2\]",
     ),
     "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default layers"),
-    "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 layers are tapped"),
+    "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 aux layers are named"),
     "bad draft vocab": (configured(draft_vocab_size="all"), "draft_vocab_size must be null or a positive integer"),
     "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
     "unknown rope": (configured(rope_scaling={"type": "dynamic", "factor": 2}), "rope type 'dynamic'"),
@@ -222,7 +228,7 @@ def test_a_bad_head_is_refused(case: str, tmp_path: Path) -> None:
     spoil, message = HEAD_ERRORS[case]
     write_checkpoint(tmp_path, spoil(tiny_eagle3(7, tiny_target(6))))
     with pytest.raises(CheckpointError, match=message) as caught:
-        load_eagle3(str(tmp_path), load_tiny_target(tiny_target(6)), F64, CPU)
+        load_eagle3(DraftSource(str(tmp_path), F64, CPU), load_tiny_target(tiny_target(6)))
     assert str(tmp_path) in str(caught.value), "the file is named"
 
 
@@ -243,7 +249,7 @@ OTHER_KINDS = {
 def test_what_is_no_eagle3_head_is_named(kind: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, TinyCheckpoint(tiny_config(), OTHER_KINDS[kind]))
     with pytest.raises(CheckpointError, match=f"expected an EAGLE-3 head, but this looks like .*{kind}"):
-        load_eagle3(str(tmp_path), load_tiny_target(tiny_target(6)), F64, CPU)
+        load_eagle3(DraftSource(str(tmp_path), F64, CPU), load_tiny_target(tiny_target(6)))
 
 
 def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
@@ -276,4 +282,4 @@ def test_a_head_without_config_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_eagle3(7, tiny_target(6)))
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: the file is missing"):
-        load_eagle3(str(tmp_path), load_tiny_target(tiny_target(6)), F64, CPU)
+        load_eagle3(DraftSource(str(tmp_path), F64, CPU), load_tiny_target(tiny_target(6)))

@@ -16,6 +16,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle, load_mtp, load_mtp_layers, load_target
 
 F64 = torch.float64
@@ -30,7 +31,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def attached(weights: MtpWeights, paged: Paged) -> MtpHead:
-    return weights.attach(KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 64)
+    return weights.attach(KVCache.allocate(weights.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU), 64)
 
 
 def reference(checkpoint: TinyCheckpoint, layout: Mimo) -> ReferenceMtp:
@@ -66,7 +67,7 @@ def test_rows_of_a_prompt_and_of_draft_steps_are_the_formulas(layout: Mimo) -> N
     torch.testing.assert_close(torch.cat((first.normalised(), second.normalised())), wanted, atol=1e-9, rtol=0)
     drafted, row = head.enter(second.values[-1:]), wanted[-1]
     for i in range(DRAFTED):
-        guess = head.scores(drafted).argmax(head.target_ids)
+        guess = head.logits(drafted).argmax(head.target_ids)
         assert guess.tolist() == [expected.guess(row)]
         drafted = head.forward(guess, head.next_features(drafted), paged.rows([1]))
         row = expected.forward(guess.tolist(), row[None], ROWS + i)[0]
@@ -98,13 +99,13 @@ def test_a_checkpoint_holds_target_and_layer_and_each_leaves_the_other_alone(tmp
         for model in (target, other)
     ]
     torch.testing.assert_close(*ran, atol=1e-12, rtol=0)
-    layer = load_mtp(str(tmp_path / "mimo"), target, F64, CPU)
+    layer = load_mtp(DraftSource(str(tmp_path / "mimo"), F64, CPU), target)
     assert isinstance(layer, MtpWeights)
     assert layer.embedding is target.embedding and layer.head is target.head
-    assert (layer.aux_layers, layer.kv_shape.num_layers, layer.draft_vocab_size) == ((), 1, 128)
+    assert (layer.profile.aux_layers, layer.profile.kv_shape.num_layers, layer.profile.draft_vocab_size) == ((), 1, 128)
     own = sum(t.nbytes // t.itemsize for name, t in MIMO.tensors.items() if ".mtp_layers." in name)
-    assert layer.num_bytes == 8 * (own + 128)  # float64, and the identity map of tokens
-    assert isinstance(load_eagle(str(tmp_path / "mimo"), target, F64, CPU), MtpWeights)
+    assert layer.profile.num_bytes == 8 * (own + 128)  # float64, and the identity map of tokens
+    assert isinstance(load_eagle(DraftSource(str(tmp_path / "mimo"), F64, CPU), target), MtpWeights)
     alone = load_tiny_mtp(tiny_mtp(2, TARGET), target)
     gated = ran[0].repeat(1, 2)
     torch.testing.assert_close(alone.layer.mlp.down(gated), layer.layer.mlp.down(gated), atol=1e-12, rtol=0)
@@ -114,18 +115,21 @@ def test_the_target_of_a_layer_after_its_last_is_the_same(tmp_path: Path) -> Non
     write_checkpoint(tmp_path, in_deepseek_layout(MIMO))
     target = load_target(files_of(tmp_path, in_deepseek_layout(MIMO)), F64, CPU)
     assert target.num_layers == 2
-    ours, mimo = (load_mtp(str(path), target, F64, CPU) for path in (tmp_path, write_checkpoint(tmp_path / "m", MIMO)))
+    ours, mimo = (
+        load_mtp(DraftSource(str(path), F64, CPU), target)
+        for path in (tmp_path, write_checkpoint(tmp_path / "m", MIMO))
+    )
     assert isinstance(ours, MtpWeights) and isinstance(mimo, MtpWeights)
-    assert (ours.num_bytes, ours.embeds_first, mimo.embeds_first) == (mimo.num_bytes, True, False)
+    assert (ours.profile.num_bytes, ours.embeds_first, mimo.embeds_first) == (mimo.profile.num_bytes, True, False)
     both = torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(4), dtype=F64)
-    torch.testing.assert_close(ours.input_map(both), mimo.input_map(both), atol=1e-12, rtol=0)
+    torch.testing.assert_close(ours.fc(both), mimo.fc(both), atol=1e-12, rtol=0)
 
 
 def test_a_token_map_leaves_some_rows_of_the_head(tmp_path: Path) -> None:
     target = load_tiny_target(TARGET)
     ids = torch.tensor([5, 3, 90])
     layer = load_tiny_mtp(tiny_mtp(5, TARGET), target, ids)
-    assert layer.draft_vocab_size == 3 and torch.equal(layer.head.weight, target.head.weight[ids])
+    assert layer.profile.draft_vocab_size == 3 and torch.equal(layer.head.stored, target.head.stored[ids])
     assert torch.equal(layer.target_ids, ids)
 
 
@@ -133,16 +137,16 @@ def test_biases_of_zero_are_left_out() -> None:
     """As in a checkpoint that was merged from a target without them."""
     zero = replace(MIMO, tensors={name: t * (".bias" not in name) for name, t in MIMO.tensors.items()})
     target, other = load_tiny_target(zero), load_tiny_target(MIMO)
-    assert target.layers[1].qkv.bias is None and other.layers[1].qkv.bias is not None
+    assert target.layers[1].attention.qkv.bias is None and other.layers[1].attention.qkv.bias is not None
     layer = replace(zero, tensors={name: t for name, t in zero.tensors.items() if ".mtp_layers." in name})
-    assert load_tiny_mtp(layer, target).layer.qkv.bias is None
+    assert load_tiny_mtp(layer, target).layer.attention.qkv.bias is None
 
 
 def test_dummy_weights_have_the_layers_shape(tmp_path: Path) -> None:
     target = load_target(files_of(tmp_path, MIMO, "dummy"), torch.float32, CPU)
-    dummy = load_mtp(str(tmp_path), target, torch.float32, CPU, load_format="dummy")
-    real = load_mtp(str(tmp_path), target, torch.float32, CPU)
-    assert (dummy.kv_shape, dummy.num_bytes, dummy.work) == (real.kv_shape, real.num_bytes, real.work)
+    dummy = load_mtp(DraftSource(str(tmp_path), torch.float32, CPU, load_format="dummy"), target)
+    real = load_mtp(DraftSource(str(tmp_path), torch.float32, CPU), target)
+    assert dummy.profile == real.profile
 
 
 def _second_layer(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
@@ -181,9 +185,13 @@ def test_targets_that_come_later_are_refused_by_name(name: str, tmp_path: Path) 
         load_target(files, F64, CPU)
     assert name in str(refused.value)
     with pytest.raises(CheckpointError, match=message):
-        load_mtp(str(tmp_path), load_tiny_target(TARGET), F64, CPU, load_format="dummy")
+        load_mtp(DraftSource(str(tmp_path), F64, CPU, load_format="dummy"), load_tiny_target(TARGET))
     with pytest.raises(CheckpointError, match=message):
-        load_mtp_layers(str(tmp_path), load_tiny_target(TARGET), 3, load_format="dummy")
+        load_mtp_layers(
+            DraftSource.for_target(str(tmp_path), load_tiny_target(TARGET), load_format="dummy"),
+            load_tiny_target(TARGET),
+            3,
+        )
 
 
 WRONG = {
@@ -206,4 +214,4 @@ def test_what_is_no_such_layer_is_refused(what: str, tmp_path: Path) -> None:
     checkpoint, message = WRONG[what]
     write_checkpoint(tmp_path, checkpoint)
     with pytest.raises(CheckpointError, match=message):
-        load_mtp(str(tmp_path), load_tiny_target(TARGET), F64, CPU)
+        load_mtp(DraftSource(str(tmp_path), F64, CPU), load_tiny_target(TARGET))

@@ -12,7 +12,8 @@ import zmq
 from support.fake_settings import fake_settings
 
 from overlap_spec.config import encode_settings
-from overlap_spec.ipc.transport import Endpoints, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, Shutdown, ToSupervisor
 from overlap_spec.runtime.actor import SETTINGS_FILE
 
@@ -55,7 +56,7 @@ class Child:
 
 def test_an_unforeseen_error_is_reported_logged_and_fatal(tmp_path: Path) -> None:
     async def scenario() -> None:
-        child = Child(tmp_path, "careless_actor")
+        child = Child(tmp_path, "support.actors.careless")
         message = await child.recv()
         status, errors = child.finish()
         assert isinstance(message, ActorFailed)
@@ -70,7 +71,7 @@ def test_an_unforeseen_error_is_reported_logged_and_fatal(tmp_path: Path) -> Non
 
 def test_an_error_raised_on_purpose_needs_no_trace_in_the_log(tmp_path: Path) -> None:
     async def scenario() -> None:
-        child = Child(tmp_path, "failing_actor")
+        child = Child(tmp_path, "support.actors.failing")
         message = await child.recv()
         assert isinstance(message, ActorFailed)
         assert message.error == "model.safetensors: fc.weight is [3, 4], expected [4, 4]"
@@ -82,7 +83,7 @@ def test_an_error_raised_on_purpose_needs_no_trace_in_the_log(tmp_path: Path) ->
 
 def test_signals_of_the_terminal_are_left_to_the_parent(tmp_path: Path) -> None:
     async def scenario() -> None:
-        child = Child(tmp_path, "obedient_actor")
+        child = Child(tmp_path, "support.actors.obedient")
         assert isinstance(await child.recv(), ActorProgress)
         assert isinstance(await child.recv(), ActorReady)
         child.process.send_signal(signal.SIGINT)
@@ -97,7 +98,7 @@ def test_signals_of_the_terminal_are_left_to_the_parent(tmp_path: Path) -> None:
 
 def test_a_child_whose_parent_is_already_gone_leaves_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
-        child = Child(tmp_path, "obedient_actor", parent=1)
+        child = Child(tmp_path, "support.actors.obedient", parent=1)
         child.process.wait(30)
         assert child.inbox.drain() == []
         assert child.finish() == (1, "")

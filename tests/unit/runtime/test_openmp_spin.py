@@ -22,9 +22,9 @@ def no_user_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def wakes_cost(us: float, covered: int, awake: float = 1.3) -> waiting.Probe:
+def wakes_cost(us: float, covered: int, spinning: float = 1.3) -> waiting.Probe:
     """Pauses up to a spin of `covered` need no waking."""
-    return lambda spin: [awake] * 3 if spin >= covered else [us] * 3
+    return lambda spin: [spinning] * 3 if spin >= covered else [us] * 3
 
 
 @pytest.mark.parametrize("covered", SPINS)
@@ -79,6 +79,7 @@ def test_of_rounds_that_disagree_the_shorter_spin_stands(monkeypatch: pytest.Mon
     assert choose_spin(2, lambda *_: None) == 1000
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", USERS)
 def test_where_the_user_says_how_to_wait_nothing_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")

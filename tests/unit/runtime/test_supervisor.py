@@ -14,11 +14,16 @@ import pytest
 from support.fake_settings import fake_settings
 
 from overlap_spec.errors import ActorDied
+from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
-OBEDIENT = {"tokenizer": "obedient_actor", "scheduler": "obedient_actor", "worker": "obedient_actor"}
+OBEDIENT = {
+    "tokenizer": "support.actors.obedient",
+    "scheduler": "support.actors.obedient",
+    "worker": "support.actors.obedient",
+}
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +53,7 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
         run_dir = RunDirectory(tmp_path)
         supervisor = Supervisor(run_dir, OBEDIENT, lambda *line: seen.append(line))
         await supervisor.start(fake_settings())
-        assert supervisor.facts == {role: {"role": role} for role in OBEDIENT}
+        assert supervisor.facts == {role: TokenizerFacts(role, "") for role in OBEDIENT}
         assert seen == [("loading", 1, 2)] * 3
         assert run_dir.path.stat().st_mode & 0o777 == 0o700
         assert (run_dir.path / "settings.msgpack").stat().st_mode & 0o777 == 0o600
@@ -66,13 +71,13 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
 
 def test_error_at_start_arrives_in_the_childs_own_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
-        async with supervised(tmp_path, worker="failing_actor") as supervisor:
+        async with supervised(tmp_path, worker="support.actors.failing") as supervisor:
             with pytest.raises(ActorDied, match=r"worker: model.safetensors: fc.weight is \[3, 4\]") as caught:
                 await supervisor.start(fake_settings())
             assert caught.value.actor == "worker"
 
     asyncio.run(scenario())
-    assert capfd.readouterr().err == "", "an error raised on purpose is told once, by whoever started the engine"
+    assert capfd.readouterr().err == "", "an error raised on purpose is reported once, by the parent"
 
 
 def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +109,7 @@ def test_a_drain_is_bounded_and_a_stubborn_actor_is_killed(tmp_path: Path, monke
     monkeypatch.setattr(supervisor_module, "STOP_S", 0.3)
 
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="stubborn_actor") as supervisor:
+        async with supervised(tmp_path, tokenizer="support.actors.stubborn") as supervisor:
             await supervisor.start(fake_settings())
             assert not await supervisor.drain(0.1)
 
@@ -144,7 +149,7 @@ from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 async def main():
-    roles = dict.fromkeys(("tokenizer", "scheduler", "worker"), "stubborn_actor")
+    roles = dict.fromkeys(("tokenizer", "scheduler", "worker"), "support.actors.stubborn")
     supervisor = Supervisor(RunDirectory(Path(sys.argv[1])), roles, print)
     await supervisor.start(fake_settings())
     print(*supervisor.pids.values(), flush=True)

@@ -21,6 +21,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow_but_every(5)
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize("work", SAMPLING_WORK, ids=["greedy", "sampled", "filtered"])
@@ -58,7 +59,7 @@ def test_filters_are_not_compiled(make_batch, monkeypatch) -> None:
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     batch = make_batch([10, 20], temperature=0.8)
-    sampling = replace(batch.sampling, work=SamplingWork(sampled=True, filtered=True, masked=False))
+    sampling = replace(batch.sampling, work=SamplingWork(sampled=True, filtered=True, processed=False))
     arguments = torch.randn(2, 1, 8), batch.lengths[:, None], sampling, torch.arange(8)
     assert torch.equal(compiled_draw(2)(*arguments), draw_columns(*arguments))
 

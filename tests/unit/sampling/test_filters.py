@@ -9,12 +9,14 @@ import random
 
 import pytest
 import torch
-from support.given_logits import GivenScores, commit
+from support.given_logits import GivenLogits, commit
+from support.no_processors import no_processors
 from support.sampling_oracle import Filters, drawn, filtered, kept, softmax, strictest, subsets
 from torch import Tensor
 
 from overlap_spec.sampling.sampler import draw_columns, log_weights
 from overlap_spec.sampling.types import Sampling, SamplingWork
+from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
@@ -44,9 +46,9 @@ def sampling(filters: Filters, temperature: float, size: int = NUM_SEEDS) -> Sam
     """Seeds 0, 1, .."""
     doubles, ids = torch.ones(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
     top_k = 1 << 62 if filters.top_k == -1 else filters.top_k
-    work = SamplingWork(sampled=True, filtered=True, masked=False)
+    work = SamplingWork(sampled=True, filtered=True, processed=False)
     params = (doubles * temperature, ids + top_k, doubles * filters.top_p, doubles * filters.min_p)
-    return Sampling(*params, torch.arange(size), ids, ids[:, None] - 1, work)
+    return Sampling(*params, torch.arange(size), ids, ids[:, None] - 1, ids, work, no_processors(VOCAB))
 
 
 def columns(temperature: float, num_columns: int) -> tuple[list[list[float]], Tensor]:
@@ -83,7 +85,7 @@ def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: f
     tokens = torch.tensor([[0, *guesses]] * NUM_SEEDS)
     window = Window(tokens, (FIRST_POSITION - 1 + torch.arange(len(ROWS))).expand(NUM_SEEDS, -1))
     verdict = commit(
-        tokens, ChainVerifier(torch.arange(VOCAB)).verify(window, GivenScores(logits), batch(filters, temperature))
+        tokens, ChainVerifier(torch.arange(VOCAB)).verify(window, GivenLogits(logits), batch(filters, temperature))
     )
     for seed in range(NUM_SEEDS):
         expected = [drawn(row, temperature, filters, seed, FIRST_POSITION + i) for i, row in enumerate(rows)]
@@ -100,7 +102,7 @@ def test_a_tree_is_judged_by_what_filters_keep(filters: Filters, temperature: fl
     tokens = torch.arange(len(TREE_PARENTS)).expand(NUM_SEEDS, -1)
     parents, depths = torch.tensor(TREE_PARENTS), torch.tensor(TREE_DEPTHS)
     window = Window(tokens, (FIRST_POSITION - 1 + depths).expand(NUM_SEEDS, -1), parents.expand(NUM_SEEDS, -1))
-    found = ChainVerifier(torch.arange(VOCAB)).verify(window, GivenScores(logits), batch(filters, temperature)).tokens
+    found = ChainVerifier(torch.arange(VOCAB)).verify(window, GivenLogits(logits), batch(filters, temperature)).tokens
     for seed in range(NUM_SEEDS):
         nodes = zip(rows, TREE_DEPTHS, strict=True)
         expected = [drawn(row, temperature, filters, seed, FIRST_POSITION + depth) for row, depth in nodes]
@@ -125,7 +127,8 @@ def test_children_of_trees_are_what_filters_keep(filters: Filters, temperature: 
     of_one = SlotBatch(
         torch.arange(1), torch.tensor([9]), torch.zeros(1, 1, dtype=torch.int32), sampling(filters, temperature, 1)
     )
-    logs, children = top_children(GivenScores(logits[:1]), of_one, 0, VOCAB, torch.arange(VOCAB))
+    context = level_context(of_one, None, torch.full((1, len(ROWS)), -1), 0, torch.arange(VOCAB))
+    logs, children = top_children(GivenLogits(logits[:1]), context, VOCAB)
     for row, worth, ids in zip(rows, logs[0], children[0].tolist(), strict=True):
         alive = kept(softmax(row, temperature), filters)
         assert set(ids[: len(alive)]) == alive and ids[0] == drawn(row, temperature, filters, 0, 10)

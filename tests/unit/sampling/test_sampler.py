@@ -1,12 +1,17 @@
 """Each token is drawn in the stated order, whatever else is in the batch."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from support.given_logits import GivenLogits
+from support.no_processors import no_processors
 from torch import Tensor
 
+from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.noise import gumbel
+from overlap_spec.sampling.sampler import draw_after, processed_logits
 from overlap_spec.sampling.sampler import draw_columns as draw
 from overlap_spec.sampling.types import Sampling, SamplingWork
 
@@ -32,7 +37,9 @@ def sampling(
         seed=torch.arange(batch) if seeds is None else seeds,
         stop_from=torch.full((batch,), stop_from),
         stop_ids=torch.tensor([list(stop_ids) or [-1]] * batch),
+        output_from=torch.zeros(batch, dtype=torch.int64),
         work=SamplingWork(temperature > 0, top_k != ALL or top_p < 1 or min_p > 0, bool(stop_ids)),
+        processors=no_processors(40),
     )
 
 
@@ -108,10 +115,36 @@ def test_greedy_rows_in_a_sampled_batch_take_the_argmax() -> None:
     assert tokens[1, 0] == noisy.argmax()
 
 
-def test_stop_ids_are_masked_before_stop_from_only() -> None:
+def context_of(params: Sampling, positions: Tensor, ids: Tensor) -> DrawContext:
+    """Rows before these positions."""
+    table = torch.zeros(len(positions), 1, dtype=torch.int32)
+    return DrawContext(params, ids, table, positions[:, 0] - 1, positions - 1)
+
+
+def test_stop_ids_are_forbidden_before_stop_from_only() -> None:
     logits = torch.zeros(1, 4, 5, dtype=torch.float64)
     logits[..., 3] = 9.0
     logits[..., 1] = 5.0
     positions = torch.tensor([[10, 11, 12, 13]])
     params = sampling(1, temperature=0.0, stop_from=12, stop_ids=(3,))
-    assert draw(logits, positions, params, torch.arange(5)).tolist() == [[1, 1, 3, 3]]
+    assert draw_after(GivenLogits(logits), context_of(params, positions, torch.arange(5))).tolist() == [[1, 1, 3, 3]]
+
+
+@pytest.mark.parametrize("ids", [torch.arange(40), torch.tensor([30, 3, 8, 11])], ids=["all", "a draft's"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_forbidden_stop_ids_are_those_of_a_mask_written_out(dtype: torch.dtype, ids: Tensor) -> None:
+    """Ids that are padding, that the draft does not have and that nobody has; some twice; some positions early."""
+    random = torch.Generator().manual_seed(len(ids))
+    logits = torch.randn(5, 3, len(ids), generator=random).to(dtype)
+    params = sampling(5, stop_ids=(0,))
+    stop_ids = torch.randint(-1, 60, (5, 64), generator=random)
+    stop_ids[:, :4] = torch.tensor([3, 3, 39, 1 << 40])
+    params = replace(params, stop_ids=stop_ids, stop_from=torch.tensor([0, 10, 11, 12, 99]))
+    positions = torch.tensor([[10, 11, 12]] * 5)
+    found = processed_logits(GivenLogits(logits), context_of(params, positions, ids))
+    for slot in range(5):
+        for row in range(3):
+            early = positions[slot, row] < params.stop_from[slot]
+            for column, token in enumerate(ids.tolist()):
+                gone = bool(early) and token in stop_ids[slot].tolist()
+                assert found[slot, row, column] == (-torch.inf if gone else logits[slot, row, column])

@@ -21,7 +21,7 @@ class Slot:
     strength: int = 0
     levels: int = 0
     rate: float = 0.0  # at which each guess is right
-    columns: tuple[int, ...] = tuple(range(1, 12))  # where the right guess of each level stands
+    columns: tuple[int, ...] = tuple(range(1, 12))  # of the right guess of each level
 
 
 class Engine:
@@ -47,12 +47,12 @@ class Engine:
             right = 0
             while right < slot.levels and self._rng.random() < slot.rate:
                 right += 1
-            stood = [column for column in slot.columns[:right] if column < width]
-            seen = len(stood)
+            accepted = [column for column in slot.columns[:right] if column < width]
+            seen = len(accepted)
             runs.append([7] * (seen + 1))
             proposed.append(min(slot.levels, width - 1))
             next_columns.append(slot.columns[seen] if right > seen else 0)
-            paths.append(stood)
+            paths.append(accepted)
         self.tokens += sum(map(len, runs)) / count
         self.seconds += CostTable(CHEAP).seconds(count)[WIDTHS.index(width)]
         result = StepResult(0, runs, proposed, 0.0)

@@ -11,7 +11,8 @@ from overlap_spec.config.fields import config_fields, config_from
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.hub import resolve_model
-from overlap_spec.spec.methods import Method, NoDraft, method_of
+from overlap_spec.spec.drafts import NoDraft
+from overlap_spec.spec.methods import Method, method_of
 from overlap_spec.spec.proposers.none import NoProposer
 from overlap_spec.worker.build import load_models
 
@@ -75,7 +76,7 @@ def test_a_draft_without_weights_is_made_from_the_engines_shape() -> None:
         return NoProposer()
 
     draft = NoDraft(make)
-    assert draft.kv_shape.num_layers == draft.num_bytes == 0
+    assert draft.profile.kv_shape.num_layers == draft.profile.num_bytes == 0
     proposer = draft.attach(None, "a shape")
     assert isinstance(proposer, NoProposer) and seen == ["a shape"]
 

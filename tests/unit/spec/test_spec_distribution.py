@@ -8,24 +8,24 @@ notice.
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from overlap_spec_kernels.window.judge_chain import judge_chain
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
+from support.no_processors import no_processors
 from support.sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
-from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import Sampling, SamplingWork
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers import rejection as coins
 from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
+from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds, draw_guess
 
 VOCAB, LENGTH, WIDTH = 4, 3, 3
 TOKENS = torch.arange(VOCAB)
@@ -84,10 +84,10 @@ class Tables:
 def batch_of(seeds: Tensor, lengths: Tensor, temperature: float = 1.0, filters: Filters = NO_FILTERS) -> SlotBatch:
     size, ones = len(seeds), torch.ones(len(seeds), dtype=torch.float64)
     none = torch.zeros(size, dtype=torch.int64)
-    work = SamplingWork(sampled=True, filtered=bool(filters.names), masked=False)
+    work = SamplingWork(sampled=True, filtered=bool(filters.names), processed=False)
     top_k = VOCAB if filters.top_k == -1 else filters.top_k
     params = (ones * temperature, none + top_k, ones * filters.top_p, ones * filters.min_p)
-    sampling = Sampling(*params, seeds, none, none[:, None] - 1, work)
+    sampling = Sampling(*params, seeds, none, none[:, None] - 1, none, work, no_processors(VOCAB))
     return SlotBatch(torch.arange(size), lengths, none[:, None].int(), sampling)
 
 
@@ -100,11 +100,12 @@ def outcomes(tables: Tables, verifier: Verifier, guess: Callable[..., Tensor], s
         batch = batch_of(seeds, lengths, tables.temperature, tables.filters)
         paths, window = [prefix], torch.full((size, WIDTH), -1)
         for i in range(WIDTH - 1):
-            window[:, i + 1] = guess(GivenScores(tables.draft[tables.key(paths[-1])]), batch, i)
+            guesses = window[:, 1 : i + 1].unbind(1)
+            window[:, i + 1] = guess(GivenLogits(tables.draft[tables.key(paths[-1])]), batch, guesses)
             paths.append(paths[-1] * VOCAB + window[:, i + 1])
         positions = lengths[:, None] + torch.arange(WIDTH)
         logits = tables.target[tables.key(torch.stack(paths, 1))]
-        drawn = verifier.verify(Window(window, positions), GivenScores(logits), batch)
+        drawn = verifier.verify(Window(window, positions), GivenLogits(logits), batch)
         judged = judge_chain(
             drawn.tokens, window, batch.slots, lengths, lengths.clone(), window.clone(), size, drawn.accept_len
         )
@@ -140,9 +141,9 @@ def p_value(
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), g / 2))
 
 
-def shared(scores: GivenScores, batch: SlotBatch, index: int) -> Tensor:
+def shared(lazy_logits: GivenLogits, batch: SlotBatch, guesses: Sequence[Tensor]) -> Tensor:
     """Guesses with the target's noise."""
-    return draw_after(scores, batch.lengths[:, None], batch.sampling, DRAFT_IDS, index).squeeze(1)
+    return draw_guess(lazy_logits, batch, guesses, DRAFT_IDS, None)
 
 
 def rejection(size: int, rule: type[Rejection] = Rejection) -> tuple[Verifier, Callable[..., Tensor]]:
@@ -189,6 +190,7 @@ def test_each_filter_is_the_strictest_in_a_quarter_of_the_samples(way: str) -> N
     assert min(times.values()) > 0.25
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [50_000, pytest.param(2_000_000, marks=FULL)])
@@ -206,12 +208,13 @@ class Altered:
         self._inner = inner
         self._changes = changes
 
-    def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: GivenLogits, batch: SlotBatch) -> Drawn:
         sampling = batch.sampling
         changes = {name: torch.full_like(getattr(sampling, name), value) for name, value in self._changes.items()}
-        return self._inner.verify(window, scores, replace(batch, sampling=replace(sampling, **changes)))
+        return self._inner.verify(window, lazy_logits, replace(batch, sampling=replace(sampling, **changes)))
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", EXACT)
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
@@ -227,7 +230,7 @@ def test_rejection_draws_guesses_at_the_requests_temperature(temperature: float)
     row = [0.9, -1.3, 0.4]
     seeds = torch.arange(size)
     batch = batch_of(seeds, torch.zeros_like(seeds), temperature)
-    guesses = probs.draw(GivenScores(torch.tensor([row], dtype=torch.float64).expand(size, -1)), batch, 0)
+    guesses = probs.draw(GivenLogits(torch.tensor([row], dtype=torch.float64).expand(size, -1)), batch, ())
     q = torch.tensor(softmax(row, temperature), dtype=torch.float64)
     counts = (guesses[:, None] == DRAFT_IDS).sum(0)
     g = 2 * torch.xlogy(counts, counts / (q * size)).sum()
@@ -245,7 +248,7 @@ class KeepsGuess(Rejection):
 class ForgetsQ(Rejection):
     """Wrong: accepts with probability p."""
 
-    def stands(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
+    def accepts(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
         return coins < p_guess
 
 
@@ -255,10 +258,10 @@ class WrongRow:
     def __init__(self, inner: Verifier) -> None:
         self._inner = inner
 
-    def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
-        shifted = torch.cat((scores.given[:, :1], scores.given[:, :-1]), 1)
-        right = self._inner.verify(window, scores, batch)
-        return replace(self._inner.verify(window, GivenScores(shifted), batch), accept_len=right.accept_len)
+    def verify(self, window: Window, lazy_logits: GivenLogits, batch: SlotBatch) -> Drawn:
+        shifted = torch.cat((lazy_logits.given[:, :1], lazy_logits.given[:, :-1]), 1)
+        right = self._inner.verify(window, lazy_logits, batch)
+        return replace(self._inner.verify(window, GivenLogits(shifted), batch), accept_len=right.accept_len)
 
 
 def reused_noise(size: int) -> tuple[Verifier, Callable[..., Tensor]]:
@@ -266,10 +269,10 @@ def reused_noise(size: int) -> tuple[Verifier, Callable[..., Tensor]]:
     verifier, guess = rejection(size)
 
     class Reusing:
-        def verify(self, window: Window, scores: GivenScores, batch: SlotBatch) -> Drawn:
+        def verify(self, window: Window, lazy_logits: GivenLogits, batch: SlotBatch) -> Drawn:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(coins, "RESIDUAL", coins.GUESS)
-                return verifier.verify(window, scores, batch)
+                return verifier.verify(window, lazy_logits, batch)
 
     return Reusing(), guess
 
@@ -287,6 +290,7 @@ WRONG: dict[str, Callable[[int], tuple[Verifier, Callable[..., Tensor]]]] = {
 }
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
@@ -304,9 +308,9 @@ def test_thresholds_below_one_let_more_guesses_stand() -> None:
     assert p_value(tables, lossy, shared, 50_000, seed=1) < SIGNIFICANCE
     batch = batch_of(torch.arange(1000), torch.zeros(1000, dtype=torch.int64))
     window = Window(torch.randint(0, VOCAB, (1000, WIDTH)), torch.arange(WIDTH).expand(1000, WIDTH))
-    scores = GivenScores(tables.target[:1].expand(WIDTH * 1000, VOCAB).view(1000, WIDTH, VOCAB))
-    exact = ResidualVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, scores, batch).accept_len
-    more = lossy.verify(window, scores, batch).accept_len
+    lazy_logits = GivenLogits(tables.target[:1].expand(WIDTH * 1000, VOCAB).view(1000, WIDTH, VOCAB))
+    exact = ResidualVerifier(Thresholds(1.0, 1.0), TOKENS).verify(window, lazy_logits, batch).accept_len
+    more = lossy.verify(window, lazy_logits, batch).accept_len
     assert exact is not None and more is not None and (more >= exact).all() and (more > exact).any()
 
 
@@ -321,7 +325,7 @@ def test_greedy_slots_are_matched_under_any_rule() -> None:
         torch.cat((torch.zeros(6, 1, dtype=torch.int64), largest[:, :-1]), 1), torch.arange(WIDTH).expand(6, WIDTH)
     )
     for verifier in (rejection(6)[0], ResidualVerifier(Thresholds(0.5, 0.5), TOKENS)):
-        drawn = verifier.verify(window, GivenScores(logits), batch)
+        drawn = verifier.verify(window, GivenLogits(logits), batch)
         assert drawn.accept_len is not None
         assert drawn.accept_len[::2].tolist() == [WIDTH - 1] * 3
         assert torch.equal(drawn.tokens[::2], largest[::2])

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from overlap_spec_kernels import PublishedColumns, allocate_log, with_slots
+from overlap_spec_kernels import PublishedColumns, allocate_log, store_tokens, with_slots
 from overlap_spec_kernels.ngram.ngram_log import PAGE
+from support.no_processors import no_processors
 from support.reference.ngram import Limits, accepted, guess
 from support.tiny.tokenizer import write_tokenizer
 from support.verdicts import unwritten
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
@@ -38,7 +40,7 @@ every_variant = pytest.mark.parametrize("limits", VARIANTS)
 
 def sampling() -> Sampling:
     none = torch.zeros(0)
-    return Sampling(none, none, none, none, none, none, none, SAMPLING_WORK[0])
+    return Sampling(*[none] * 8, SAMPLING_WORK[0], no_processors(1))
 
 
 class Requests:
@@ -48,14 +50,14 @@ class Requests:
         self, limits: Limits, capacity: int = 1 << 20, num_guesses: int = 11, corpus: Tensor = NO_CORPUS
     ) -> None:
         """`capacity`: by default so large that no two n-grams here share an entry of the index."""
-        pool = torch.zeros((NUM_SLOTS * NUM_PAGES + 1) * PAGE_SIZE, dtype=torch.int32)
-        log = with_slots(allocate_log(capacity, pool.device), NUM_SLOTS + 1)
+        self.pool = TokenPool.allocate(NUM_SLOTS * NUM_PAGES + 1, PAGE_SIZE, torch.device("cpu"))
+        log = with_slots(allocate_log(capacity, self.pool.tokens.device), NUM_SLOTS + 1)
         own = NgramLimits(
             limits.min_match, limits.max_match, limits.branch, limits.min_breadth, limits.max_breadth,
             limits.by_frequency,
         )  # fmt: skip
-        self.memory = NgramMemory(own, pool, log, PAGE_SIZE, corpus)
-        self.windows = NgramWindows.allocate(NUM_SLOTS + 1, num_guesses, pool.device)
+        self.memory = NgramMemory(own, self.pool, log, corpus)
+        self.windows = NgramWindows.allocate(NUM_SLOTS + 1, num_guesses, self.pool.tokens.device)
         self.proposer = NgramProposer(self.memory, self.windows)
         self.num_guesses = num_guesses
         self.tables = torch.zeros(NUM_SLOTS + 1, NUM_PAGES, dtype=torch.int32)
@@ -73,6 +75,9 @@ class Requests:
         prompts = Prompts(
             torch.tensor(tokens[start:-1]), following, last, slots, seats, torch.tensor([int(start == 0)])
         )
+        self.pool.write_chunks(rows, prompts.tokens)
+        if completes:
+            self.pool.write(table, torch.tensor([len(tokens) - 1]), following[-1:])
         self.proposer.prefill(prompts, RowBatch(positions, rows, table, None, len(positions), False), NOTHING)
         self.tokens[slot] = list(tokens)
 
@@ -83,6 +88,7 @@ class Requests:
         committed = torch.tensor([run + [-1] * (most - len(run)) for run in runs.values()])
         counts = torch.tensor([len(run) for run in runs.values()])
         verdict = unwritten(len(slots), PublishedColumns(most))._replace(tokens=committed, accept_len=counts - 1)
+        store_tokens(*self.pool.rows_of(self.tables[slots]), lengths + 1, committed, counts)
         self.proposer.extend(
             self.batch(slots, lengths), RowBatch(NO_ROWS, None, self.tables, None, 1, True), NOTHING, verdict
         )

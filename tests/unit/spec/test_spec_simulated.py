@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from overlap_spec_kernels import Verdict
-from support.given_logits import GivenScores, commit, window_of
+from support.given_logits import GivenLogits, commit, window_of
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.interfaces import Scores
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
@@ -27,13 +27,13 @@ FILES = ModelFiles(
 class ConstantVerifier:
     """Draws one known token everywhere, which no guess equals."""
 
-    def verify(self, window: Window, scores: Scores, batch: SlotBatch) -> Drawn:
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         return Drawn(torch.full_like(window.tokens, DRAWN))
 
 
 def judge(mean: float, window: Tensor, batch: SlotBatch) -> Verdict:
     verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU))
-    return commit(window, verifier.verify(window_of(window), GivenScores(torch.empty(0, 1)), batch))
+    return commit(window, verifier.verify(window_of(window), GivenLogits(torch.empty(0, 1)), batch))
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.3, 2.5, 3.9, 4.0])
@@ -93,7 +93,7 @@ def test_the_drawn_token_is_the_targets(make_batch) -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7, 8]]), 16).double()
     verifier = SimulatedVerifier(ChainVerifier(torch.arange(16)), SyntheticAcceptance(2.0, CPU))
     window = torch.tensor([[0, 1, 2, 3]])
-    drawn = verifier.verify(window_of(window), GivenScores(logits), make_batch([3]))
+    drawn = verifier.verify(window_of(window), GivenLogits(logits), make_batch([3]))
     assert commit(window, drawn).tokens.tolist() == [[1, 6, -1, -1]]
 
 

@@ -1,7 +1,7 @@
 """Match verification on windows that can be checked by eye: one peaked logit per row."""
 
 import torch
-from support.given_logits import GivenScores, commit, window_of
+from support.given_logits import GivenLogits, commit, window_of
 from torch import Tensor
 
 from overlap_spec.spec.types import Drawn, Verdict, Window
@@ -54,13 +54,13 @@ def test_verify_draws_at_the_position_after_each_column(make_batch) -> None:
     batch = make_batch([20, 30], temperature=1.0)
     positions = torch.tensor([[20, 21, 22], [30, 31, 32]])
     window = Window(torch.tensor([[0, 4, 5], [0, 7, 8]]), positions)
-    drawn = verifier.verify(window, GivenScores(peaked([[4, 5, 6], [7, 1, 2]], 12)), batch)
+    drawn = verifier.verify(window, GivenLogits(peaked([[4, 5, 6], [7, 1, 2]], 12)), batch)
     assert commit(window.tokens, drawn).tokens.tolist() == [[4, 5, 6], [7, 1, -1]]
 
 
 def test_greedy_draws_need_no_logits(make_batch) -> None:
     class Largest:
-        def logits(self) -> Tensor:
+        def compute(self) -> Tensor:
             raise AssertionError("nobody needs them")
 
         def argmax(self, ids: Tensor | None = None) -> Tensor:

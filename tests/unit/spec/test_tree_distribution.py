@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from overlap_spec_kernels import judge_tree, select_tree
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 from test_spec_distribution import (
     CHUNK,
     DRAFT_IDS,
@@ -27,6 +27,7 @@ from test_spec_distribution import (
 )
 from torch import Tensor
 
+from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
@@ -42,13 +43,18 @@ Grow = Callable[[Tables, Tensor, SlotBatch], tuple[Tensor, Tensor]]  # prefixes 
 
 def noisy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
     """As trees are drafted."""
-    first, columns = top_children(GivenScores(tables.draft[tables.key(prefix)]), batch, 0, TOPK, DRAFT_IDS)
+    first, columns = children(tables, prefix[:, None], batch, 0)
     tokens = DRAFT_IDS[columns]
-    after = tables.draft[tables.key(prefix[:, None] * VOCAB + tokens[:, 0])]
-    second, further = top_children(GivenScores(after), batch, 1, TOPK, DRAFT_IDS)
+    second, further = children(tables, prefix[:, None] * VOCAB + tokens[:, 0], batch, 1)
     log_probs = torch.cat((first[:, 0], (first[:, 0, :, None] + second).flatten(1)), 1)
     tokens = torch.cat((tokens[:, 0], DRAFT_IDS[further].flatten(1)), 1)
     return tuple(select_tree(log_probs, tokens, CANDIDATE_PARENTS.expand_as(tokens).contiguous(), WIDTH - 1))
+
+
+def children(tables: Tables, prefixes: Tensor, batch: SlotBatch, level: int) -> tuple[Tensor, Tensor]:
+    """Of nodes with these prefixes. Shapes: prefixes [B, R]."""
+    context = level_context(batch, None, torch.full_like(prefixes, -1), level, DRAFT_IDS)
+    return top_children(GivenLogits(tables.draft[tables.key(prefixes)]), context, TOPK)
 
 
 def greedy(tables: Tables, prefix: Tensor, batch: SlotBatch) -> tuple[Tensor, Tensor]:
@@ -68,7 +74,7 @@ def tree_outcomes(tables: Tables, verifier: Verifier, grow: Grow, seeds: Tensor)
         batch = batch_of(seeds, lengths, tables.temperature, tables.filters)
         window = window_of(prefix, lengths, *grow(tables, prefix, batch))
         logits = tables.target[tables.key(paths_of(prefix, window))]
-        drawn = verifier.verify(window, GivenScores(logits), batch)
+        drawn = verifier.verify(window, GivenLogits(logits), batch)
         assert window.parents is not None
         judged = judge_tree(
             drawn.tokens, window.tokens, window.parents, batch.slots, lengths, lengths.clone(), window.tokens.clone(),
@@ -110,6 +116,7 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 }
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
@@ -117,6 +124,7 @@ def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     assert found > SIGNIFICANCE / len(EXACT)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("way", ["hot", "filtered", "cold, filtered"])
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [30_000, pytest.param(2_000_000, marks=FULL)])
@@ -127,6 +135,7 @@ def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
     assert found > SIGNIFICANCE / len(EXACT) / 3
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", ["match", "thresholds at 1"])
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
@@ -138,9 +147,9 @@ def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str,
 class CountsTwice(TreeThresholdVerifier):
     """Wrong: siblings that fell count twice."""
 
-    def _stands(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
+    def _accepts(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:
         before = (parents[:, :, None] == parents[:, None]) & (column[:, None] > column)
-        return super()._stands(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
+        return super()._accepts(coins - torch.where(before, p_guess[:, None], 0.0).sum(2), p_guess, parents, column)
 
 
 class KeepsSiblings(TreeThresholdVerifier):
@@ -165,6 +174,7 @@ WRONG: dict[str, type[TreeThresholdVerifier]] = {
 }
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
@@ -189,7 +199,7 @@ def accepted(verifier: Verifier) -> int:
     batch = batch_of(seeds, torch.zeros_like(seeds))
     window = window_of(torch.ones_like(seeds), batch.lengths, *greedy(tables, torch.ones_like(seeds), batch))
     logits = tables.target[tables.key(paths_of(torch.ones_like(seeds), window))]
-    drawn = verifier.verify(window, GivenScores(logits), batch).tokens[:, :1]
+    drawn = verifier.verify(window, GivenLogits(logits), batch).tokens[:, :1]
     assert window.parents is not None
     return int(((window.tokens == drawn) & (window.parents == 0))[:, 1:].any(1).sum())
 
@@ -202,6 +212,6 @@ def test_greedy_slots_are_matched() -> None:
     prefix = torch.arange(1, 7)
     window = window_of(prefix, batch.lengths, *noisy(tables, prefix, batch))
     logits = tables.target[tables.key(paths_of(prefix, window))]
-    drawn = TreeThresholdVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenScores(logits), batch)
+    drawn = TreeThresholdVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenLogits(logits), batch)
     assert drawn.accept_len is None
     assert torch.equal(drawn.tokens[::2], logits.argmax(2)[::2])

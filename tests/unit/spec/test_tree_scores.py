@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from overlap_spec_kernels import select_tree
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 
+from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SAMPLING_WORK
+from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch
 
@@ -16,18 +18,23 @@ IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
 ROWS, TOPK = 5, 4
 
 
-def logits(seed: int = 0, rows: int = 3 * ROWS) -> GivenScores:
-    return GivenScores(3 * torch.randn(rows, len(IDS), generator=torch.Generator().manual_seed(seed)))
+def logits(seed: int = 0, rows: int = 3 * ROWS) -> GivenLogits:
+    return GivenLogits(3 * torch.randn(rows, len(IDS), generator=torch.Generator().manual_seed(seed)))
 
 
 def working(batch: SlotBatch, work: int, **changes: torch.Tensor) -> SlotBatch:
     return replace(batch, sampling=replace(batch.sampling, work=SAMPLING_WORK[work], **changes))
 
 
+def context_of(batch: SlotBatch, level: int = 0) -> DrawContext:
+    """`ROWS` nodes of a level; what comes before them does not matter."""
+    return level_context(batch, None, torch.full((len(batch.slots), ROWS), -1), level, IDS)
+
+
 def test_greedy_children_are_the_likeliest_tokens(make_batch) -> None:
-    scores = logits()
-    logs, found = top_children(scores, make_batch([9, 10, 11]), 0, TOPK, IDS)
-    values, columns = scores.given.log_softmax(1).topk(TOPK)
+    lazy_logits = logits()
+    logs, found = top_children(lazy_logits, context_of(make_batch([9, 10, 11])), TOPK)
+    values, columns = lazy_logits.given.log_softmax(1).topk(TOPK)
     torch.testing.assert_close(logs.view(-1, TOPK), values)
     assert torch.equal(found.view(-1, TOPK), columns)
 
@@ -45,22 +52,22 @@ def test_the_first_child_is_what_a_chain_would_guess(make_batch, work: int, leve
         stop_from=torch.tensor([50, 50, 0]),
         stop_ids=IDS[:3, None].contiguous(),
     )
-    scores, last = logits(), batch.lengths[:, None].expand(-1, ROWS)
-    guesses = draw_after(scores, last, batch.sampling, IDS, level)
+    lazy_logits = logits()
+    guesses = draw_after(lazy_logits, context_of(batch, level))
     for topk in (TOPK, 1):
-        assert torch.equal(IDS[top_children(scores, batch, level, topk, IDS)[1][:, :, 0]], guesses)
+        assert torch.equal(IDS[top_children(lazy_logits, context_of(batch, level), topk)[1][:, :, 0]], guesses)
 
 
 def test_what_filters_drop_is_worth_nothing(make_batch) -> None:
     batch = working(make_batch([9, 10, 11], temperature=1.0), 2, top_k=torch.tensor([2, 64, 1]))
-    logs, columns = top_children(logits(), batch, 0, TOPK, IDS)
+    logs, columns = top_children(logits(), context_of(batch), TOPK)
     assert (logs > -torch.inf).sum(2).tolist() == [[2] * ROWS, [TOPK] * ROWS, [1] * ROWS]
     assert all(len(set(row)) == TOPK for row in columns.flatten(0, 1).tolist())
 
 
 def test_siblings_are_distinct_also_where_all_are_equal(make_batch) -> None:
-    flat = GivenScores(torch.zeros(3 * ROWS, len(IDS)))
-    logs, columns = top_children(flat, make_batch([9, 10, 11]), 0, TOPK, IDS)
+    flat = GivenLogits(torch.zeros(3 * ROWS, len(IDS)))
+    logs, columns = top_children(flat, context_of(make_batch([9, 10, 11])), TOPK)
     assert torch.equal(columns, torch.arange(TOPK).expand(3, ROWS, TOPK)), "the lower columns"
     assert logs.unique().numel() == 1
 

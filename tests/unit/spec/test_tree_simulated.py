@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from overlap_spec_kernels import Verdict, judge_tree
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 from test_spec_simulated import CPU, DRAWN, ConstantVerifier
 
 from overlap_spec.spec.types import SlotBatch, Window
@@ -20,7 +20,7 @@ def judge(mean: float, batch: SlotBatch) -> Verdict:
     verifier, size = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU)), len(batch.slots)
     tokens, parents = (row.repeat(size, 1) for row in (TOKENS, PARENTS))
     window = Window(tokens, batch.lengths[:, None].expand_as(tokens), parents)
-    drawn = verifier.verify(window, GivenScores(torch.empty(0, 1)), batch)
+    drawn = verifier.verify(window, GivenLogits(torch.empty(0, 1)), batch)
     length, rows = torch.zeros(size + 1, dtype=torch.int64), torch.zeros(size + 1, len(TOKENS), dtype=torch.int64)
     return judge_tree(
         drawn.tokens, tokens, parents, batch.slots, batch.lengths, length, rows, size, LONGEST, drawn.accept_len

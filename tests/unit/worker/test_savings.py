@@ -93,12 +93,12 @@ def test_a_gpu_that_is_too_small_says_what_to_turn_down(monkeypatch: pytest.Monk
 
 
 def test_the_table_says_what_memory_goes_to() -> None:
-    facts = memory_facts(DEMAND, 50 * MIB)
+    facts = memory_facts(DEMAND, 50 * MIB).report()
     assert facts["memory"] == (
         "1000 MiB of target weights, 100 MiB of draft weights, 1152 MiB of workspace, 9 MiB for trees,"
         " 50 MiB of CUDA graphs; 5120 bytes of KV cache a token"
     )
-    assert facts["to save memory"].startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
+    assert str(facts["to save memory"]).startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
 
 
 def test_torch_attention_has_shorter_chunks() -> None:
@@ -113,6 +113,8 @@ def test_torch_attention_has_shorter_chunks() -> None:
 def test_the_demand_is_that_of_the_models() -> None:
     models = tiny_loaded(1, 3, torch.float32)
     demand = demand_of(settled(False), models)
-    assert demand.target_weights == models.target.num_bytes and demand.draft_weights == models.proposer.num_bytes
+    assert (
+        demand.target_weights == models.target.num_bytes and demand.draft_weights == models.proposer.profile.num_bytes
+    )
     assert (demand.target_kv, demand.draft_kv) == (2 * 2 * 2 * 16 * 4, 2 * 1 * 2 * 16 * 4)
     assert (demand.width, demand.max_running_requests, demand.chunk, demand.itemsize) == (4, 48, 512, 4)

@@ -6,10 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_spec.messages import StepPlan
+from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.worker.sizing import warmup
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import SMALL_STEP, _run_uncaptured, measure_steps
+from overlap_spec.worker.sizing.warmup import (
+    COST_CONTEXT,
+    PROBE_CONTEXT,
+    SMALL_STEP,
+    ChunkSize,
+    _agreed,
+    _run_uncaptured,
+    _single_steps,
+    measure_chunk,
+    measure_steps,
+)
 
 
 class Recorder:
@@ -44,12 +54,60 @@ def test_sizes(num_slots: int, max_chunk: int, max_len: int) -> None:
 def test_a_disturbance_shorter_than_a_round_is_in_no_figure(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter(range(100))
 
-    def seconds(executor: object, geometry: Geometry, size: int, width: int, num_steps: int) -> float:
-        disturbed = begin <= next(measured) < begin + 6  # two sizes and three widths are a round
-        return (size + width) * (10 if disturbed else 1)
+    def seconds(executor: object, geometry: Geometry, size: int) -> list[float]:
+        disturbed = [begin <= next(measured) < begin + 6 for _ in geometry.step_widths]  # two sizes are a round
+        return [(size + w) * (10 if bad else 1) for w, bad in zip(geometry.step_widths, disturbed, strict=True)]
 
-    monkeypatch.setattr(warmup, "_step_seconds", seconds)
+    monkeypatch.setattr(warmup, "_single_steps", seconds)
     on_cpu = SimpleNamespace(slots=SimpleNamespace(length=SimpleNamespace(is_cuda=False)))
     costs = measure_steps(on_cpu, replace(geometry(8, 64, 500), narrower=(1, 2)), ())
     assert (costs.batch_sizes, costs.widths) == ((1, 4), (1, 2, 4))
     assert costs.seconds == ((2, 3, 5), (5, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("max_len", "start", "steps"),
+    [
+        (500, COST_CONTEXT, ["prefill", 4, 2, 1]),
+        (100, 91, ["prefill", 4, 2, 1]),
+        (8, 0, ["prefill", 4, 2, "prefill", 1]),
+        (5, 0, ["prefill", 4, "prefill", 2, 1]),
+    ],
+)
+def test_steps_of_every_width_share_a_prompt_while_it_has_room(max_len: int, start: int, steps: list[object]) -> None:
+    plans: list[StepPlan] = []
+
+    def launch(plan: StepPlan) -> SimpleNamespace:
+        plans.append(plan)
+        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5))
+
+    sized = replace(geometry(8, 64, max_len), narrower=(1, 2))
+    assert _single_steps(SimpleNamespace(launch=launch), sized, 3) == [1.5, 2.5, 4.5]
+    assert ["prefill" if plan.phase is Phase.PREFILL else plan.width for plan in plans] == steps
+    assert plans[0].work[0].start == start
+    assert [work.slot for work in plans[1].work] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taken"), [([1.0, 1.05, 0.1], 2), ([2.0, 1.0, 1.5], 3), ([1.0, 1.5, 1.05, 0.1], 3)]
+)
+def test_a_time_is_taken_until_two_agree(seconds: list[float], taken: int) -> None:
+    left = iter(seconds)
+    assert _agreed(lambda: next(left)) == min(seconds[:taken])
+    assert list(left) == seconds[taken:]
+
+
+@pytest.mark.parametrize(("max_len", "far"), [(8192, PROBE_CONTEXT), (1000, 935)])
+def test_attention_is_timed_behind_no_more_context_than_it_needs(
+    max_len: int, far: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+
+    def seconds(executor: object, plan: StepPlan) -> float:
+        starts.append(plan.work[0].start)
+        return 0.1 + 0.001 * plan.work[0].start
+
+    monkeypatch.setattr(warmup, "_timed", seconds)
+    found = measure_chunk(None, geometry(8, 4096, max_len))
+    assert starts == [0, 0, far]
+    assert found == ChunkSize(320, pytest.approx(0.5 / 0.001 * 64, abs=1))

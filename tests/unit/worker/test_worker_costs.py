@@ -3,7 +3,8 @@
 import torch
 from support.tiny.models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
 
-from overlap_spec.spec.methods import ChainDraft, NoDraft, method_named
+from overlap_spec.spec.drafts import ChainDraft, NoDraft
+from overlap_spec.spec.methods import method_named
 from overlap_spec.worker.sizing.costs import measure_ceiling, roofline
 from overlap_spec.worker.sizing.geometry import LoadedModels
 

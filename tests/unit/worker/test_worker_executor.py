@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.fakes import ScriptedProposer, TableModel
+from support.no_processors import no_processors
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
@@ -33,7 +34,7 @@ class Bench:
 
     def __init__(self, device: CpuDevice | None = None) -> None:
         self.model = TableModel(TABLE)
-        self.slots = SlotRows(3, WIDTH, 16, torch.device("cpu"))
+        self.slots = SlotRows(3, WIDTH, 16, no_processors(len(TABLE), page_size=4))
         proposer = ScriptedProposer(self.model, self.slots.window, WIDTH - 1)
         method = SpecMethod(proposer, ChainVerifier(torch.arange(len(TABLE))))
         steps = DecodeStep(self.slots, self.model, method, 4), PrefillStep(self.slots, self.model, method, 4)

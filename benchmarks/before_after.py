@@ -1,0 +1,165 @@
+"""Steps, first tokens and start-up of two trees of this project, in turns, on one GPU.
+
+    python benchmarks/before_after.py --before DIR --output FILE
+
+DIR holds `overlap_spec/` and `overlap_spec_kernels/` of the tree to compare with. Both trees serve the same
+configuration at the same time, and answer the same batches in turns, so that clocks and temperature are shared. A step
+is the time of a batched, non-streamed `/generate` of token ids less that of the same call with one token, over the
+largest number of verify steps in the batch; a first token is a one-token call. Medians of the turns.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.bench.report import describe_run, write_report
+
+SHAPE = ["--model-path", "benchmarks/shapes/llama-3.1-8b", "--load-format", "dummy", "--max-total-tokens", "65536"]
+SHAPE += ["--context-length", "4096"]
+HEAD = ["--speculative-draft-model-path", "benchmarks/shapes/llama-3.1-8b-eagle3"]
+SYNTHETIC = ["--speculative-simulate-acc-len", "2.5"]
+
+
+def eagle3(steps: int, topk: int, tokens: int) -> list[str]:
+    """Flags of a method with explicit numbers."""
+    numbers = (("num-steps", steps), ("eagle-topk", topk), ("num-draft-tokens", tokens))
+    return ["--speculative-algorithm", "EAGLE3", *(w for n, v in numbers for w in (f"--speculative-{n}", str(v)))]
+
+
+PLAIN = ["--speculative-algorithm", "NONE"]
+CELLS: dict[str, tuple[list[str], tuple[int, ...]]] = {
+    "8B plain": ([*SHAPE, *PLAIN], (1, 8, 32)),
+    "8B chain (3, 1, 4)": ([*SHAPE, *HEAD, *SYNTHETIC, *eagle3(3, 1, 4)], (1, 8, 32)),
+    "8B tree (5, 8, 32)": ([*SHAPE, *HEAD, *SYNTHETIC, *eagle3(5, 8, 32)], (8,)),
+    "SmolLM2 plain": (PLAIN, (1, 64)),
+    "SmolLM2 chain (3, 1, 4)": (eagle3(3, 1, 4), (1, 64)),
+}
+TREES = ("before", "after")
+
+
+class Server:
+    """One tree's `serve`, on a port of its own."""
+
+    def __init__(self, path: str, flags: list[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "overlap_spec",
+            "serve",
+            "--port",
+            str(self.port),
+            "--skip-tokenizer-init",
+        ]
+        self._begun = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*command, "--disable-radix-cache", "--log-level", "warning", *flags],
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,
+        )
+
+    def wait(self) -> float:
+        """Seconds from the command to ready."""
+        while True:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"serve ended with {self._process.returncode}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
+                    return time.perf_counter() - self._begun
+            except OSError:
+                time.sleep(0.05)
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, int]:
+        """Seconds of a batch, and the most verify steps of a request in it."""
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        body = json.dumps({"input_ids": prompts, "sampling_params": sampling}).encode()
+        url = f"http://127.0.0.1:{self.port}/generate"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        begun = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            answers = json.loads(answer.read())
+        seconds = time.perf_counter() - begun
+        counts = [each["meta_info"].get("spec_verify_ct") or num_tokens - 1 for each in answers]
+        return seconds, max(counts)
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(30)
+
+
+def main() -> None:
+    """Run the cells, print a line for each, write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--num-tokens", type=int, default=256)
+    parser.add_argument("--before-commit", default="", help="for the report")
+    arguments = parser.parse_args()
+    site = os.environ.get("PYTHONPATH", "")
+    paths = {"before": f"{arguments.before}:{site}", "after": site}
+    rows: list[dict[str, Any]] = []
+    for name in arguments.cells:
+        rows += measure(name, paths, arguments.turns, arguments.num_tokens)
+    facts = describe_run("NVIDIA H200", 1) | {"before": arguments.before_commit}
+    write_report(arguments.output, {"benchmark": "before_after", "run": facts, "rows": rows})
+
+
+def measure(name: str, paths: dict[str, str], turns: int, num_tokens: int) -> list[dict[str, Any]]:
+    """One configuration on both trees."""
+    flags, sizes = CELLS[name]
+    servers: dict[str, Server] = {}
+    rows, starts = [], {}
+    try:
+        for tree in TREES:  # one after the other, so that neither start delays the other
+            servers[tree] = Server(paths[tree], flags)
+            starts[tree] = round(servers[tree].wait(), 2)
+        for size in sizes:
+            draw = random.Random(size)
+            prompts = [[draw.randrange(1000, 40000) for _ in range(128)] for _ in range(size)]
+            rows.append(
+                {"cell": name, "batch": size, "start_s": starts, **in_turns(servers, prompts, turns, num_tokens)}
+            )
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "raw"}), flush=True)
+    finally:
+        for server in servers.values():
+            server.stop()
+    return rows
+
+
+def in_turns(servers: dict[str, Server], prompts: list[list[int]], turns: int, num_tokens: int) -> dict[str, Any]:
+    """Milliseconds of a step and of a first token, by tree."""
+    raw: dict[str, list[tuple[float, float]]] = {tree: [] for tree in TREES}
+    for turn in range(turns + 1):  # the first warms up
+        for tree in TREES if turn % 2 else reversed(TREES):
+            first = min(servers[tree].generate(prompts, 1)[0] for _ in range(3))
+            seconds, steps = servers[tree].generate(prompts, num_tokens)
+            if turn:
+                raw[tree].append((1e3 * (seconds - first) / steps, 1e3 * first))
+    step, token = ({t: statistics.median(pair[i] for pair in raw[t]) for t in TREES} for i in (0, 1))
+    return {
+        "step_ms": {tree: round(ms, 4) for tree, ms in step.items()},
+        "first_token_ms": {tree: round(ms, 3) for tree, ms in token.items()},
+        "step_ratio": round(step["after"] / step["before"], 4),
+        "first_token_ratio": round(token["after"] / token["before"], 4),
+        "raw": raw,
+    }
+
+
+if __name__ == "__main__":
+    Path("benchmarks").is_dir() or sys.exit("run it from the repository's root")
+    main()

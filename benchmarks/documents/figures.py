@@ -1,0 +1,124 @@
+"""Figures inside sentences, each read from the files that a table shows too."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.bench.peer import DIRECTORY, read_peer
+from overlap_spec.bench.peer_rows import peer_rows_of
+
+Report = dict[str, Any]
+
+
+class Results:
+    """The committed results of a checkout."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.peer = read_peer(root / DIRECTORY)
+
+    def __getitem__(self, name: str) -> Report:
+        report: Report = json.loads((self._root / f"benchmarks/results/{name}.json").read_text())
+        return report
+
+    def lines_of(self, path: str) -> int:
+        """Length of a file of the repository."""
+        return len((self._root / path).read_text().splitlines())
+
+    def times_better(self, names: Sequence[str], work: str) -> Iterator[float]:
+        """How many times better than SGLang, for each row of these reports whose name contains `work`."""
+        for name in names:
+            report = self[name]
+            for row in peer_rows_of(report):
+                ours, theirs = row.read(report), row.peer_figure(self.peer)
+                if work in row.work and ours is not None and theirs is not None:
+                    yield row.ratio(ours, theirs.value)
+
+
+LLAMA = ("throughput_8b_h200", "throughput_tree_8b_h200")
+SMOLLM2 = ("throughput_h200", "throughput_tree_h200")
+
+
+def _span(values: Iterator[float]) -> str:
+    every = list(values)
+    return f"{min(every):.1f} to {max(every):.1f}"
+
+
+def _depth(results: Results, batch: int) -> str:
+    """tok/s with two steps in flight over tok/s with one."""
+    report = results["throughput_h200"]
+    return f"{_of_batch(report, 'engine', batch) / _of_batch(report, 'depth1', batch):.2f}"
+
+
+def _of_batch(report: Report, part: str, batch: int) -> float:
+    return next(float(row["tokens_per_second"]) for row in report[part]["batches"] if row["batch"] == batch)
+
+
+def _gap(results: Results) -> str:
+    steps = [results[name]["step"] for name in ("step_h200", "step_8b_h200")]
+    return f"{max(step['gap_ms'] / step['step_ms'] for step in steps):.1%}"
+
+
+def _storms(results: Results) -> str:
+    found = (entry["figures"]["schedules"] for name, entry in results["full_tests_cpu"].items() if name[:5] == "storm")
+    return f"{sum(found):,}"
+
+
+def _noise(results: Results, draws: str) -> str:
+    rows = results["draft_noise_cpu"]["figures"]
+    return f"{next(row['accept_length'] for row in rows if row['temperature'] == 1 and row['draws'] == draws):.2f}"
+
+
+def _over_transformers(results: Results) -> str:
+    report = results["latency_cpu"]
+    ratio = report["engine"]["tokens_per_second"] / report["transformers"]["tokens_per_second"]
+    return f"{ratio:.1f}"
+
+
+def _sampled(results: Results) -> str:
+    """SmolLM2 at temperature 1: speculation over plain decoding, the worst batch size."""
+    report = results["throughput_h200"]
+
+    def speeds(part: str) -> list[float]:
+        drawn = [next(way for way in row["sampled"] if way["temperature"] == 1) for row in report[part]["batches"]]
+        return [float(way["tokens_per_second"]) for way in drawn]
+
+    return f"{min(ours / plain for ours, plain in zip(speeds('engine'), speeds('plain'), strict=True)):.2f}"
+
+
+def _verdict(results: Results, name: str) -> str:
+    found = results["bf16_divergences_h200"]["verdict"][name]
+    return f"{found:.0%}" if name == "greedy_positions_above_bound" else f"{found:.2f}"
+
+
+def _divergences(results: Results, method: str) -> str:
+    counts = [row["divergences"] for row in results["bf16_divergences_h200"]["answers"] if row["method"] == method]
+    *first, last = map(str, counts)
+    return f"{', '.join(first)} and {last}"
+
+
+def _fails_from(results: Results) -> str:
+    return str(min(row["fails_from"] for row in results["bf16_divergences_h200"]["verdict"]["rates"]))
+
+
+FIGURES: dict[str, Callable[[Results], str]] = {
+    "steps-8b": lambda results: _span(results.times_better(LLAMA, "ms a step")),
+    "steps-smollm2": lambda results: _span(results.times_better(SMOLLM2, "ms a step")),
+    "prefill-worst": lambda results: f"{min(results.times_better(SMOLLM2 + LLAMA, 'one-token call')):.2f}",
+    "overlap-1": lambda results: _depth(results, 1),
+    "overlap-64": lambda results: _depth(results, 64),
+    "gap": _gap,
+    "storms": _storms,
+    "noise-shared": lambda results: _noise(results, "shared"),
+    "noise-greedy": lambda results: _noise(results, "greedy"),
+    "over-transformers": _over_transformers,
+    "sampled-worst": _sampled,
+    "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
+    "bf16-largest": lambda results: _verdict(results, "largest_margin"),
+    "bf16-bound": lambda results: _verdict(results, "margin_bound"),
+    "bf16-above": lambda results: _verdict(results, "greedy_positions_above_bound"),
+    "bf16-eagle3": lambda results: _divergences(results, "eagle3"),
+    "bf16-plain": lambda results: _divergences(results, "plain"),
+    "bf16-fails": _fails_from,
+}

@@ -1,0 +1,50 @@
+"""Fills the marked places of the documents.
+
+<!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
+<!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
+**42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
+
+A figure's comment follows it, because a line that begins with a comment would end the paragraph.
+"""
+
+import re
+from pathlib import Path
+
+from documents.figures import FIGURES, Results
+from documents.flags import TABLES
+from documents.step_chart import CHART, chart
+from overlap_spec.bench import tables
+from overlap_spec.bench.source import Source, describe_source
+
+ROOT = Path(__file__).parents[2]
+FLAGS = re.compile(r"(<!-- flags: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"\*\*[^*\n]+\*\*(<!-- figure: (\S+) -->)")
+BLOCKS = re.compile(r"<!-- (?:table|flags): .*?<!-- end -->", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """Every document with generated places."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "kernels/overlap_spec_kernels/README.md"]
+
+
+def generated() -> dict[Path, str]:
+    """Each generated file with the text that it should have."""
+    source = describe_source()
+    files = {path: fill(path.read_text(), source) for path in documents()}
+    return files | {ROOT / CHART: chart(ROOT)}
+
+
+def fill(text: str, source: Source | None = None) -> str:
+    """The text with every marked place made anew. `source`: the code that runs now, if it was described before.
+
+    Raises: KeyError for a name that is not known.
+    """
+    results = Results(ROOT)
+    text = FLAGS.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+    text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
+    return tables.fill(text, ROOT, source)
+
+
+def prose(text: str) -> str:
+    """The text without what is generated."""
+    return BLOCKS.sub("", text)

@@ -1,0 +1,120 @@
+"""A weight that is a matrix of the model's own type, and the kernels that multiply by it.
+
+With few rows a linear takes as long as reading its weight, and a launch takes as long as reading a small one. So
+nothing else is launched, and the weight is asked for before the kernel that writes the rows has ended. Four kernels:
+short rows of W wait in registers where those of x are few (`whole_rows_linear.py`), others stream through shared
+memory (`streamed_linear.py`), large weights for more rows in tiles (`warpgroup_linear.py`), and gates and maxima of
+many rows in tiles that two multiprocessors share (`wide_linear.py`). Where none of them is faster, a BLAS and the row
+kernels do: the twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.launch import require
+from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
+from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
+from overlap_spec_kernels.linear.whole_rows_linear import whole_rows_for
+from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
+from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
+from overlap_spec_kernels.norm.silu_mul import silu_mul
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight(LinearOperand):
+    """W as it is."""
+
+    matrix: Tensor  # [O, I]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def check(self, x: Tensor) -> None:
+        weight = self.matrix
+        require(weight.dim() == 2 and weight.shape[1] == x.shape[1], "weight", "[O, I]")
+        require(weight.is_contiguous() and weight.dtype == x.dtype, "weight", "contiguous, with the dtype of x")
+
+    def product(self, x: Tensor | Normed) -> Tensor:
+        out = _launch(x, self.matrix, False, None, rows_of(x).dtype)
+        return fused_linear_reference(x, self.matrix, False) if out is None else out.values
+
+    def gated(self, x: Tensor | Normed) -> Tensor:
+        out = _launch(x, self.matrix, True, None, rows_of(x).dtype)
+        return fused_linear_reference(x, self.matrix, True) if out is None else out.values
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        out = _launch(x, self.matrix, False, Addition(residual, norm), x.dtype)
+        return linear_add_reference(x, self.matrix, residual, norm) if out is None else out
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        out = _launch(x, self.matrix, False, None, torch.float32)
+        return linear_logits_reference(x, self.matrix) if out is None else out.values
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
+        rows = rows_of(x)
+        cut = cut_for(rows, self.matrix, False) or _wide_cut(rows, self.matrix, False)
+        if cut is None:
+            return linear_argmax_reference(x, self.matrix, ids)
+        return argmax_of_programs(rows, self.matrix, ids, cut, by_row=isinstance(cut, Wide))
+
+
+def fused_linear_reference(x: Tensor | Normed, weight: Tensor, gated: bool) -> Tensor:
+    y = F.linear(normalised(x), weight)
+    return silu_mul(y) if gated else y
+
+
+def linear_logits_reference(x: Tensor | Normed, weight: Tensor) -> Tensor:
+    rows = normalised(x)
+    if rows.is_cuda and rows.element_size() == 2:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+    y = F.linear(rows, weight)
+    return y.float() if y.element_size() == 2 else y
+
+
+def linear_add_reference(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    rows, values = add_rms_norm(F.linear(x, weight), residual, norm.weight, norm.eps)
+    return Normed(values, rows)
+
+
+def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | None) -> Tensor:
+    columns = linear_logits_reference(x, weight).argmax(-1)
+    return columns if ids is None else ids[columns]
+
+
+def cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
+    """How a linear through shared memory is cut up; None where neither kernel applies."""
+    return stream_for(x, weight, gated) or tiles_for(x, weight, gated)
+
+
+def _launch(x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed | None:
+    """Run one of the kernels, or none: None."""
+    rows = rows_of(x)
+    if cut := whole_rows_for(rows, weight, gated) or cut_for(rows, weight, gated):
+        call = call_of(x, weight, gated, add, dtype, cut.block_n)
+        cut.run(call, cut.num_programs(weight, gated))
+    elif gated and (wide := _wide_cut(rows, weight, gated)):
+        call = call_of(normalised(x), weight, gated, add, dtype, wide.block_n)
+        wide.run(call, wide.num_programs(weight, gated))
+    else:
+        return None
+    assert call.out is not None
+    return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
+
+
+def _wide_cut(rows: Tensor, weight: Tensor, gated: bool) -> Wide | None:
+    """Compile the kernel when a weight that it can multiply by is first met, so that no later step waits for that."""
+    wide = wide_for(rows, weight, gated)
+    if wide is None:
+        return None
+    wide.kernel(rows.dtype, rows.device, gated)
+    return wide if wide.is_full(rows, weight, gated) else None

@@ -1,0 +1,53 @@
+"""What a linear multiplies by: a class for each format of a weight, with the kernels of that format.
+
+The ops (`fused_linear`, `linear_logits`, `linear_add`, `linear_argmax`) check what all formats have in common, and call
+the operand. A new format implements `check`, `product` and `logits`; what surrounds a product in a layer is then a
+sequence of operations, which a format replaces where it has a kernel for all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
+from overlap_spec_kernels.norm.normed import Norm, Normed
+from overlap_spec_kernels.norm.silu_mul import silu_mul
+
+
+class LinearOperand(ABC):
+    """A weight W [O, I] in some format."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """O and I."""
+
+    @abstractmethod
+    def check(self, x: Tensor) -> None:
+        """Raises: ValueError naming `weight` if it cannot multiply rows of this type and width. Shapes: x [T, I]."""
+
+    @abstractmethod
+    def product(self, x: Tensor | Normed) -> Tensor:
+        """`x @ W.T` of the normalised rows, in their type. Shapes: [T, I] -> [T, O]."""
+
+    @abstractmethod
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        """`product` that is not rounded to 16 bits. Shapes: [T, I] -> [T, O], float32 or wider."""
+
+    def gated(self, x: Tensor | Normed) -> Tensor:
+        """silu(first half) * second half of the product. Shapes: [T, I] -> [T, O / 2]."""
+        return silu_mul(self.product(x))
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        """The product's sum with the residual, on its way into the norm. Shapes: x [T, I], residual [T, O]."""
+        rows, values = add_rms_norm(self.product(x), residual, norm.weight, norm.eps)
+        return Normed(values, rows)
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
+        """The column of each row's largest logit, the first of equal ones. Shapes: ids [O] i64 -> [T] i64."""
+        columns = self.logits(x).argmax(-1)
+        return columns if ids is None else ids[columns]

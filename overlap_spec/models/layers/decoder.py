@@ -1,0 +1,167 @@
+"""One decoder layer, and the loop over all of a model's: the one that targets and draft heads run.
+
+    residual --> norm --> attention --> + --> norm --> mlp --> + --> residual of the next layer
+
+A linear that adds to the residual hands the sum to the norm after it (`Normed`), so a layer's result is already on its
+way into the next layer's first norm.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.layers.attention import AttentionShape, PagedAttention
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.mlp import MLP
+from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.work import ForwardWork, attention_work, total_work
+
+Attend = Callable[[Tensor], Tensor]  # rotates, stores and attends. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]
+
+
+class Projection(Protocol):
+    """The linear of queries, keys and values, with whatever norms belong to it."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        ...
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
+        ...
+
+
+class Attention(Protocol):
+    """What a layer needs of its attention. It owns its weights and knows its heads."""
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads, scale, window and rotation."""
+        ...
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        ...
+
+    def __call__(self, x: Normed, attend: Attend) -> Tensor:
+        """Shapes: [T, H] -> [T, H]."""
+        ...
+
+    def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
+        """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelfAttention:
+    """Attention between two linears."""
+
+    qkv: Projection  # [(n + 2 nkv) d, H]
+    output: AnyLinear  # [H, n d]
+    shape: AttentionShape
+
+    @property
+    def work(self) -> ForwardWork:
+        return self.qkv.work + self.output.work + attention_work(self.shape.num_heads, self.shape.head_dim)
+
+    def __call__(self, x: Normed, attend: Attend) -> Tensor:
+        return self.output(attend(self.qkv(x)))
+
+    def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
+        return norm.join(self.output, attend(self.qkv(x)), x.values)
+
+
+class DecoderLayer(Protocol):
+    """What the loop needs of a layer."""
+
+    @property
+    def input_norm(self) -> Norm:
+        """What the residual goes through on its way into the layer."""
+        ...
+
+    @property
+    def attention(self) -> Attention:
+        """Its attention."""
+        ...
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        ...
+
+    def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
+        """Shapes: x [T, H], past `input_norm` -> [T, H], past `next_norm`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreNormLayer:
+    """A norm before attention and one before the MLP (Llama)."""
+
+    input_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: MLP
+
+    @property
+    def work(self) -> ForwardWork:
+        return total_work(part.work for part in (self.input_norm, self.attention, self.mlp_norm, self.mlp))
+
+    def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
+        return self.mlp.add(self.attention.add(x, self.mlp_norm, attend), next_norm)
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormLayer:
+    """Norms behind attention and MLP too, before their results are added (Gemma; OLMo 2 has these alone).
+
+    A norm between a linear and the addition keeps them apart: each is a launch of its own on a GPU.
+    """
+
+    input_norm: Norm
+    attention: Attention
+    attention_norm: Norm
+    mlp_norm: Norm
+    mlp: MLP
+    output_norm: Norm
+
+    @property
+    def work(self) -> ForwardWork:
+        norms = (self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm)
+        return total_work(part.work for part in (*norms, self.attention, self.mlp))
+
+    def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
+        x = self.mlp_norm.enter(x.values + self.attention_norm(self.attention(x, attend)))
+        return next_norm.enter(x.values + self.output_norm(self.mlp(x)))
+
+
+def run_layers(
+    x: Normed,
+    layers: Sequence[DecoderLayer],
+    final_norm: Norm,
+    attention: PagedAttention,
+    rows: RowBatch,
+    *,
+    aux_layers: frozenset[int] = frozenset(),
+    first: int = 0,
+    read_before_wait: bool = False,
+) -> tuple[Normed, list[Tensor]]:
+    """Run layers one after another. Returns the last one's residual past `final_norm`, and that after each aux layer.
+
+    `first`: place in `attention` of the first one's KV cache. `read_before_wait`: see `PagedAttention`.
+    Shapes: x [T, H], past the first layer's `input_norm` -> [T, H], [T, H] each. Sync: never on CUDA.
+    """
+    aux_hidden: list[Tensor] = []
+    next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
+    for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+        x = layer(x, next_norm, partial(attention, first + index, rows=rows, read_before_wait=read_before_wait))
+        if index in aux_layers:
+            aux_hidden.append(x.values)
+    return x, aux_hidden

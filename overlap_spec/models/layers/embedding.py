@@ -1,0 +1,70 @@
+"""The token embedding, and what draft heads make of it."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import draft_input
+from torch import Tensor
+
+from overlap_spec.models.layers.linear import AnyLinear, Linear
+from overlap_spec.models.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows by token id. Draft heads share it, its scale included: they get what the target's layers get."""
+
+    weight: Tensor  # [V, H]
+    scale: float = 1.0  # of every row that is looked up, in the weight's type
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V."""
+        return self.weight.shape[0]
+
+    @property
+    def size(self) -> int:
+        """Columns H."""
+        return self.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's type."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.weight.device
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Shapes: tokens [T] i64 -> [T, H]."""
+        rows = F.embedding(tokens, self.weight)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    def scaled(self, scale: float) -> "Embedding":
+        """The same memory, with a scale."""
+        return Embedding(self.weight, scale)
+
+    def tied_head(self) -> AnyLinear:
+        """The head of a model that ties both: the same memory, without the scale."""
+        return Linear(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """Norm of the token's embedding and norm of the features, side by side: one kernel, if nothing is scaled."""
+
+    embedding: Embedding
+    token_norm: RMSNorm
+    feature_norm: RMSNorm
+
+    def __call__(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Shapes: tokens [T] i64, features [T, H] -> [T, 2 H]."""
+        token_norm, feature_norm = self.token_norm, self.feature_norm
+        if self.embedding.scale != 1.0:
+            return torch.cat((token_norm(self.embedding(tokens)), feature_norm(features)), dim=1)
+        return draft_input(
+            tokens, self.embedding.weight, token_norm.weight, features, feature_norm.weight, feature_norm.eps
+        )

@@ -1,0 +1,60 @@
+"""Gated MLPs: `down(act(gate(x)) * up(x))`, gate and up as one linear."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.work import ForwardWork
+
+
+class MLP(Protocol):
+    """What a layer needs of an MLP. It owns its weights."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        ...
+
+    def __call__(self, x: Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, H]."""
+        ...
+
+    def add(self, x: Normed, norm: Norm) -> Normed:
+        """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """With SiLU."""
+
+    gate_up: AnyLinear  # [2I, H], gate first
+    down: AnyLinear  # [H, I]
+
+    @property
+    def work(self) -> ForwardWork:
+        return self.gate_up.work + self.down.work
+
+    def __call__(self, x: Normed) -> Tensor:
+        return self.down(self._gated(x))
+
+    def add(self, x: Normed, norm: Norm) -> Normed:
+        return norm.join(self.down, self._gated(x), x.values)
+
+    def _gated(self, x: Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, I]."""
+        return self.gate_up.gated(x)
+
+
+@dataclass(frozen=True, slots=True)
+class GeluMLP(GatedMLP):
+    """With GELU in its tanh form, one operation after another."""
+
+    def _gated(self, x: Normed) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        return F.gelu(gate, approximate="tanh") * up

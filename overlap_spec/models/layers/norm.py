@@ -1,0 +1,101 @@
+"""Norms over flattened rows.
+
+A norm is asked for in three ways: of rows (`__call__`), of a residual that no linear has just added to (`enter`), and
+of the sum of a linear's result and the residual (`join`), which is one kernel on a GPU where the linear has one.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import Norm as KernelNorm
+from overlap_spec_kernels import Normed, rms_norm
+from torch import Tensor
+
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.work import ForwardWork, product_work
+
+
+class Norm(Protocol):
+    """What a layer needs of a norm. It owns its weight."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: [T, H] -> [T, H]."""
+        ...
+
+    def enter(self, residual: Tensor) -> Normed:
+        """The residual, and the norm of it. Shapes: [T, H]."""
+        ...
+
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
+        """`residual + linear(x)`, and the norm of it. Shapes: x [T, I], residual [T, H]."""
+        ...
+
+
+class RMSNorm(KernelNorm):
+    """Root-mean-square norm, in the model's type. Kernels can begin it where the residual is written."""
+
+    __slots__ = ()
+
+    @property
+    def work(self) -> ForwardWork:
+        return product_work(self.weight.nbytes, self.weight.numel())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def enter(self, residual: Tensor) -> Normed:
+        return Normed(residual, self(residual))
+
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
+        return linear.add(x, residual, self)
+
+
+@dataclass(frozen=True, slots=True)
+class WideRMSNorm:
+    """Root-mean-square norm with a weight in float32 or wider, rounded once after it (Gemma: the weight is 1 + w)."""
+
+    weight: Tensor  # [H] f32 or f64
+    eps: float
+
+    @property
+    def work(self) -> ForwardWork:
+        return product_work(self.weight.nbytes, self.weight.numel())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def enter(self, residual: Tensor) -> Normed:
+        return Normed(residual, self(residual))
+
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
+        return self.enter(residual + linear(x))
+
+
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """In place of a norm that a layer does not have."""
+
+    @property
+    def work(self) -> ForwardWork:
+        return ForwardWork()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def enter(self, residual: Tensor) -> Normed:
+        return Normed(residual, residual)
+
+    def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
+        return self.enter(residual + linear(x))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What norms are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

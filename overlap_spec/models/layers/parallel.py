@@ -1,0 +1,52 @@
+"""A linear that several devices compute together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.models.layers.linear import AnyLinear
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelLinear(AnyLinear):
+    """One shard of a linear whose columns of input are divided: results are partial until all shards' are summed.
+
+    The sum must come before the residual is added and the next norm begins, so `add` is the form of `AnyLinear`:
+    product, reduction, then addition and norm in one operation. At most one shard has a bias.
+    """
+
+    shard: AnyLinear  # [O, I / n]
+    all_reduce: Callable[[Tensor], Tensor]  # the sum of this over all shards. Shapes: [T, O] -> [T, O]
+
+    @property
+    def out_features(self) -> int:
+        return self.shard.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.shard.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shard.num_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.shard.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.shard.compute_dtype
+
+    def rows(self, ids: Tensor | slice) -> "RowParallelLinear":
+        return RowParallelLinear(self.shard.rows(ids), self.all_reduce)
+
+    def partial(self, x: Tensor | Normed) -> Tensor:
+        """This shard's part of the sum. Shapes: [T, I / n] -> [T, O]."""
+        return self.shard(x)
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        return self.all_reduce(self.partial(x))

@@ -1,0 +1,85 @@
+"""Where a draft's weights come from: what all loaders of drafts are given."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap_spec.config import DUMMY
+from overlap_spec.config.draft_kind import DraftKind, draft_kind
+from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.json_file import read_json
+from overlap_spec.models.drafts.token_map import read_token_map
+from overlap_spec.models.interfaces import LoadedTarget, Progress
+from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
+from overlap_spec.models.loading.dummy import DummyWeights
+from overlap_spec.models.loading.sources import open_directory
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """A draft's directory, and how it is read. `token_map`: file of the target tokens that it may guess (FR-Spec)."""
+
+    path: str
+    dtype: torch.dtype
+    device: torch.device
+    load_format: str = "auto"
+    token_map: str | None = None
+    progress: Progress = ignore_progress
+
+    @classmethod
+    def for_target(
+        cls,
+        path: str,
+        target: LoadedTarget,
+        progress: Progress = ignore_progress,
+        load_format: str = "auto",
+        token_map: str | None = None,
+    ) -> "DraftSource":
+        """In the target's type, where that is."""
+        return cls(path, target.embedding.dtype, target.embedding.device, load_format, token_map, progress)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether weights are made up."""
+        return self.load_format == DUMMY
+
+    @property
+    def origin(self) -> str:
+        """The config's file, for messages."""
+        return str(Path(self.path) / "config.json")
+
+    def config(self) -> dict[str, Any]:
+        """config.json. Raises: CheckpointError."""
+        return read_json(Path(self.path) / "config.json")
+
+    def target_ids(self, target: LoadedTarget) -> Tensor | None:
+        """The token map, if there is one. Shapes: [N] i64. Raises: CheckpointError."""
+        return None if self.token_map is None else read_token_map(self.token_map, target.vocab_size)
+
+    def refuse_unless(self, wanted: DraftKind) -> None:
+        """Raises: CheckpointError if the tensors show another kind of draft. Made-up weights have no tensors to see."""
+        if not self.is_dummy:
+            kind = draft_kind(self._open().shapes())
+            if kind is not wanted:
+                raise CheckpointError(f"{self.path}: expected {wanted.value}, but this looks like {kind.value}")
+
+    def weights(self, canonical: Callable[[str], str], made_up_ids: Tensor | None = None) -> Weights:
+        """The tensors by canonical name. `made_up_ids`: the tokens that a made-up head guesses."""
+        if self.is_dummy:
+            return DummyWeights(self.path, self.dtype, self.device, self.progress, made_up_ids)
+        return Checkpoint(self._open(), canonical, self.dtype, self.device, self.progress)
+
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors, as the file has them."""
+        return tuple(self._open().shapes())
+
+    def _open(self) -> TensorSource:
+        return open_directory(Path(self.path), self.load_format)

@@ -1,0 +1,66 @@
+"""The architectures that can be served, by the name that a config.json gives them: one line each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.llama_loader import load_llama
+from overlap_spec.models.targets import gemma3, olmo2, phi3
+from overlap_spec.models.targets.families import refuse_sparse
+from overlap_spec.models.targets.llama_config import LlamaConfig
+
+
+class TargetConfig(Protocol):
+    """What all configs say; the rest is between a family's config and its loader."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a checkpoint of it is read. Both functions raise CheckpointError naming file and key, or file and tensor."""
+
+    read_config: Callable[[Mapping[str, Any], str], TargetConfig]  # (config.json, its file)
+    load: Callable[[Any, Weights], LoadedTarget]  # (what `read_config` returned, tensors)
+
+
+LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # and its cousins, which `families.py` tells apart
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": LLAMA,
+    "MiMoForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": LLAMA,
+    "Gemma3ForCausalLM": Architecture(gemma3.read_config, gemma3.load),
+    "Olmo2ForCausalLM": Architecture(olmo2.read_config, olmo2.load),
+    "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
+}
+
+
+def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
+    """The first architecture of a config.json that is known. Raises: CheckpointError naming those that are."""
+    refuse_sparse(config, origin)
+    found = config.get("architectures") or []
+    if (name := next((name for name in found if name in ARCHITECTURES), None)) is not None:
+        return ARCHITECTURES[name]
+    raise CheckpointError(
+        f"{origin}: architecture {', '.join(map(str, found)) or 'missing'} is not supported;"
+        f" supported: {', '.join(ARCHITECTURES)}"
+    )

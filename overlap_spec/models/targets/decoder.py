@@ -1,0 +1,106 @@
+"""A target that is a stack of decoder layers: embedding, layers, final norm, head. Families differ in their layers."""
+
+from dataclasses import dataclass
+
+import torch
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.layers.decoder import DecoderLayer, run_layers
+from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
+from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.work import ForwardWork, count_bytes, total_work
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """A loaded target (`LoadedTarget`): everything but a cache and positions."""
+
+    embedding: Embedding
+    layers: tuple[DecoderLayer, ...]
+    norm: Norm
+    head: AnyLinear  # [V, H]; shares the embedding's memory where the checkpoint ties them
+
+    @property
+    def hidden_size(self) -> int:
+        """Width H of the residual."""
+        return self.embedding.size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return self.head.out_features
+
+    @property
+    def num_layers(self) -> int:
+        """Layers whose outputs a draft head may read."""
+        return len(self.layers)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a token takes in the target's cache."""
+        return kv_shape_of([layer.attention.shape for layer in self.layers])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights; shared tensors count once."""
+        return count_bytes(self)
+
+    @property
+    def work(self) -> ForwardWork:
+        """What a forward reads and computes; the embedding is only gathered from."""
+        return total_work(layer.work for layer in self.layers) + self.norm.work + self.head.work.as_head()
+
+    def attach(
+        self,
+        cache: KVCache,
+        num_positions: int,
+        aux_layers: tuple[int, ...] = (),
+        attention: AttentionChoice = DEFAULT_ATTENTION,
+    ) -> "DecoderTarget":
+        """Join weights, cache and rotary tables of `num_positions` rows."""
+        shapes = [layer.attention.shape for layer in self.layers]
+        paged = PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention)
+        return DecoderTarget(self, paged, aux_layers)
+
+
+class DecoderTarget:
+    """`TargetModel` of any such weights."""
+
+    def __init__(self, weights: DecoderWeights, attention: PagedAttention, aux_layers: tuple[int, ...]) -> None:
+        assert list(aux_layers) == sorted(set(aux_layers)), "aux layers are distinct and ascending"
+        assert all(0 <= layer < weights.num_layers for layer in aux_layers), "an aux hidden state is a layer's output"
+        self.hidden_size = weights.hidden_size
+        self.vocab_size = weights.vocab_size
+        self._weights = weights
+        self._attention = attention
+        self._aux_layers = frozenset(aux_layers)
+
+    def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
+        """Run all layers. Shapes: tokens [T] i64. Sync: never on CUDA."""
+        weights = self._weights
+        embedded = weights.layers[0].input_norm.enter(self.embed(tokens))
+        final, aux_hidden = run_layers(
+            embedded,
+            weights.layers,
+            weights.norm,
+            self._attention,
+            rows,
+            aux_layers=self._aux_layers,
+            read_before_wait=True,  # the embedding's lookup is an ordinary launch: what was written before it is there
+        )
+        aux = torch.cat(aux_hidden, dim=1) if aux_hidden else final.values.new_empty(len(tokens), 0)
+        return TargetOutput(final, aux)
+
+    def logits(self, hidden: Tensor | Normed) -> LazyLogits:
+        """Shapes: hidden [R, H] -> logits [R, V]."""
+        return HeadLogits(self._weights.head, hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Shapes: tokens [R] i64 -> [R, H]."""
+        return self._weights.embedding(tokens)

@@ -1,0 +1,120 @@
+"""Which rows tokens are drawn for, and what comes before each: the request's history, then guesses of the window.
+
+    committed (token pool)           guesses                  rows
+    x0 x1 .. xL  (xL: the root)      a, b follow the root     one after each node: root, a, b, c
+                                     c follows a              the token after c has  x0 .. xL a c  before it
+
+Everything here is computed when a logit processor asks for it, with tensors of static shapes, so that it can be
+captured. A step whose requests need none of it launches none of it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from overlap_spec.sampling.types import Sampling
+
+
+@dataclass(frozen=True)
+class Path:
+    """Guesses between the committed tokens and the rows, G of each slot; the default is no guess and one row.
+
+    A node is the index of a guess; `root` stands for the last committed token, root - 1 for the one before it, ..
+    """
+
+    tokens: Tensor | tuple[Tensor, ...] = ()  # [B, G] i64, or a column [B] for each
+    parents: Tensor | None = None  # [B, G] i64: the node that a guess follows, below its own; None: the one before
+    nodes: Tensor | None = None  # [B, R] i64: the node that each row follows; None: the last R
+    root: int = -1
+    depth: int = 0  # guesses before a row, at most
+
+
+@dataclass(frozen=True)
+class DrawContext:
+    """R rows of each of B slots; a token is drawn after each."""
+
+    sampling: Sampling
+    token_ids: Tensor  # [N] i64: the target's token of each column of the logits
+    page_table: Tensor  # [B, P] i32
+    roots: Tensor  # [B] i64: position of the last committed token
+    rows: Tensor  # [B, R] i64: `offset` positions before the rows
+    offset: int = 0
+    path: Path = Path()
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of the tokens that are drawn. Shapes: -> [B, R] i64."""
+        return self.rows + (self.offset + 1)
+
+    @property
+    def depth(self) -> int:
+        """Guesses before a row, at most: what comes before those is committed."""
+        return self.path.depth
+
+    @cached_property
+    def committed(self) -> Tensor:
+        """Every slot's tokens by position, the prompt's too; -1 after the root. Sync: never.
+
+        Shapes: -> [B, T] i64, T positions of a whole page table.
+        """
+        pool = self.sampling.processors.pool
+        positions = torch.arange(self.page_table.shape[1] * pool.page_size, device=self.roots.device)
+        return pool.read(self.page_table, positions.expand(len(self.roots), -1), self.roots + 1)
+
+    @property
+    def output_from(self) -> Tensor:
+        """Position of each slot's first output token, also after a preemption. Shapes: -> [B] i64."""
+        return self.sampling.output_from
+
+    def recent(self, count: int) -> Tensor:
+        """The last `count` tokens before each drawn one, in order: guesses, and committed ones before those.
+
+        -1 before a request's first token, and where there is no guess. Sync: never. Shapes: -> [B, R, count] i64.
+        """
+        path, pool, found = self.path, self.sampling.processors.pool, []
+        tokens, node, ends = self._guesses(), self._nodes(), self.roots + 1
+        for _ in range(count):
+            behind = (node - path.root).clamp(max=0)
+            here = pool.read(self.page_table, self.roots[:, None] + behind, ends)
+            above = node - 1
+            if tokens is not None:
+                guess = node.clamp(min=0)
+                here = torch.where(node > path.root, tokens.gather(1, guess), here)
+                if path.parents is not None:
+                    parent = torch.minimum(path.parents.gather(1, guess), above)
+                    above = torch.where(node > path.root, parent, above)
+            found.append(here)
+            node = above
+        return torch.stack(found[::-1], 2)
+
+    def forbid(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """-inf for these tokens; what is no token, or none of the columns', changes nothing. Sync: never.
+
+        Shapes: logits [B, R, N], tokens (target ids) [B, R, n] i64 -> [B, R, N].
+        """
+        vocab_size, num_columns = self.sampling.processors.vocab_size, len(self.token_ids)
+        known = (tokens >= 0) & (tokens < vocab_size)
+        columns = torch.full((vocab_size + 1,), num_columns, device=tokens.device)
+        columns = columns.scatter_(0, self.token_ids, torch.arange(num_columns, device=tokens.device))
+        column = columns[tokens.masked_fill(~known, vocab_size)]
+        missing = column == num_columns
+        # The smaller of two values: so a column may be named twice, and what is missing names one without effect.
+        values = torch.where(missing, torch.inf, -torch.inf).to(logits.dtype)
+        return logits.scatter_reduce(2, column.masked_fill(missing, 0), values, "amin")
+
+    def _guesses(self) -> Tensor | None:
+        """Shapes: -> [B, G] i64."""
+        tokens = self.path.tokens
+        if isinstance(tokens, Tensor):
+            return tokens if tokens.shape[1] else None
+        return torch.stack(tokens, 1) if tokens else None
+
+    def _nodes(self) -> Tensor:
+        """Shapes: -> [B, R] i64."""
+        if self.path.nodes is not None:
+            return self.path.nodes
+        tokens, num_rows = self.path.tokens, self.rows.shape[1]
+        end = tokens.shape[1] if isinstance(tokens, Tensor) else len(tokens)
+        return torch.arange(end - num_rows, end, device=self.rows.device).expand(len(self.rows), -1)

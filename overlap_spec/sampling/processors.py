@@ -1,0 +1,69 @@
+"""Changes logits before tokens are drawn from them: one path for every row of targets and drafts, chains and trees.
+
+Order: an engine's own processors (`--logit-processor`), then what a request's parameters ask for, min_new_tokens last:
+so nothing lets a token through that a request forbids. Temperature, filters and noise come after (`sampler.py`).
+
+A processor is a function of a row's position and of the tokens before it, and of nothing else. Then the tokens that are
+committed are plain decoding's, whatever is guessed: the target draws after each guess as if the guess were committed.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.token_pool import TokenPool
+from overlap_spec.sampling.types import SamplingWork
+
+FIELD = "logit_processor"
+
+
+class LogitProcessor(Protocol):
+    """A function: tensor code of static shapes, which never asks the device for a value (it is captured)."""
+
+    def __call__(self, logits: Tensor, context: DrawContext, /) -> Tensor:
+        """New logits; at least one column of each row must stay finite. Shapes: [B, R, N] -> [B, R, N]."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogitProcessors:
+    """What an engine applies, and what it needs to know for that."""
+
+    vocab_size: int  # of the target
+    pool: TokenPool
+    own: tuple[LogitProcessor, ...] = ()  # for every request
+
+    def active(self, work: SamplingWork) -> bool:
+        """Whether `apply` changes logits."""
+        return work.processed or bool(self.own)
+
+    def apply(self, logits: Tensor, context: DrawContext) -> Tensor:
+        """Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
+        for processor in self.own:
+            logits = processor(logits, context)
+        return keep_going(logits, context) if context.sampling.work.processed else logits
+
+
+def keep_going(logits: Tensor, context: DrawContext) -> Tensor:
+    """Forbid each slot's stop ids before min_new_tokens are out. Shapes: [B, R, N] -> [B, R, N]."""
+    sampling = context.sampling
+    early = context.positions < sampling.stop_from[:, None]  # [B, R]
+    return context.forbid(logits, torch.where(early[:, :, None], sampling.stop_ids[:, None], -1))
+
+
+def load_processor(name: str) -> LogitProcessor:
+    """Import MODULE:NAME. Raises: ConfigError saying what is wrong with it."""
+    place, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError(FIELD, f"{name}: {error}; install it, or put its directory on PYTHONPATH") from None
+    found: LogitProcessor | None = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(FIELD, f"{name}: {place} has no function of that name")
+    return found

@@ -1,0 +1,97 @@
+"""Serves an app on a socket from inside a running event loop, by uvicorn.
+
+The caller owns signals and decides when to stop. The socket is bound before anything is announced.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+KEEP_ALIVE_S = 75
+BACKLOG = 2048
+POLL_S = 0.01
+LAST_MOMENTS_S = 1.0  # for answers that were cut off to end
+
+
+class HttpServer:
+    """One server. `start`, then `stop`, once each. Raises: OSError if the address is taken."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        self._address = (host, port)
+        self._config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Server(self._config)
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The port in use; the one asked for, unless that was 0."""
+        assert self._socket is not None, "not started"
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Bind, listen and return once connections are accepted."""
+        self._socket = _bind(*self._address)
+        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started:
+            if self._serving.done():
+                self._socket.close()
+                self._serving.result()
+            await asyncio.sleep(POLL_S)
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Accept nothing new, let open answers end for `timeout_s`, cut off the rest."""
+        if self._serving is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait((self._serving,), timeout=timeout_s)
+        if not done:
+            self._server.disconnect()
+            await asyncio.wait((self._serving,), timeout=LAST_MOMENTS_S)
+            self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self._serving = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the supervisor has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def disconnect(self) -> None:
+        """Close every connection. An endpoint that answers on one sees a client that has gone away."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. A name with several addresses is served on its IPv4 one, which every client tries."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(BACKLOG)
+        bound.setblocking(False)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,0 +1,136 @@
+"""Endpoints for models, settings and measured figures, and the flush of the prefix cache."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from overlap_spec.messages import Stats
+from overlap_spec.server.bodies import Json
+from overlap_spec.server.engine_client import EngineClient, ServerInfo
+from overlap_spec.server.openai_requests import check_model
+from overlap_spec.server.problems import Problem
+
+STATS_S = 5.0
+LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
+SECRETS = frozenset({"api_key"})
+
+
+async def newest_stats(client: EngineClient) -> Stats:
+    """Ask the engine for its figures. Raises: Problem 503 if it does not answer."""
+    try:
+        async with asyncio.timeout(STATS_S):
+            return await client.stats()
+    except TimeoutError:
+        raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
+
+
+def as_json(value: Any) -> Response:
+    """A 200 with `value` as its body."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+class InfoEndpoints:
+    """Models and settings, which do not change, and what the engine has measured so far."""
+
+    def __init__(self, client: EngineClient, info: ServerInfo) -> None:
+        self._client = client
+        self._info = info
+        self._created = int(time.time())
+        self._since = Stats()  # the newest when the cache was last flushed
+
+    def routes(self) -> list[Route]:
+        """The endpoints."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model_id:path}", self.model),
+            Route("/version", self.version),
+            *(Route(path, self.model_info) for path in ("/model_info", "/get_model_info")),
+            *(Route(path, self.server_info) for path in ("/server_info", "/get_server_info")),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        """List the one model."""
+        return as_json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """The model's card, or 404."""
+        check_model(request.path_params["model_id"], self._info)
+        return as_json(self._card())
+
+    async def version(self, request: Request) -> Response:
+        """This program's version."""
+        return as_json({"version": self._info.version})
+
+    async def model_info(self, request: Request) -> Response:
+        """What SGLang's benchmark reads to find the tokenizer."""
+        info = self._info
+        return as_json(
+            {
+                "model_path": info.model_path,
+                "tokenizer_path": info.tokenizer_path or info.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": info.model_type,
+                "architectures": info.architectures,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        """Settings and facts, flat, and under `internal_states` what benchmarks read after a run."""
+        info, stats = self._info, await newest_stats(self._client)
+        shown = {
+            **_without_secrets({**info.settings, **info.facts}),
+            "model_path": info.model_path,
+            "tokenizer_path": info.tokenizer_path or info.model_path,
+            "served_model_name": info.model_name,
+            "max_total_num_tokens": stats.max_total_tokens,
+            "max_model_len": info.max_model_len,
+        }
+        return as_json({**shown, "internal_states": [{**shown, **self._state(stats)}], "version": info.version})
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Empty the prefix cache; 400 while anything runs."""
+        if not await self._client.flush_cache():
+            raise Problem(400, "the cache is in use: requests are running or queued", code="busy")
+        self._since = await newest_stats(self._client)
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    def _state(self, stats: Stats) -> Json:
+        state: Json = {
+            "last_gen_throughput": stats.gen_throughput,
+            "memory_usage": {"token_capacity": stats.max_total_tokens},
+            **{name: getattr(stats, name) for name in LAST_INTERVAL},
+            "effective_max_running_requests_per_dp": self._info.max_running_requests,
+        }
+        steps = stats.verify_steps_total - self._since.verify_steps_total
+        if steps > 0:
+            committed = stats.committed_tokens_total - self._since.committed_tokens_total
+            state["avg_spec_accept_length"] = committed / steps
+        return state
+
+    def _card(self) -> Json:
+        info = self._info
+        return {
+            "id": info.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "overlap-spec",
+            "root": info.model_path,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+
+
+def _without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_secrets(each) for name, each in value.items() if name not in SECRETS}

@@ -1,0 +1,68 @@
+"""README's command and `.ci/run` take turns: together they run every test that is neither `cuda` nor `full`, once."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+ALL = "not cuda and not full"
+OPTIONS = {"-n": 1, "--dist": 1, "-m": 1}  # and how many words follow; nothing else may narrow what is run
+README, CI = ROOT / "README.md", ROOT / ".ci" / "run"
+
+
+def marks_of(command: str) -> str:
+    """What a `python -m pytest` selects, by marks alone."""
+    words = shlex.split(command)
+    given: dict[str, str] = {}
+    while words:
+        option = words.pop(0)
+        assert OPTIONS.get(option) == 1 and option not in given, command
+        given[option] = words.pop(0)
+    return given["-m"]
+
+
+def commands_in(path: Path) -> list[str]:
+    """Arguments of every line that runs tests as CI does: in parallel, by marks."""
+    return re.findall(r"^(?!#).*\.venv/bin/python -m pytest (-n [^;\n]*)", path.read_text(), re.MULTILINE)
+
+
+def collected(marks: str) -> list[str]:
+    """Names of all tests with those marks, in the order of a run."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_ci_runs_the_rest_after_readmes_command() -> None:
+    """By rule, for every combination of marks that a test can have."""
+    (quick,), (rest,) = commands_in(README), commands_in(CI)
+    steps = re.search(r"set -- (.*)", CI.read_text())
+    assert steps is not None and steps[1].split()[-2:] == ["tests", "slow"]
+    assert "readme_command pytest" in CI.read_text()
+    marks = ("cuda", "full", "slow")
+    for number in range(1 << len(marks)):
+        has = {name: bool(number >> place & 1) for place, name in enumerate(marks)}
+        taken = [evaluated(marks_of(command), has) for command in (quick, rest)]
+        assert sum(taken) == evaluated(ALL, has), has
+
+
+def evaluated(marks: str, has: dict[str, bool]) -> bool:
+    """Of `and`, `or`, `not` and names, which mean in Python what they mean to pytest."""
+    return bool(eval(marks, {"__builtins__": {}}, has))
+
+
+@pytest.mark.slow
+def test_each_test_is_in_one_of_the_two() -> None:
+    (quick,), (rest,) = commands_in(README), commands_in(CI)
+    of_tiers = collected(marks_of(quick)) + collected(marks_of(rest))
+    assert sorted(of_tiers) == sorted(collected(ALL))
+
+
+def test_a_command_that_leaves_more_out_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        marks_of('-n 2 -m "not slow" tests/unit')

@@ -1,0 +1,146 @@
+"""What the documents say is so: generated places are current; commands, flags and links exist."""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from documents.fill import BLOCKS, FIGURE, ROOT, documents, fill, generated, prose
+
+from overlap_spec import cli
+from overlap_spec.bench.tables import MARKED
+from overlap_spec.cli import COMMANDS
+from overlap_spec.cli.flags import flag_name
+from overlap_spec.cli.parser import Parser
+from overlap_spec.config.fields import config_fields
+from overlap_spec.metrics.prometheus import COUNTERS, GAUGES, PREFIX, ServerMetrics
+
+DOCUMENTS = documents()
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+NOT_OURS = {"--dist", "--group", "--help", "--judge"}  # flags of pip, of pytest, and of scripts in benchmarks/
+MOST_LINES, MOST_COLUMNS = 150, 120
+MOST_FILES = 45  # that a chat request passes
+
+every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def fences(path: Path, *languages: str) -> list[str]:
+    """The fenced code of these languages."""
+    return re.findall(rf"^```(?:{'|'.join(languages)})\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The shell commands of a document, as words."""
+    lines = "".join(fences(path, "sh", "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines]
+
+
+def known_flags() -> set[str]:
+    flags: set[str] = set()
+    for command in COMMANDS.values():
+        parser: argparse.ArgumentParser = Parser()
+        importlib.import_module(command.module).add_arguments(parser)
+        flags |= set(parser._option_string_actions)
+    return flags
+
+
+def anchors(path: Path) -> set[str]:
+    """What `#..` of a link to this document may be: GitHub's names of its headings."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_what_is_generated_is_current() -> None:
+    stale = [path.relative_to(ROOT).as_posix() for path, text in generated().items() if path.read_text() != text]
+    assert not stale, f"run: python benchmarks/write_docs.py, which writes {stale}"
+
+
+def test_a_stale_figure_is_found() -> None:
+    lines = len((ROOT / "examples/05_toy_proposer.py").read_text().splitlines())
+    assert fill("has **0**<!-- figure: method-lines --> lines") == f"has **{lines}**<!-- figure: method-lines --> lines"
+    with pytest.raises(KeyError, match="no-such"):
+        fill("**0**<!-- figure: no-such -->")
+
+
+@every_document
+def test_every_comment_is_a_mark_that_is_filled(path: Path) -> None:
+    """A figure whose stars are missing would be left as it is."""
+    text = path.read_text()
+    assert text.count("<!-- figure: ") == len(FIGURE.findall(text))
+    assert text.count("<!--") == text.count("<!-- figure: ") + 2 * len(BLOCKS.findall(text))
+
+
+def test_every_table_says_where_it_comes_from() -> None:
+    tables = [match for path in DOCUMENTS for match in MARKED.finditer(path.read_text())]
+    assert len(tables) > 20
+    for match in tables:
+        assert re.search(r"; commit [0-9a-f]{12}( with uncommitted changes)?; .*; `", match[0]), match[2]
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= MOST_LINES
+    assert [line for line in lines if len(line) > MOST_COLUMNS] == []
+
+
+@every_document
+def test_flags_exist(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", prose(path.read_text())))
+    assert named - NOT_OURS <= known_flags(), named - NOT_OURS - known_flags()
+
+
+def test_every_flag_of_the_engine_is_named() -> None:
+    text = (DOCS / "flags.md").read_text()
+    missing = [flag_name(field.name) for field in config_fields() if f"`{flag_name(field.name)}`" not in text]
+    assert not missing
+
+
+@every_document
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            found = (path.parent / name).resolve() if name else path
+            assert found.exists(), target
+            assert not anchor or anchor in anchors(found), target
+
+
+@every_document
+def test_files_that_are_named_exist(path: Path) -> None:
+    for name in re.findall(r"(?<![\w/.-])(?:tests|benchmarks|examples|docs)/[\w./*-]+\w", prose(path.read_text())):
+        assert any(ROOT.glob(name)), name
+
+
+@every_document
+def test_commands_can_be_given(path: Path) -> None:
+    for words in commands(path):
+        if re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # a variable for this command
+            words = words[1:]
+        if words[0] == ".venv/bin/overlap-spec":
+            cli._parser(words[1:]).parse_args(words[1:])
+        elif words[0] == ".venv/bin/python" and words[1] != "-m":
+            assert (ROOT / words[1]).is_file(), words[1]
+
+
+@every_document
+def test_python_code_is_python(path: Path) -> None:
+    for code in fences(path, "python"):
+        ast.parse(code)
+
+
+def test_a_request_passes_few_files() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    section = text.partition("## One request, from socket to socket")[2].partition("\n## ")[0]
+    files = set(re.findall(r"\]\(\.\./([^)]+)\)", section))
+    assert 40 <= len(files) <= MOST_FILES and all((ROOT / name).is_file() for name in files)
+    assert f"{len(files)} in all" in section
+
+
+def test_every_metric_is_named() -> None:
+    text = (DOCS / "operating.md").read_text()
+    own = [metric.name.removeprefix(PREFIX) for metric in ServerMetrics().collect() if metric.name.startswith(PREFIX)]
+    names = {*own, *(name for name, *_ in GAUGES), *(name for name, *_ in COUNTERS)}
+    assert {name for name in names if f"`{name}`" not in text} == set()
