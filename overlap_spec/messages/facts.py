@@ -117,7 +117,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     chunk_tokens: int
     platform: CpuFacts | CudaFacts
     graph_batch_sizes: tuple[int, ...]
-    graph_counts: dict[str, int]  # captured graphs by the part of a step that they hold
+    graph_counts: dict[str, int]  # by the part of a step that they replay
     capture_s: float
     step_widths: tuple[int, ...]
     start_s: float
@@ -138,13 +138,13 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
 
     @property
     def graphs(self) -> str:
-        """How many CUDA graphs there are, for which batches, and how long their capture took."""
-        sizes = self.graph_batch_sizes
+        """How many there are of each part of a step, for which batch sizes, and how long their capture took."""
+        sizes, counts = self.graph_batch_sizes, self.graph_counts
         if not sizes:
             return "none"
-        counts = ", ".join(f"{count} {part}" for part, count in self.graph_counts.items())
-        batches = f"for batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
-        return f"{sum(self.graph_counts.values())} {batches}, captured in {self.capture_s:.1f} s: {counts}"
+        parts = ", ".join(f"{count} {part}" for part, count in counts.items())
+        batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
+        return f"{sum(counts.values())} for {batches}, captured in {self.capture_s:.1f} s: {parts}"
 
     @property
     def start_up(self) -> str:

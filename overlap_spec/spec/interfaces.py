@@ -123,8 +123,8 @@ class SpecMethod:
     def draft_work(self, work: SamplingWork) -> SamplingWork:
         """What guesses take of a step's kind of sampling: one captured draft serves all kinds that agree in it.
 
-        A guess that is drawn meets the noise, the filters and the processors that the target's draw will meet, so that
-        it is accepted more often; nothing else of a kind of sampling changes it.
+        A guess meets the processors, the filters and the noise that the target's draw will meet, so that it is accepted
+        more often. Nothing else of a kind of sampling changes it.
         """
         if isinstance(self.proposer, SelfDrafting):
             return SAMPLING_WORK[0]

@@ -105,8 +105,8 @@ class PrefillStep:
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
-        lazy_logits = self._target.logits(prefilled.output.hidden[inputs.last_rows])
-        last, drawing = inputs.lengths - 1, self._slots.sampling(batch.slots, sampling)
+        lazy_logits, last = self._target.logits(prefilled.output.hidden[inputs.last_rows]), inputs.lengths - 1
+        drawing = self._slots.sampling(batch.slots, sampling)
         context = DrawContext(drawing, self._token_ids, batch.page_table, last, last[:, None])
         drawn = draw_after(lazy_logits, context).squeeze(1)
         self._slots.start(batch, drawn)

@@ -129,8 +129,9 @@ class SlotRows:
         return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self.processors)
 
     def draft_sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
-        """How guesses are drawn: nothing is gathered where no draw reads it. Sync: never."""
-        return self.sampling(slots, work) if work.sampled or self.processors.active(work) else self.no_sampling
+        """How guesses are drawn. Nothing is gathered where a guess is the largest logit. Sync: never."""
+        needs_logits = work.sampled or self.processors.active(work)
+        return self.sampling(slots, work) if needs_logits else self.no_sampling
 
     def commit(self, batch: SlotBatch, window: Window, drawn: Drawn, verdict: Verdict) -> None:
         """Judge the windows, write the verdict, advance the slots by what is committed. Sync: never.
@@ -138,12 +139,11 @@ class SlotRows:
         No slot has a guess after it.
         """
         slots = (batch.slots, batch.lengths, self.length, self.window, self.dummy)
-        store = self.pool.rows_of(batch.page_table)
+        rest = drawn.accept_len, self.pool.rows_of(batch.page_table), verdict
         if window.parents is None:
-            judge_chain(drawn.tokens, window.tokens, *slots, drawn.accept_len, store, verdict)
+            judge_chain(drawn.tokens, window.tokens, *slots, *rest)
         else:
-            longest = verdict.tokens.shape[1]
-            judge_tree(drawn.tokens, window.tokens, window.parents, *slots, longest, drawn.accept_len, store, verdict)
+            judge_tree(drawn.tokens, window.tokens, window.parents, *slots, verdict.tokens.shape[1], *rest)
 
     def start(self, batch: SlotBatch, roots: Tensor) -> None:
         """Put completed prompts at their first token. Shapes: roots [F] i64. Sync: never."""

@@ -95,11 +95,11 @@ class TreeWindows:
             return self._single.read(slots, width)
         gathered = self._slots.gather_trees(slots, width, self._page_size)
         batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._slots.no_sampling)
-        positions, longest = gathered.positions.view(gathered.window_tokens.shape), self._longest(width)
+        positions = gathered.positions.view(gathered.window_tokens.shape)
+        longest = self._longest(width)
         keys = TreeKeys(gathered.lengths, gathered.extra_rows, gathered.mask, positions, longest)
         rows = tree_rows(batch, positions, gathered.extra_rows, keys)
-        window = Window(gathered.window_tokens, positions, gathered.parents, num_levels=longest - 1)
-        return batch, window, gathered.tokens, rows
+        return batch, Window(gathered.window_tokens, positions, gathered.parents, longest - 1), gathered.tokens, rows
 
     def columns(self, width: int) -> PublishedColumns:
         return self._single.columns(self._longest(width))._replace(is_tree=width > 1)

@@ -137,7 +137,7 @@ class FakeDevice:
         return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
 
     def _path(self, run: list[int], num_guesses: int) -> list[int]:
-        """Any columns: no tree is kept."""
+        """A path of any columns: this device keeps no tree."""
         return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1))
 
     def _prefill(self, work: SlotWork) -> list[int]:

@@ -57,9 +57,9 @@ def judge_chain(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
-    require(out is None or out.tokens.shape == drawn.shape, "out", "a verdict on as many windows of this width")
     if store is not None:
         require_token_rows(store, drawn.shape[0])
+    require(out is None or out.tokens.shape == drawn.shape, "out", "a verdict on as many windows of this width")
     run = _judge_chain_triton if runs_triton(drawn) else judge_chain_reference
     return run(drawn, window_tokens, slots, lengths, length, window, dummy, accept_len, store, out)
 

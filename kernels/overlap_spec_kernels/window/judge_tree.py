@@ -16,8 +16,6 @@ from overlap_spec_kernels.window._judge_tree_kernel import judge_tree_kernel
 from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_rows, store_tokens_reference
 from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
 
-_MAX_COLUMNS = 64
-
 
 def judge_tree(
     drawn: Tensor,
@@ -63,10 +61,10 @@ def judge_tree(
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
     require(drawn.shape[1] <= MAX_TREE_WIDTH, "drawn", "at most 64 columns")
     require(1 <= depth <= drawn.shape[1], "depth", "1 to the columns of drawn")
-    fits = out is None or (out.path is not None and out.path.shape == (len(drawn), depth))
-    require(fits, "out", "a verdict on as many trees of this depth")
     if store is not None:
         require_token_rows(store, drawn.shape[0])
+    fits = out is None or (out.path is not None and out.path.shape == (len(drawn), depth))
+    require(fits, "out", "a verdict on as many trees of this depth")
     run = _judge_tree_triton if runs_triton(drawn) else judge_tree_reference
     return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len, store, out)
 

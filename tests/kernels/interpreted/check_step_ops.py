@@ -85,7 +85,7 @@ def test_judge_chain_leaves_the_columns_of_others_alone(width: int) -> None:
     for judge in (_judge_chain_triton, judge_chain_reference):
         length, windows = state.length.clone(), state.window.clone()
         out = unwritten(7, published)
-        assert judge(drawn, window, slots, state.length[slots], length, windows, state.dummy, None, out) is out
+        assert judge(drawn, window, slots, state.length[slots], length, windows, state.dummy, None, None, out) is out
         verdicts.append(out)
     assert_same(*verdicts)
     rows = verdicts[0].published

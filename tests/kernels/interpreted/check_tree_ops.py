@@ -83,7 +83,7 @@ def test_judge_tree_leaves_the_columns_of_others_alone(width: int, depth: int) -
     for judge in (_judge_tree_triton, judge_tree_reference):
         length, windows, out = state.length.clone(), state.window.clone(), unwritten(7, published)
         rows = (drawn, window, state.parents[slots], slots, state.length[slots], length, windows, state.dummy)
-        assert judge(*rows, depth, None, out) is out
+        assert judge(*rows, depth, None, None, out) is out
         verdicts.append(out)
     assert_same(*verdicts)
     rows = verdicts[0].published
