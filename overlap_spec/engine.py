@@ -1,4 +1,4 @@
-"""The engine as an in-process handle: `async with Engine(EngineConfig(...)) as engine`.
+"""The engine as a handle in this process: `async with Engine(EngineConfig(...)) as engine`.
 
 Engine owns the run directory, the supervisor and one client, and frees each exactly once: on stop, on a failed start
 and when an actor dies.
@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client.calls import Delta
-from overlap_spec.config import EngineConfig, Settings, says_how_to_wait
+from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
@@ -37,8 +37,8 @@ def no_progress(what: str, done: int, total: int) -> None:
 class Engine:
     """Three actor processes and a client connected to them.
 
-    `progress(what, done, total)` is told what is fetched and loaded; it may be called from another thread.
-    `trace_dir`: every process leaves there what it did when (`tracing.py`), once the engine has stopped.
+    `progress(what, done, total)` reports what is fetched and loaded; it may be called from another thread.
+    `trace_dir`: every process writes its trace there (`tracing.py`) when the engine stops.
     Raises: ConfigError before anything is read, CheckpointError or ActorDied if it cannot start.
     """
 
@@ -59,7 +59,7 @@ class Engine:
         self._supervisor: Supervisor | None = None
         self._client: Client | None = None
         self._facts: EngineFacts | None = None
-        self._resources = contextlib.AsyncExitStack()  # freed last in, first out, whatever each raises
+        self._resources = contextlib.AsyncExitStack()  # freed last in, first out, even if one raises
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def settings(self) -> Settings:
-        """What is run. Raises: Overloaded before the start."""
+        """The settings that are run. Raises: Overloaded before the start."""
         return _started(self._settings)
 
     @property
@@ -165,7 +165,7 @@ class Engine:
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect())
         settings = replace(settings, trace_dir=self._trace_dir)
-        if settings.model.device == "cpu" and not says_how_to_wait():
+        if settings.model.device == "cpu" and not sets_thread_waiting():
             settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))
         spec, said = hub.resolve_drafting(settings.spec, files, self.config, self.progress)
         return replace(settings, spec=spec), notes + said

@@ -3,7 +3,7 @@
 A result records a hash of every part of the code that ran (`source.py`). It is *current* while the parts that its
 benchmark depends on hash the same today: a change of prose leaves it current, a change of code does not. The
 documents show current results. One that is not must be named in `benchmarks/results/older.json` with the reason why it
-still stands, and its table says both. `tests/unit/bench/test_age.py` checks it.
+is kept, and its table shows both. `tests/unit/bench/test_age.py` checks it.
 """
 
 import json
@@ -27,23 +27,21 @@ Report = Mapping[str, Any]
 
 
 def changed_parts(report: Report, now: Source) -> list[str]:
-    """Parts of the code that a report depends on and that have changed since; all of them if none was
-    recorded.
-    """
+    """Parts of the code that a report depends on and that have changed since; all of them if none was recorded."""
     then = report.get("run", {}).get("source", {}).get("code", {})
     parts = DEPENDS_ON.get(report.get("benchmark", "kernels"), STEP_PATH)
     return [part for part in parts if then.get(part) != now.code.get(part)]
 
 
 def reasons(results: Path) -> dict[str, str]:
-    """Why results that are not current still stand, by file name."""
+    """Why results that are not current are kept, by file name."""
     path = results / OLDER
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     return known
 
 
 def age_note(report: Report, path: Path, now: Source) -> str:
-    """What a table says of a result that is not current; empty if it is."""
+    """A table's note on a result that is not current; empty if it is."""
     changed = changed_parts(report, now)
     if not changed:
         return ""

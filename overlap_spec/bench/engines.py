@@ -1,4 +1,4 @@
-"""The engines that one benchmark compares, and what a report says of each.
+"""The engines that one benchmark compares, and their description in reports.
 
 engine      as asked                      depth1   the same, one step in flight
 plain       the same without speculation
@@ -16,7 +16,7 @@ from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
-from overlap_spec.server.serve import HttpServer
+from overlap_spec.server.http_server import HttpServer
 
 HOST = "127.0.0.1"
 
@@ -45,7 +45,7 @@ def describe_engine(engine: Engine) -> dict[str, Any]:
 
 
 def describe_settings(engine: Engine) -> dict[str, Any]:
-    """What a figure depends on, settled."""
+    """The settings that a figure depends on."""
     settings = engine.settings
     spec = settings.spec
     return {
@@ -68,7 +68,7 @@ def describe_settings(engine: Engine) -> dict[str, Any]:
 
 
 def acceptance_of(engine: Engine) -> str:
-    """`real`, or that it is synthetic; empty where nothing is accepted."""
+    """`real`, or how it is synthetic; empty without speculation."""
     spec = engine.settings.spec
     if spec.simulated_accept_len is not None:
         return synthetic_acceptance(spec.simulated_accept_len)

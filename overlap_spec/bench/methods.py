@@ -1,6 +1,6 @@
 """`bench methods`: every drafting method on one machine in one run, each compared with plain decoding.
 
-One engine is measured at a time, and stopped before the next. A record that does not run says why in the report:
+One engine is measured at a time, and stopped before the next. A record that does not run has the reason in the report:
 `skipped` (what it needs was not given), `refused` (the engine does not do it) or `failed` (it was given, and broke).
 """
 
@@ -83,7 +83,7 @@ async def _start(
 ) -> tuple[Report, Engine | None]:
     """A started engine, or why there is none, in the entry."""
     entry: Report = {"label": record.label, "status": "ran", "flags": asdict(record)}
-    entry["load_average"] = round(os.getloadavg()[0], 1)  # of the minute before: says whether others had the machine
+    entry["load_average"] = round(os.getloadavg()[0], 1)  # of the minute before, other processes included
     begun = perf_counter()
     try:
         asked = config_of(config, record, drafts)

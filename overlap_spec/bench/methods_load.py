@@ -16,7 +16,7 @@ from overlap_spec.client import Client
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import SamplingParams, Stats
 
-SETTLE_S = 10.0  # for the last step, whose tokens nobody wants any more
+SETTLE_S = 10.0  # for the last step, whose tokens are dropped
 POLL_S = 0.005
 
 Tokens = list[int]

@@ -1,6 +1,6 @@
 """Which methods `bench methods` compares: each a record of flags, as a table in `data/methods.json` has them.
 
-Whether a record can run is for the engine to say, in its own words.
+The engine itself reports whether a record can run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ class Drafts:
 
 
 class Skipped(OverlapSpecError):
-    """A record was not asked for, as what it needs was not given. Says which flag would."""
+    """A record does not run, as what it needs was not given. The message names the flag."""
 
 
 def read_method_records(path: str | None) -> tuple[MethodRecord, ...]:

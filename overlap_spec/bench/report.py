@@ -1,6 +1,6 @@
-"""What every result file carries besides its figures: hardware, versions, commit and command.
+"""What every result file holds besides its figures: hardware, versions, commit and command.
 
-A figure without these is not worth keeping.
+A figure without these cannot be compared with another.
 """
 
 import importlib.metadata

@@ -2,14 +2,14 @@
 
     python -m overlap_spec.bench.source        write MANIFEST, for a machine that has the files but no git
 
-`describe_source` hashes the packages that run as git hashes a tree, so anybody can compare a result with a commit:
+`describe_source` hashes the packages that run as git hashes a tree, so a result can be compared with a commit:
 
     git rev-parse COMMIT:overlap_spec COMMIT:kernels/overlap_spec_kernels
 
 The commit is git's HEAD or the manifest's, whichever has equal trees. If neither has, "+" follows it; without git and
 manifest it is `UNKNOWN`.
 
-`code_hashes` says which parts of the code a result depends on: comments, docstrings and blank lines are left out, so
+A hash of each part of the code shows what a result depends on: comments, docstrings and blank lines are left out, so
 that prose makes no figure old.
 """
 

@@ -1,10 +1,10 @@
 """Batches of requests through the whole HTTP server.
 
 Step time is measured from outside, as other engines can be: one batched, non-streamed /generate of token ids, less the
-smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts
-and both are reported. A streamed run of the same batch stands beside it. Sampling is measured after that, in one run
-for each way of drawing. The engine's caches are emptied before every call, what it has learnt from its answers with
-them, so that no call finds an earlier one's answers.
+smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts;
+both are reported, and a streamed run of the same batch. Sampling is measured after that, in one run for each way of
+drawing. The engine's caches are emptied before every call, what it has learnt from its answers with them, so that no
+call finds an earlier one's answers.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ async def _measure(endpoint: Endpoint, batch: Batch, sampling: SamplingMode, num
 
 
 def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
-    """Figures of one run. `metas`: what the server says of each answer; walls in seconds."""
+    """Figures of one run. `metas`: each answer's `meta_info`; walls in seconds."""
     tokens = sum(meta["completion_tokens"] for meta in metas)
     verify_counts = [meta.get("spec_verify_ct", 0) for meta in metas]
     steps = max(verify_counts) or max(meta["completion_tokens"] for meta in metas) - 1
@@ -111,7 +111,7 @@ def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
 async def _generate(
     endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: SamplingMode
 ) -> tuple[float, list[Json]]:
-    """One batched call with empty caches. Returns wall seconds and what is said of each answer."""
+    """One batched call with empty caches. Returns wall seconds and each answer's `meta_info`."""
     body = _body(prompts, num_tokens, sampling, stream=False)
     wall, answers = await asyncio.to_thread(_post, endpoint, body)
     return wall, [answer["meta_info"] for answer in answers]

@@ -50,7 +50,7 @@ def _peer_row(row: PeerRow, report: Report, peer: Peer) -> list[Any]:
 
 
 def peer_notes(report: Report) -> list[str]:
-    """What is otherwise than the text around the table says."""
+    """Notes on what differs from the description around the table."""
     if all("one_token_walls_s" in row for _, part in _parts(report) for row in part["batches"]):
         return []
     return ["An older measurement: its one-token call is the one before the better run, not the smallest of three."]
@@ -64,7 +64,7 @@ def sampled_head(report: Report) -> list[str]:
 
 
 def sampled_rows(report: Report) -> Rows:
-    """One row for each batch size, and one for chats; empty where the report does not say."""
+    """One row for each batch size, and one for chats; empty if the report has none."""
     engine, plain = (_loads(report[name]) for name in ("engine", "plain"))
     return [
         [load, *(cell for s in (GREEDY, *SAMPLED) for cell in _pair(_with(row, s), _with(plain.get(load), s)))]

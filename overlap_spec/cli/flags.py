@@ -70,7 +70,7 @@ def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineCo
 
 
 def refuse_bench_flags(config: EngineConfig) -> None:
-    """Answers for people are never made up. Raises: ConfigError."""
+    """Refuse flags that simulate acceptance: their answers are meaningless. Raises: ConfigError."""
     if config.speculative_simulate_acc_len is not None:
         raise ConfigError(
             "speculative_simulate_acc_len", "makes acceptance synthetic, and text meaningless: it goes with bench only"

@@ -14,22 +14,22 @@ PLAIN_WIDTH = 120  # columns where stdout is no terminal
 
 
 def http_url(host: str, port: int) -> str:
-    """Where a person on this machine reaches the server."""
+    """The server's address, as seen from this machine."""
     address = ANY_ADDRESS.get(host, host)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def start_table(settings: Settings, facts: EngineFacts, url: str, endpoint: str) -> Table:
-    """Model, method, memory and endpoints: what was asked for, settled, and what the worker has measured."""
+    """Model, method, memory and endpoints: the settings, and what the worker has measured."""
     table = Table(show_header=False, title="overlap-spec")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (_settled(settings) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
+    for name, value in (_settled(settings, facts) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
         table.add_row(name, value)
     return table
 
 
-def _settled(settings: Settings) -> dict[str, str]:
+def _settled(settings: Settings, facts: EngineFacts) -> dict[str, str]:
     spec, model, scheduler = settings.spec, settings.model, settings.scheduler
     counts = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens"
     numbers = counts if spec.num_steps else ""
@@ -40,7 +40,7 @@ def _settled(settings: Settings) -> dict[str, str]:
         rows["token map"] = spec.token_map
     if spec.width > 1:
         rows["draft numbers"] = spec.numbers_from
-        rows["verification"] = str(spec.accept)
+        rows["verification"] = facts.worker.verification
     if attention := _attention(settings.attention):
         rows["attention"] = attention
     return rows | {
@@ -56,7 +56,7 @@ def _made_up(load_format: str) -> str:
 
 
 def _attention(attention: AttentionSettings) -> str:
-    """What was asked for that is not what is fastest."""
+    """Choices that are not the fastest."""
     said = {
         "torch operations for the target": attention.target_torch,
         "torch operations for the draft": attention.draft_torch,

@@ -1,4 +1,4 @@
-"""What `EngineConfig`'s fields are, read from the struct itself: for flags, help and checks.
+"""The fields of `EngineConfig`, read from the struct itself, for flags, help and checks.
 
 A field is added in one place, and its flag, its help line and its range check follow.
 """
@@ -18,7 +18,7 @@ Limited = inspect.IntType | inspect.FloatType
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field. `wanted` says in words which values it takes; `many`: it takes one or more of them."""
+    """One field. `wanted`: the values that it takes, in words; `many`: it takes one or more of them."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -68,7 +68,8 @@ def _raise_for_field(values: Mapping[str, Any]) -> None:
 def _field(field: inspect.Field) -> ConfigField:
     plain, description, named = _unwrap(field.type)
     if named:
-        return ConfigField(field.name, str, f"one of {', '.join(named)}", named, field.default, description)
+        wanted = f"one of {', '.join(named)}" if len(named) > 1 else named[0]
+        return ConfigField(field.name, str, wanted, named, field.default, description)
     if not isinstance(plain, inspect.VarTupleType):
         kind, wanted, choices = _describe(plain)
         return ConfigField(field.name, kind, wanted, choices, field.default, description)

@@ -1,4 +1,4 @@
-"""What is run: `Settings`, frozen, a section for each owner; and what `resolve` makes it from beside the flags."""
+"""`Settings`, what is run: frozen, a section for each owner. Beside flags, `resolve` makes it of the types below."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ class Machine(Struct, frozen=True):
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
-    """Local files of one target, and what its config says; made by `hub.resolve_model` without torch.
+    """Local files of one target, and facts from its config; made by `hub.resolve_model` without torch.
 
     `weights`: a directory (config.json beside .safetensors or .bin) or a .gguf file. `config`: the
     Hugging Face config as a dict (from GGUF metadata for a .gguf). `tokenizer_dir` is None only with
@@ -54,11 +54,11 @@ class AcceptSettings(Struct, frozen=True):
     rejection: bool = False
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
-    ngram_force_greedy_verify: bool = False  # the target's argmax stands, whatever the temperature
+    ngram_force_greedy_verify: bool = False  # the target's argmax is committed at every temperature
 
     @property
     def thresholds(self) -> bool:
-        """Whether a guess may stand that the target did not draw: then the output's distribution changes."""
+        """Whether a guess that the target did not draw may be accepted: then the output's distribution changes."""
         return self.threshold_single < 1 or self.threshold_acc < 1
 
     @property
@@ -79,7 +79,7 @@ class AcceptSettings(Struct, frozen=True):
 
 
 class AttentionSettings(Struct, frozen=True):
-    """Owner: worker. What runs attention, where that is not what is fastest on the device."""
+    """Owner: worker. The kernels of attention, where they are not the device's fastest."""
 
     target_torch: bool = False
     draft_torch: bool = False
@@ -156,7 +156,7 @@ class SchedulerSettings(Struct, frozen=True):
     width_rules: tuple[WidthRule, ...] = ()  # none: step widths follow measured costs, where they may change at all
     keeps_width: bool = False  # explicit numbers: steps are narrower only where no slot has a guess, if results say so
     width_padding: tuple[int, ...] = ()  # batch sizes that a rule's batch is rounded up to
-    synthetic_acceptance: bool = False  # said in every log line that shows an accept length
+    synthetic_acceptance: bool = False  # every log line with an accept length tells so
 
 
 class ServerSettings(Struct, frozen=True):
@@ -190,12 +190,13 @@ class Settings(Struct, frozen=True):
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
     threads_given: bool = False  # by the user: else fewer may do
-    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`runtime/openmp_spin.py`)
+    spin_count: int = 0  # how often a waiting thread of the worker polls before it sleeps (`runtime/openmp_spin.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
-    spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
+    logit_processor: str | None = None  # MODULE:NAME, which the worker imports
+    spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
-    trace_dir: str | None = None  # where every process leaves what it did when (`tracing.py`); None: nobody asks
+    trace_dir: str | None = None  # where every process writes its trace (`tracing.py`); None: no traces
 
 
 def encode_settings(settings: Settings) -> bytes:

@@ -1,4 +1,4 @@
-"""How a download or a check says how far it is."""
+"""Progress of a download or a check."""
 
 import io
 from collections.abc import Callable

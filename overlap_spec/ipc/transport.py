@@ -14,12 +14,12 @@ import zmq
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-LAST_WORDS_MS = 500  # how long a closed link may still send: time for a last ActorFailed to leave
+LAST_SEND_MS = 500  # how long a closed link may still send, so that an ActorFailed leaves
 RECONNECT_MS = 20  # actors start in parallel: an outlet often connects before its reader has bound
 
 
 class Inbox(Protocol[T]):
-    """Where one actor's messages arrive, of one union type. One reader: `recv` is not called twice at once."""
+    """One actor's messages, of one union type. One reader: `recv` is not called twice at once."""
 
     def drain(self) -> list[T]:
         """Everything that has arrived; never waits."""
@@ -85,7 +85,7 @@ class ZmqOutlet(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        self._socket.setsockopt(zmq.LINGER, LAST_SEND_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(address)
 

@@ -128,6 +128,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     draft_weight_bytes: int
     kv_bytes_per_token: int
     draft_kv_bytes_per_token: int
+    logit_processor: str = "none"  # MODULE:NAME
 
     @property
     def num_tokens(self) -> int:
@@ -171,6 +172,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             "ceilings": self.ceilings,
             "verification": self.verification,
             "acceptance": self.acceptance,
+            "logit_processor": self.logit_processor,
             "weights_mib": self.weight_bytes >> 20,
             "draft_weights_mib": self.draft_weight_bytes >> 20,
             "kv_bytes_per_token": self.kv_bytes_per_token,

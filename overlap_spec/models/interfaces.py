@@ -2,7 +2,7 @@
 
 A forward works on T flattened rows. Rows of one request are contiguous, at ascending positions; in
 decode every request has W rows, in prefill as many as its chunk. Rows write their K/V first, then row
-at position p attends to positions 0..p of its own request; a row of a tree, to what `TreeKeys` says.
+at position p attends to positions 0..p of its own request; a row of a tree, to the keys of `TreeKeys`.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class TreeKeys:
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Where the rows of one forward stand. `max_rows` bounds the rows of one request, `uniform` says all have it.
+    """Places of the rows of one forward. `max_rows` bounds the rows of a request; if `uniform`, all have so many.
 
     Windows, which are uniform, short and at consecutive positions, may leave out what follows from the rest.
     """

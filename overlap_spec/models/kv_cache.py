@@ -47,7 +47,7 @@ class KVCache:
         device: torch.device,
         scratch_rows: int = 0,
     ) -> "KVCache":
-        """Take the memory of `num_pages` pages, and of so many cache rows behind them that are nobody's pages.
+        """Take the memory of `num_pages` pages, and of `scratch_rows` cache rows behind them, which belong to no page.
 
         Zeroed, not empty: a masked key weighs nothing, but nothing times NaN would be NaN. On a CPU zeroed
         pages take no memory until they are written.

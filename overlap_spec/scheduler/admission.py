@@ -1,7 +1,7 @@
 """Admission: a request is refused if it can never run, and waits if it would soon cause a preemption.
 
-The new-token ratio estimates how much of `max_new_tokens` a request will really use: it falls with every step and rises
-after a preemption.
+The new-token ratio estimates how much of `max_new_tokens` a request will really use: it decreases with every step
+and rises after a preemption.
 """
 
 from collections.abc import Iterable

@@ -11,7 +11,7 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 """
 
 from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
-from overlap_spec.metrics.roofline import step_floor
+from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step

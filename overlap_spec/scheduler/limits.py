@@ -11,7 +11,7 @@ from overlap_spec.messages import EngineLimits, WorkerReady
 
 
 class Limits:
-    """Sizes in tokens unless the name says pages, slots or steps."""
+    """Sizes in tokens unless the name has pages, slots or steps."""
 
     def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
         self.width = ready.width

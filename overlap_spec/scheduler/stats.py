@@ -42,7 +42,7 @@ class Counters:
     following_steps: int = 0  # those with a gap
     decode_steps: int = 0
     decode_time: float = 0.0  # with the gaps before them
-    decode_floor: float = 0.0  # what the device's ceilings allow (`metrics/roofline.py`)
+    decode_floor: float = 0.0  # what the device's ceilings allow (`metrics/step_floor.py`)
     # Seconds of the host.
     scheduling_time: float = 0.0
     launch_time: float = 0.0

@@ -12,7 +12,7 @@ from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
-from overlap_spec.server.facts import Facts
+from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS, Problem
@@ -20,7 +20,7 @@ from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
 OPEN = "/health"  # reports the engine's health itself, and needs no key
-COUNTS = "/metrics"  # answered until the last moment: it gives the engine no work
+COUNTS = "/metrics"  # answered until the end: it gives the engine no work
 
 
 def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> Starlette:
@@ -32,7 +32,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
         Route("/v1/completions", Completions(runner, info).post, methods=["POST"]),
         Route("/generate", NativeGenerate(runner, info).post, methods=["POST"]),
         *Health(runner, info, health).routes(),
-        *Facts(client, info).routes(),
+        *InfoEndpoints(client, info).routes(),
         *Tokens(client, info).routes(),
         *Operations(client, runner, metrics, info).routes(),
     ]

@@ -50,7 +50,7 @@ def convert(fields: Json, shape: type[T]) -> T:
 
 
 def _bad_field(text: str) -> Problem:
-    """msgspec says ``Expected `int`, got `str` - at `$.max_tokens` ``; the field is the path's first part."""
+    """An error of msgspec is ``Expected `int`, got `str` - at `$.max_tokens` ``; the field is the path's first part."""
     found = PLACE.search(text)
     path = found[1] if found else ""
     what = PLACE.sub("", text)

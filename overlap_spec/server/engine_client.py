@@ -77,6 +77,11 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
-        settings=settled_flags(config, settings),
+        settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
     )
+
+
+def _verification(settings: Settings, facts: EngineFacts) -> dict[str, str]:
+    """How guesses are judged, as the worker reports: flags do not tell that of a method with a verifier of its own."""
+    return {"verification": facts.worker.verification} if settings.spec.width > 1 else {}

@@ -18,21 +18,27 @@ from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 @dataclass(frozen=True)
 class Prompts:
-    """The chunks of a prefill step, flattened."""
+    """The chunks of a prefill step, flattened: B chunks of different requests, T rows (tokens) in all.
+
+    Rows `rows.row_starts[b]` to `rows.row_starts[b + 1] - 1` are chunk b's, at consecutive positions. A prompt may come
+    in several steps, and begin behind a cached prefix, whose tokens are not here. A captured step may have more chunks
+    than there are requests, and more rows in its last chunk: those that are left over belong to the dummy slot, which
+    is the last row of every table with `EngineShape.num_rows` rows. It may be written to, and nothing reads it.
+    """
 
     tokens: Tensor  # [T] i64
     next_tokens: Tensor  # [T] i64: the token that follows each row; at a prompt's end the one just drawn
-    last_rows: Tensor  # [F] i64: last row of each prompt that this step completes
-    slots: Tensor  # [F] i64: their slots
-    seats: Tensor  # [B] i64: the slot of every chunk
-    fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot
+    last_rows: Tensor  # [B] i64: last row of each chunk
+    slots: Tensor  # [B] i64: the slot whose prompt ends with the chunk, the dummy where the prompt goes on
+    chunk_slots: Tensor  # [B] i64: the slot of every chunk
+    fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot: forget what the slot held before
 
 
 class Proposer(Protocol):
     """Makes guesses; what it remembers from step to step it keeps in rows indexed by slot."""
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
-        """Absorb prompt chunks. Shapes: -> [F, n], learnt of the prompts that the step completes."""
+        """Absorb prompt chunks. Shapes: -> [B, n], what it has learnt; of prompts that go on it is not used."""
         ...
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
@@ -57,10 +63,19 @@ class Proposer(Protocol):
 
 
 class Verifier(Protocol):
-    """Decides which guesses stand, without changing the target's distribution."""
+    """Decides which guesses are accepted. One that changes the target's distribution is lossy, and its method says so
+    (`Verification.is_lossy`).
+    """
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
-        """Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j."""
+        """Give a token for each column of the window: the one to commit after it, if the guesses up to it are accepted.
+
+        A guess is accepted while it is the token after the column before it (a tree's: after its parent), unless
+        `Drawn.accept_len` says how many are. `batch.sampling.work` is known to the host: a step of greedy requests
+        alone needs no logits. Steps are captured as CUDA graphs: no branch may go by the values of a tensor.
+
+        Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
-from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
@@ -69,11 +69,13 @@ def build_executor(
     simulated_accept_len: float | None = None,
     compile_max_batch: int = 0,
     attention: AttentionSettings | None = None,
+    own_processors: tuple[LogitProcessor, ...] = (),
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
-    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest.
+    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
+    processors of one's own, for every request.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` says.
     """
 
@@ -85,7 +87,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    processors = LogitProcessors(target.vocab_size, pool)
+    processors = LogitProcessors(target.vocab_size, pool, own_processors)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -122,6 +124,7 @@ def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, Att
 
 def build(settings: Settings, progress: Progress, measured: bool = False) -> tuple[Executor, Geometry, LoadedModels]:
     """Everything, from settings to an executor that is not warm yet. `measured`: linears are as is fastest here."""
+    own = () if settings.logit_processor is None else (load_processor(settings.logit_processor),)
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
     if measured:
@@ -136,6 +139,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         spec.simulated_accept_len,
         settings.compile_max_batch,
         settings.attention,
+        own,
     )
     return executor, geometry, models
 

@@ -65,7 +65,7 @@ class SlotRows:
     def __init__(self, num_slots: int, width: int, num_page_columns: int, processors: LogitProcessors) -> None:
         self.dummy = num_slots
         self.pool = processors.pool
-        self._processors = processors
+        self.processors = processors
         device = self.pool.tokens.device
         self.width = width
         self.num_rows = num_slots = num_slots + 1
@@ -149,9 +149,7 @@ class SlotRows:
         read = slots if work.sampled or work.processed else slots[:0]
         temperature, top_p, min_p = self._floats[read].unbind(1)
         stop_ids = self._stop_ids[read]
-        return Sampling(
-            temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self._processors
-        )
+        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self.processors)
 
     def commit(self, batch: SlotBatch, window: Window, drawn: Drawn) -> Committed:
         """Judge the windows and advance the slots by what is committed; nobody has a guess after it. Sync: never."""

@@ -1,11 +1,12 @@
-"""The worker process: loads, warms up, says so, then runs its loop."""
+"""The worker process: loads, warms up, reports its facts, then runs its loop."""
 
+import logging
 import time
 from functools import partial
 
 import torch
 
-from overlap_spec.config import Settings, SpecSettings, synthetic_acceptance, waiting_fact
+from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
@@ -29,6 +30,8 @@ from overlap_spec.worker.sizing.warmup import FEW_TOKENS, ChunkSize, capture_gra
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 
 NO_CEILING = Roofline()
+
+log = logging.getLogger(__name__)
 
 
 def worker_ready(
@@ -60,7 +63,7 @@ def worker_ready(
 
 
 def device_name(device: str) -> str:
-    """The device as a person would name it."""
+    """The device's name for reports."""
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
@@ -70,13 +73,23 @@ def _platform_facts(settings: Settings, models: LoadedModels, graph_bytes: int) 
     return CpuFacts(processor_name(), num_cores(), torch.get_num_threads(), waiting_fact(), models.linears)
 
 
+def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
+    """How guesses are judged; the log states it where that changes the answers."""
+    if spec.width == 1:
+        return "none"
+    said = models.method.verification(spec.accept).describe(spec.accept)
+    if said.endswith(LOSSY):
+        log.warning("verification: %s", said)
+    return said
+
+
 def _acceptance_fact(spec: SpecSettings) -> str:
     mean = spec.simulated_accept_len
     return "real" if mean is None else synthetic_acceptance(mean)
 
 
 async def main(context: ActorContext) -> None:
-    """Load, warm up, say so, and work until told to stop. Blocks its event loop, which has nothing else to do."""
+    """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do."""
     begun = time.perf_counter()
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
@@ -93,7 +106,7 @@ async def main(context: ActorContext) -> None:
     graph_bytes = free - free_bytes(settings.model.device)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
-    executor.forget()  # what was said to warm up
+    executor.forget()  # the tokens of the warm-up
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     context.ready(
         WorkerFacts(
@@ -109,8 +122,9 @@ async def main(context: ActorContext) -> None:
             start_s=time.perf_counter() - begun,
             bytes_per_s=ceiling.bytes_per_s,
             flop_per_s=ceiling.flop_per_s,
-            verification=str(settings.spec.accept) if geometry.width > 1 else "none",
+            verification=_verification_fact(settings.spec, models),
             acceptance=_acceptance_fact(settings.spec),
+            logit_processor=settings.logit_processor or "none",
             weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
             draft_weight_bytes=models.proposer.profile.num_bytes,
             kv_bytes_per_token=bytes_per_token(models, geometry.dtype),

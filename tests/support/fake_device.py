@@ -2,8 +2,8 @@
 
 The token at position p of a request is a pure function of (seed, p), so every stream is known beforehand; accept
 lengths are random. KV is played row by row: the row of position p holds the token at p and the one after it (what the
-draft's row depends on), so a page that somebody else wrote to, a stale row or a wrong prefix hit is found when the rows
-are read.
+draft's row depends on), so a page that another request wrote to, a stale row or a wrong prefix hit is found when the
+rows are read.
 """
 
 import random
@@ -58,7 +58,7 @@ def pick(seed: int, position: int, stop_ids: tuple[int, ...], stop_from: int) ->
 
 
 def expected_stream(admit: Admit) -> tuple[list[int], Finish]:
-    """What a request must get, worked out without any engine."""
+    """The tokens and the finish that a request must get, computed without an engine."""
     start = len(admit.prompt) // 4
     stop_from = start + admit.sampling.min_new_tokens
     tokens: list[int] = []
@@ -102,7 +102,7 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, when told to."""
+    """Runs plans in order, one per call of `run`."""
 
     def __init__(self, ready: WorkerReady, rng: random.Random) -> None:
         self.ready = ready
@@ -135,9 +135,9 @@ class FakeDevice:
         return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths if plan.width > 1 else [])
 
     def _path(self, run: list[int], num_guesses: int) -> int:
-        """Any columns: no tree is kept."""
-        stood = self.rng.sample(range(num_guesses), len(run) - 1)
-        return sum(1 << i for i in stood) + (1 << num_guesses)
+        """A path of any columns: this device keeps no tree."""
+        accepted = self.rng.sample(range(num_guesses), len(run) - 1)
+        return sum(1 << i for i in accepted) + (1 << num_guesses)
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -215,7 +215,7 @@ class FakeDevice:
             if position >= length - row.deferred:
                 assert draft == NOT_ABSORBED
                 continue
-            # A cached row may know more: that much is checked once its tokens are there.
+            # A cached row may depend on later tokens: those are checked once the request has them.
             assert draft[: len(after)] == after, f"draft KV of position {position} is stale"
 
     def _address(self, row: Row, position: int) -> int:
@@ -293,8 +293,8 @@ class Bench:
         sent = self.worker.drain()
         self.plans += sent
         self.all_plans += sent
-        for said in self.tokenizer.drain():
-            self._hear(said)
+        for message in self.tokenizer.drain():
+            self._receive(message)
 
     def finish_all(self) -> None:
         while self.plans or self.results:
@@ -303,15 +303,15 @@ class Bench:
             else:
                 self.run_device()
 
-    # --- what the tokenizer hears
+    # --- what the tokenizer receives
 
-    def _hear(self, message: ToTokenizer) -> None:
+    def _receive(self, message: ToTokenizer) -> None:
         match message:
             case TokenDeltas():
                 rows = (message.uids, message.tokens, message.finishes, message.usages)
                 assert len(message.uids) == len(set(message.uids)) > 0
                 for uid, tokens, finish, usage in zip(*rows, strict=True):
-                    assert uid not in self.finishes and uid not in self.closed, "spoke of a closed request"
+                    assert uid not in self.finishes and uid not in self.closed, "a row of a closed request"
                     self.tokens[uid] += tokens
                     self.usages[uid] = usage
                     assert usage.completion_tokens == len(self.tokens[uid])
@@ -325,7 +325,7 @@ class Bench:
                 self.stats.append(message)
 
     def check_streams(self) -> None:
-        """Everybody got exactly their tokens; who was aborted, the beginning of them."""
+        """Every request got exactly its tokens; an aborted one, the beginning of them."""
         for uid, admit in self.admits.items():
             if uid in self.refused:
                 continue

@@ -1,4 +1,4 @@
-"""Logits that are there already, and what a step commits of a decision."""
+"""Given logits in place of a head, and what a step commits of a decision."""
 
 from dataclasses import dataclass
 

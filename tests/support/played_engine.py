@@ -26,10 +26,10 @@ class Chain:
     rates: tuple[float, ...]
 
     def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
-        stood = 0
-        while stood < num_guesses and rng.random() < self.rates[stood]:
-            stood += 1
-        return stood, num_guesses, []
+        accepted = 0
+        while accepted < num_guesses and rng.random() < self.rates[accepted]:
+            accepted += 1
+        return accepted, num_guesses, []
 
     def estimator(self, num_guesses: int) -> Estimator:
         return ChainAcceptance(num_guesses)
@@ -37,7 +37,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Tree:
-    """Column i + 1 follows column parents[i] with rates[i], if that stood."""
+    """Column i + 1 follows column parents[i] with rates[i], if that was accepted."""
 
     parents: tuple[int, ...]
     rates: tuple[float, ...]
@@ -59,10 +59,10 @@ class Tree:
 
     def committed(self, width: int) -> float:
         """Expected tokens of a step."""
-        stands = [1.0]
+        reached = [1.0]
         for parent, rate in zip(self.parents[: width - 1], self.rates, strict=False):
-            stands.append(stands[parent] * rate)
-        return sum(stands)
+            reached.append(reached[parent] * rate)
+        return sum(reached)
 
     def _deepest(self, num_guesses: int) -> int:
         depths = [0]
@@ -107,7 +107,7 @@ class Engine:
         guessed = min(self._num_guesses, width - 1)
         self._num_guesses = width - 1
         rows = [self.guesses.judged(guessed, self._rng) for _ in range(self.batch_size)]
-        runs = [[7] * (1 + stood) for stood, _, _ in rows]
+        runs = [[7] * (1 + accepted) for accepted, _, _ in rows]
         self.widths.append(width)
         self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
         self.tokens += sum(map(len, runs))

@@ -14,7 +14,7 @@ from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, warm_up
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included
-SEATS = 8  # prompts in a prefill step: as many as a captured one holds
+CHUNK_SLOTS = 8  # prompts in a prefill step: as many as a captured one holds
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Solo:
             pages = list(range(1 + slot * share, 1 + (slot + 1) * share))
             chunk = array("i", prompt).tobytes()
             work.append(SlotWork(slot=slot, new_pages=pages, prompt_chunk=chunk, reset=reset))
-        steps = [work[first : first + SEATS] for first in range(0, len(work), SEATS)]
+        steps = [work[first : first + CHUNK_SLOTS] for first in range(0, len(work), CHUNK_SLOTS)]
         return [tokens for step in steps for tokens in self._launch(Phase.PREFILL, step).wait().tokens]
 
     def _launch(self, phase: Phase, work: list[SlotWork]) -> StepHandle:

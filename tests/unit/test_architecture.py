@@ -28,6 +28,7 @@ OTHERS_FILES = {
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+MAX_FILES_OF_HEAD = 6  # that a new draft head adds or changes, beside its tests
 MAX_KERNEL_LINES = 75  # its arguments alone may be ten
 
 # Package -> packages it may import, beside itself. A module at the top (engine.py) counts as a package.
@@ -205,6 +206,13 @@ def test_nothing_asks_which_method_runs(path: Path) -> None:
 
 def test_both_tables_of_methods_have_the_same_names() -> None:
     assert [method.name for method in METHOD_RECORDS] == list(METHOD_FACTS)
+
+
+def test_a_draft_head_is_six_files_at_most() -> None:
+    """Files that know of EAGLE's head: its model, its loader, `load_eagle`, its kind, its facts and its method."""
+    known = re.compile(r"\bEagle(Weights|Head|Config)\b|\beagle_loader\b|\bload_eagle\b|\bEAGLE_2\b|\"EAGLE\"")
+    files = [name_of(path) for path in FILES if known.search(path.read_text())]
+    assert "models/drafts/eagle.py" in files and len(files) <= MAX_FILES_OF_HEAD, files
 
 
 def is_on_step_path(path: Path) -> bool:

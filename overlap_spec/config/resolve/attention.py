@@ -1,4 +1,4 @@
-"""What runs attention, as flags say."""
+"""The kernels of attention, by the flags."""
 
 from overlap_spec.config import AttentionSettings, EngineConfig, SpecSettings
 from overlap_spec.errors import ConfigError

@@ -11,7 +11,7 @@ FLAG = "--enable-multi-layer-eagle"
 
 
 def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
-    """Whether the target's checkpoint brings what drafts for it, as its config says.
+    """Whether the target's checkpoint holds MTP layers that draft for it, by its config.
 
     Raises: ConfigError if the flag does not fit the number of layers.
     """

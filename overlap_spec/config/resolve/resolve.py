@@ -1,7 +1,7 @@
-"""From what is asked to what is run: every automatic value is settled here, once, and printed at start.
+"""`EngineConfig` to `Settings`: every automatic value is settled here, once, and printed at start.
 
-`resolve` is pure: the same request on the same machine gives the same settings. The one exception is what only the
-worker can measure (page count, chunk size), which travels in WorkerReady.
+`resolve` is pure: the same request on the same machine gives the same settings. Only the
+worker can measure page count and chunk size, which travel in WorkerReady.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
 DEFAULT_COMPILED_BATCH = 32  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
 SPIN_S = 0.02  # longer than a decode step of a large model
-SPIN_CORES = 6  # two that poll, and enough for tokenizer, server and the client's side
+SPIN_CORES = 6  # two that poll, and some for tokenizer, server and clients
 
 
 def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[Settings, list[str]]:
@@ -78,13 +78,14 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         graph_batch_sizes=graph_batch_sizes,
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,
+        logit_processor=config.logit_processor,
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
 
 
 def _note_what_changes_nothing(config: EngineConfig, device: str, notes: list[str]) -> None:
-    """What is asked for and is so anyway, or is nobody's to have. Raises: ConfigError for more GPUs than one."""
+    """Note flags that have no effect here. Raises: ConfigError for more GPUs than one."""
     if config.tp_size > 1:
         raise ConfigError(
             "tp_size",
@@ -216,7 +217,7 @@ def _resolve_endpoint(config: EngineConfig) -> str | None:
 
 
 def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
-    """Every flag with the value that is in force: what was asked for, automatic values settled."""
+    """Every flag with the value in force: the one that was asked for, or the settled automatic one."""
     spec, attention = settings.spec, settings.attention
     speculating, on_cpu = spec.width > 1, settings.model.device == "cpu"
     drafts = speculating and spec.draft_path is not None
@@ -253,7 +254,7 @@ def _backend(is_torch: bool) -> str:
 
 
 def without_speculation(config: EngineConfig) -> EngineConfig:
-    """The same engine, decoding plainly: what speculation is compared with."""
+    """The same engine with plain decoding, for comparisons."""
     defaults = EngineConfig()
     fields = {name: getattr(defaults, name) for name in SpeculationFlags.__struct_fields__}
     return msgspec.structs.replace(config, **fields | {"speculative_algorithm": PLAIN})

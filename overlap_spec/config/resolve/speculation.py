@@ -169,7 +169,7 @@ def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule,
 
 
 def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRule, ...]) -> SpecSettings:
-    """Explicit numbers are kept, unless the flag says that they are where to begin."""
+    """Add narrower step widths. Explicit numbers are kept, unless the flag makes them a beginning."""
     if rules:
         *fewer, num_steps = sorted({steps for rule in rules for steps in rule.candidate_steps})
         if spec.multi_layer and num_steps > spec.num_steps:

@@ -3,7 +3,7 @@
     {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [0, 1, 3]}, "ema_alpha": 0.2}
 
 Keys that are whole numbers are batch sizes: an entry holds from its own to the next. Every other key is a default of
-all entries. What is not known is refused, as is what could not be run.
+all entries. Unknown keys are refused, and so are values that could not be run.
 """
 
 import json

@@ -6,10 +6,13 @@
 
 The row at position p holds (the target's hidden state of p after its final norm, token of p + 1). The first layer has
 no norm in front of its attention, and there is none behind the last: what comes out is guessed from as it is, and is
-the hidden state of the draft step that follows.
+the hidden state of the draft step that follows. EAGLE and EAGLE-2 differ in how drafts are grown into trees; their
+heads are the same.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from overlap_spec_kernels import Normed
@@ -23,12 +26,29 @@ from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import total_work
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """The head's own Llama-style numbers, of which the vocabulary and the ties are not used: it has the target's."""
+
+    llama: LlamaConfig
+    fc_bias: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], origin: str) -> "EagleConfig":
+        """Read a head's config.json; without a word about it, `fc` has a bias, as the authors' heads have.
+
+        Raises: CheckpointError naming `origin` and the key.
+        """
+        return cls(LlamaConfig.from_hf(config, origin), bool(config.get("bias", True)))
+
+
+@dataclass(frozen=True)
 class EagleWeights:
-    """A loaded head (`LoadedDraft`). The embedding is the target's; so is the head, or those rows that a map names."""
+    """A loaded head (`LoadedDraft`). Embedding and head are the target's, or its rows that a token map names."""
 
     embedding: Embedding  # [V, H]
     fc: AnyLinear  # [H, 2 H], embedding first

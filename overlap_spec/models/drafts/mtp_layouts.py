@@ -74,12 +74,12 @@ def layout_of_layers(names: Iterable[str]) -> MtpLayout:
 
 
 def has_layer(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the checkpoint has such a layer."""
+    """Whether the checkpoint of this config.json has such a layer."""
     return num_layers(config) > 0
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
-    """How many a config.json says that it has."""
+    """How many of them the checkpoint of this config.json has."""
     return int(config.get("num_nextn_predict_layers") or 0)
 
 

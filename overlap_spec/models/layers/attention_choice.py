@@ -9,7 +9,7 @@ class AttentionChoice:
 
     torch_only: bool = False  # the torch twins, on a GPU too; they ask the device how long requests are
     prefill_kernel: bool = False  # windows of a chain take the operations of prefill
-    most_keys: int | None = None  # a row sees no more, its own included; None: what the checkpoint says
+    most_keys: int | None = None  # a row sees no more, its own included; None: as in the checkpoint
 
     @property
     def places_rows(self) -> bool:

@@ -1,7 +1,7 @@
 """Attention of one forward on a CPU, with what all its layers share found out once.
 
 It computes what `rope_kv_write_reference` and `paged_attention_reference` do, layer after layer. Of the operations that
-these take in each layer, half only look up angles, pages and who sees whom, which no layer changes.
+these take in each layer, half only look up angles, pages and visible keys, which are the same in all layers.
 """
 
 from collections.abc import Sequence

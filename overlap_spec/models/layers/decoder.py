@@ -38,7 +38,7 @@ class Projection(Protocol):
 
 
 class Attention(Protocol):
-    """What a layer needs of its attention. It owns its weights, and says what heads it has."""
+    """What a layer needs of its attention. It owns its weights and knows its heads."""
 
     @property
     def shape(self) -> AttentionShape:

@@ -83,8 +83,8 @@ class AnyLinear(ABC):
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
         """The sum with the residual, on its way into `norm`. Shapes: x [T, I], residual [T, O]."""
-        rows, stream = add_rms_norm(self(x), residual, norm.weight, norm.eps)
-        return Normed(stream, rows)
+        rows, values = add_rms_norm(self(x), residual, norm.weight, norm.eps)
+        return Normed(values, rows)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
         """The result of a head, which is compared: 16 bits would make ties. Shapes: -> [T, O], float32 or wider."""
@@ -201,7 +201,7 @@ def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None, least_rows: in
     return y if y.shape[0] == num_rows else y[:num_rows]
 
 
-def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
     """The form that is fastest where the weight is. Shapes: weight [O, I], bias [O].
 
     Two cores of an AMD EPYC, float32, the four linears of SmolLM2's 30 layers (425 MB), ms a pass; a busy host, so only

@@ -74,7 +74,7 @@ class Weights(Protocol):
 
 
 class Checkpoint:
-    """Hands out each tensor once; what nobody took at the end is an error, because it would change the result."""
+    """Hands out each tensor once. A tensor that is left at the end is an error, because it would change the result."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class DraftSource:
         return read_json(Path(self.path) / "config.json")
 
     def target_ids(self, target: LoadedTarget) -> Tensor | None:
-        """The tokens of the map, if there is one. Shapes: [N] i64. Raises: CheckpointError."""
+        """The token map, if there is one. Shapes: [N] i64. Raises: CheckpointError."""
         return None if self.token_map is None else read_token_map(self.token_map, target.vocab_size)
 
     def refuse_unless(self, wanted: DraftKind) -> None:

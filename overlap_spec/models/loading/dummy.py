@@ -1,7 +1,7 @@
 """Random weights of a model's true shape, made on its device: `--load-format dummy`.
 
 Speed depends on shapes, not on values, so a benchmark needs a config.json only. Values are seeded and small enough
-that activations stay finite in 16 bits: maps are normal(0, 0.02) as before training, norms are 1, biases 0.
+that activations stay finite in 16 bits: linears are normal(0, 0.02) as before training, norms are 1, biases 0.
 """
 
 import torch
@@ -75,7 +75,7 @@ class DummyWeights:
 
 
 def spread_target_ids(draft_vocab_size: int | None, vocab_size: int) -> Tensor | None:
-    """A fixed increasing map of draft ids over the target's vocabulary; None where they are the same.
+    """Target ids of draft ids, ascending and spread over the vocabulary; None where both are the same.
 
     Shapes: -> [Vd] i64 on the CPU.
     """

@@ -13,7 +13,7 @@ from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
@@ -81,7 +81,7 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
         return Eagle3Fusion(norms, None)
     weight = checkpoint.take("fc.weight", (hidden, config.fused_size))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
-    return Eagle3Fusion(norms, linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
+    return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 
 
 def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int, token_norm: RMSNorm) -> PreNormLayer:

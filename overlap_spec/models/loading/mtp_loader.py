@@ -14,10 +14,9 @@ from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import DraftInput
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.eagle_loader import mapped_head
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import count_bytes
 
@@ -40,7 +39,7 @@ def load_mtp(
         raise CheckpointError(
             f"{checkpoint.origin}: it has several MTP layers, one for each guess: --enable-multi-layer-eagle runs them"
         )
-    head, ids = mapped_head(target, target_ids)
+    head, ids = parts.mapped_head(target, target_ids)
     weights = _load_layer(config, layout, checkpoint, 0, target, head, ids)
     _finish(checkpoint)
     return weights
@@ -61,7 +60,7 @@ def load_mtp_layers(
             f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
             f" give at most {len(found)}, not {num_layers}",
         )
-    shared, ids = mapped_head(target, None)
+    shared, ids = parts.mapped_head(target, None)
     layers = []
     for index in range(num_layers):
         name, shape = f"layers.{index}.{layout.head}.weight", (shared.out_features, shared.in_features)
@@ -87,7 +86,7 @@ def _load_layer(
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
     hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
     weight = checkpoint.take(f"{prefix}.{layout.fc}.weight", (hidden, 2 * hidden))
-    fc = linear_map(swapped_halves(weight) if layout.hidden_first else weight)
+    fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
     shape = config.attention_shape(window)
     layer = llama_loader.load_layer(config, checkpoint, index, shape, hidden, "input_layernorm")
     norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")

@@ -6,8 +6,9 @@ Linears of the same input are stacked (query, key and value; gate and up): fewer
 import torch
 from torch import Tensor
 
+from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import Embedding
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import Weights
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
@@ -31,10 +32,22 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
     return Linear(checkpoint.take("lm_head.weight", (embedding.vocab_size, embedding.size)))
 
 
+def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLinear, Tensor]:
+    """The rows of the target's head that guesses are made with, gathered once, and the tokens that they stand for.
+
+    Shapes: target_ids [N] i64, None for all -> head [N, H], ids [N] i64 on its device. FR-Spec: Zhao et al. 2025,
+    arXiv:2502.14856.
+    """
+    if target_ids is None:
+        return target.head, torch.arange(target.vocab_size, device=target.head.device)
+    ids = target_ids.to(target.head.device)
+    return target.head.rows(ids), ids
+
+
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
     """Linears of the same input, stacked. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return linear_map(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
 
 
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention
-from overlap_spec.models.layers.linear import linear_map
+from overlap_spec.models.layers.linear import make_linear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig, partial_rotary_factor
@@ -74,7 +74,7 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNo
     output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, shape.num_heads * dim)
     return PreNormLayer(
         input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm"),
-        attention=SelfAttention(linear_map(_rotated_first(qkv, shape)), output, shape),
+        attention=SelfAttention(make_linear(_rotated_first(qkv, shape)), output, shape),
         mlp_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm"),
         mlp=GatedMLP(
             take_linear(checkpoint, {f"{name}.mlp.gate_up_proj": 2 * inner}, hidden),

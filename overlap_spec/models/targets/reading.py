@@ -35,7 +35,7 @@ class ConfigReader:
     origin: str
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer. `default`: where the config says null, or nothing."""
+        """A positive integer. `default`: where the config has null, or no such key."""
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -88,12 +88,13 @@ class ConfigReader:
             )
 
     def decoder(self, shapes: tuple[AttentionShape, ...], tied: bool = False) -> DecoderConfig:
-        """`tied`: where the config does not say whether the head is the embedding."""
+        """`tied`: where the config leaves open whether the head is the embedding."""
+        given = self.values.get("tie_word_embeddings")
         return DecoderConfig(
             hidden_size=self.size("hidden_size"),
             intermediate_size=self.size("intermediate_size"),
             vocab_size=self.size("vocab_size"),
             rms_norm_eps=float(self.values.get("rms_norm_eps", 1e-6)),
-            tie_word_embeddings=bool(self.values.get("tie_word_embeddings", tied)),
+            tie_word_embeddings=tied if given is None else bool(given),
             shapes=shapes,
         )

@@ -111,7 +111,7 @@ class MultiLayerProposer:
         starts, ends = rows.row_starts[:-1].long(), rows.row_starts[1:].long()
         begins = rows.positions[starts.clamp(max=len(rows.positions) - 1)]
         first = self._recent.first
-        first[prompts.seats] = torch.where(prompts.fresh > 0, begins, first[prompts.seats])
+        first[prompts.chunk_slots] = torch.where(prompts.fresh > 0, begins, first[prompts.chunk_slots])
         self._finish_earlier(prompts, rows.page_table, starts, ends, begins)
         features = self._layers.features(output)
         self._remember(prompts, features, starts, ends, begins)
@@ -174,8 +174,8 @@ class MultiLayerProposer:
         num_rows = self._layers.num_layers - 1
         if num_rows == 0:
             return
-        rows = last_rows(page_table, begins, self._recent.first[prompts.seats], num_rows, self._page_size)
-        features, tokens = self._recent.get(prompts.seats, begins, num_rows)
+        rows = last_rows(page_table, begins, self._recent.first[prompts.chunk_slots], num_rows, self._page_size)
+        features, tokens = self._recent.get(prompts.chunk_slots, begins, num_rows)
         after = starts[:, None] + torch.arange(num_rows, device=starts.device)
         known = prompts.next_tokens[after.clamp(max=len(prompts.next_tokens) - 1)]
         tokens = torch.cat((tokens, known.masked_fill(after >= ends[:, None], 0)), 1)
@@ -187,7 +187,7 @@ class MultiLayerProposer:
         """Keep the last rows of each chunk. Shapes: features [T, H]; starts, ends, begins [B] i64."""
         newest = ends[:, None] - self._recent.most + torch.arange(self._recent.most, device=ends.device)
         is_there = newest >= starts[:, None]
-        slots = torch.where(is_there, prompts.seats[:, None], len(self._recent.first) - 1)
+        slots = torch.where(is_there, prompts.chunk_slots[:, None], len(self._recent.first) - 1)
         positions = begins[:, None] + newest - starts[:, None]
         newest = newest.clamp(min=0)
         self._recent.put(slots, positions, features[newest], prompts.next_tokens[newest])

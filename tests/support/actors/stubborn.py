@@ -1,4 +1,4 @@
-"""A fake actor that is ready and then listens to nobody."""
+"""A fake actor that is ready and then ignores every message."""
 
 import asyncio
 

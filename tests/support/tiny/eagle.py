@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap_spec.models.drafts.eagle import EagleWeights
-from overlap_spec.models.drafts.eagle_config import EagleConfig
+from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import eagle3_loader, eagle_loader
 from support.tiny.layouts import final_norm

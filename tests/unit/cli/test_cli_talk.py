@@ -231,7 +231,7 @@ def test_the_table_says_what_was_chosen_why_and_what_is_lossy() -> None:
     attention = AttentionSettings(target_torch=True, draft_window=64)
     settings = replace(fake_settings(), spec=replace(spec, accept=accept), attention=attention)
     memory = CudaFacts({"of workspace": 9 << 20}, 512, 0, (MemorySaving("--dtype", 4 << 20, 0),))
-    shown = shown_table(settings, fake_facts(platform=memory))
+    shown = shown_table(settings, fake_facts(platform=memory, verification=str(accept)))
     for words in (
         "as many as a match may have",
         "LOSSY at temperature > 0",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.layers.linear import Linear, linear_map
+from overlap_spec.models.layers.linear import Linear, make_linear
 from overlap_spec.models.quantization.int8 import Int8Linear, quantize, with_int8_linears
 
 F64 = torch.float64
@@ -30,7 +30,7 @@ def test_a_weight_is_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_it_is_the_product_of_the_rounded_weight(biased: bool) -> None:
-    dense = linear_map(torch.randn(48, 64), torch.randn(48) if biased else None)
+    dense = make_linear(torch.randn(48, 64), torch.randn(48) if biased else None)
     linear, x, ids = quantize(dense), torch.randn(5, 64), torch.tensor([7, 0, 47])
     rounded = linear.operand.values * linear.operand.scales[:, None]
     same = Linear(rounded, linear.bias)
@@ -63,6 +63,6 @@ def test_a_model_computes_nearly_the_same_in_less_memory(family: str) -> None:
 
 
 def test_what_is_shared_stays_shared() -> None:
-    shared = linear_map(torch.randn(48, 32))
+    shared = make_linear(torch.randn(48, 32))
     first, second = with_int8_linears((shared, shared))
     assert first is second

@@ -22,9 +22,9 @@ def no_user_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def wakes_cost(us: float, covered: int, awake: float = 1.3) -> waiting.Probe:
+def wakes_cost(us: float, covered: int, spinning: float = 1.3) -> waiting.Probe:
     """Pauses up to a spin of `covered` need no waking."""
-    return lambda spin: [awake] * 3 if spin >= covered else [us] * 3
+    return lambda spin: [spinning] * 3 if spin >= covered else [us] * 3
 
 
 @pytest.mark.parametrize("covered", SPINS)

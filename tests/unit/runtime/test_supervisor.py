@@ -77,7 +77,7 @@ def test_error_at_start_arrives_in_the_childs_own_words(tmp_path: Path, capfd: p
             assert caught.value.actor == "worker"
 
     asyncio.run(scenario())
-    assert capfd.readouterr().err == "", "an error raised on purpose is told once, by whoever started the engine"
+    assert capfd.readouterr().err == "", "an error raised on purpose is reported once, by the parent"
 
 
 def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

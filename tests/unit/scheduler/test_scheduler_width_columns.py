@@ -1,4 +1,4 @@
-"""The width policy where guesses branch, against trees that are played by hand: each column tells what it is worth."""
+"""The width policy where guesses branch, against trees that are played by hand: each column has its own rate."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The width policy of methods that foresee, against windows that are played by hand. Time is the costs' own."""
+"""The width policy of self-drafting methods, against windows that are played by hand. Time is the costs' own."""
 
 import random
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Slot:
     strength: int = 0
     levels: int = 0
     rate: float = 0.0  # at which each guess is right
-    columns: tuple[int, ...] = tuple(range(1, 12))  # where the right guess of each level stands
+    columns: tuple[int, ...] = tuple(range(1, 12))  # of the right guess of each level
 
 
 class Engine:
@@ -46,12 +46,12 @@ class Engine:
             right = 0
             while right < slot.levels and self._rng.random() < slot.rate:
                 right += 1
-            stood = [column for column in slot.columns[:right] if column < width]
-            seen = len(stood)
+            accepted = [column for column in slot.columns[:right] if column < width]
+            seen = len(accepted)
             runs.append([7] * (seen + 1))
             proposed.append(min(slot.levels, width - 1))
             lookaheads.append(slot.levels | slot.strength << 8 | (slot.columns[seen] << 16 if right > seen else 0))
-            paths.append(sum(1 << column - 1 for column in stood) + (1 << min(11, width - 1)))
+            paths.append(sum(1 << column - 1 for column in accepted) + (1 << min(11, width - 1)))
         self.tokens += sum(map(len, runs)) / count
         self.seconds += CostTable(CHEAP).seconds(count)[WIDTHS.index(width)]
         self._flight.append(

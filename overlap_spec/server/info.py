@@ -34,7 +34,7 @@ def as_json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-class Facts:
+class InfoEndpoints:
     """Models and settings, which do not change, and what the engine has measured so far."""
 
     def __init__(self, client: EngineClient, info: ServerInfo) -> None:
