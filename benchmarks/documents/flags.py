@@ -31,7 +31,7 @@ VERIFICATION = (
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
-        *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init"),
+        *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
     ),
     "server": ("host", "port", "api_key", "zmq_endpoint", "log_level", "random_seed"),
     "memory": (

@@ -68,7 +68,8 @@ def _raise_for_field(values: Mapping[str, Any]) -> None:
 def _field(field: inspect.Field) -> ConfigField:
     plain, description, named = _unwrap(field.type)
     if named:
-        return ConfigField(field.name, str, f"one of {', '.join(named)}", named, field.default, description)
+        wanted = f"one of {', '.join(named)}" if len(named) > 1 else named[0]
+        return ConfigField(field.name, str, wanted, named, field.default, description)
     if not isinstance(plain, inspect.VarTupleType):
         kind, wanted, choices = _describe(plain)
         return ConfigField(field.name, kind, wanted, choices, field.default, description)

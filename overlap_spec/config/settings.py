@@ -193,6 +193,7 @@ class Settings(Struct, frozen=True):
     spin_count: int = 0  # how often a waiting thread of the worker polls before it sleeps (`runtime/openmp_spin.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
+    logit_processor: str | None = None  # MODULE:NAME, which the worker imports
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
     trace_dir: str | None = None  # where every process writes its trace (`tracing.py`); None: no traces

@@ -117,6 +117,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     chunk_tokens: int
     platform: CpuFacts | CudaFacts
     graph_batch_sizes: tuple[int, ...]
+    graph_counts: dict[str, int]  # captured graphs by the part of a step that they hold
     capture_s: float
     step_widths: tuple[int, ...]
     start_s: float
@@ -128,6 +129,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     draft_weight_bytes: int
     kv_bytes_per_token: int
     draft_kv_bytes_per_token: int
+    logit_processor: str = "none"  # MODULE:NAME
 
     @property
     def num_tokens(self) -> int:
@@ -136,11 +138,13 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
 
     @property
     def graphs(self) -> str:
-        """The batch sizes that run as CUDA graphs, and how long their capture took."""
+        """How many CUDA graphs there are, for which batches, and how long their capture took."""
         sizes = self.graph_batch_sizes
         if not sizes:
             return "none"
-        return f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes, captured in {self.capture_s:.1f} s)"
+        counts = ", ".join(f"{count} {part}" for part, count in self.graph_counts.items())
+        batches = f"for batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
+        return f"{sum(self.graph_counts.values())} {batches}, captured in {self.capture_s:.1f} s: {counts}"
 
     @property
     def start_up(self) -> str:
@@ -171,6 +175,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             "ceilings": self.ceilings,
             "verification": self.verification,
             "acceptance": self.acceptance,
+            "logit_processor": self.logit_processor,
             "weights_mib": self.weight_bytes >> 20,
             "draft_weights_mib": self.draft_weight_bytes >> 20,
             "kv_bytes_per_token": self.kv_bytes_per_token,

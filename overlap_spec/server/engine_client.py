@@ -83,5 +83,5 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
 
 
 def _verification(settings: Settings, facts: EngineFacts) -> dict[str, str]:
-    """How guesses are judged, as the worker says: flags do not tell that of a method with a verifier of its own."""
+    """How guesses are judged, as the worker reports: flags do not tell that of a method with a verifier of its own."""
     return {"verification": facts.worker.verification} if settings.spec.width > 1 else {}

@@ -1,6 +1,7 @@
 """Every example runs as its docstring says, on the tiny model."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,14 +77,14 @@ def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
     assert f"verification: {said}" in log
 
 
+def test_a_logit_processor_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
+    output = run_example("07_no_repeated_trigram.py", tmp_path, str(tiny_model))
+    assert ", 0 with it" in output and "trigrams: 0 without" not in output
+    assert "tokens are those of plain decoding: True" in output
+
+
 def test_every_example_is_short_and_run_here() -> None:
-    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == [
-        "01_chat.py",
-        "02_stream_client.py",
-        "03_openai_stream.py",
-        "04_timeline.py",
-        "05_toy_proposer.py",
-        "06_typical_acceptance.py",
-    ]
+    run_here = set(re.findall(r'run_example\("([^"]+)"', Path(__file__).read_text()))
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == run_here
     assert all(len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES for name in names)

@@ -58,7 +58,7 @@ def pick(seed: int, position: int, stop_ids: tuple[int, ...], stop_from: int) ->
 
 
 def expected_stream(admit: Admit) -> tuple[list[int], Finish]:
-    """What a request must get, worked out without any engine."""
+    """The tokens and the finish that a request must get, computed without an engine."""
     start = len(admit.prompt) // 4
     stop_from = start + admit.sampling.min_new_tokens
     tokens: list[int] = []
@@ -102,7 +102,7 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, when told to."""
+    """Runs plans in order, one per call of `run`."""
 
     def __init__(self, ready: WorkerReady, rng: random.Random) -> None:
         self.ready = ready
@@ -131,13 +131,14 @@ class FakeDevice:
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         tokens = [self._decode(work, plan) for work in plan.work]
-        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)] if self.ready.branches else []
-        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths if plan.width > 1 else [])
+        if not self.ready.branches or plan.width == 1:
+            return StepResult(plan.step_id, tokens, num_guesses, 0.001)
+        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
 
-    def _path(self, run: list[int], num_guesses: int) -> int:
+    def _path(self, run: list[int], num_guesses: int) -> list[int]:
         """Any columns: no tree is kept."""
-        accepted = self.rng.sample(range(num_guesses), len(run) - 1)
-        return sum(1 << i for i in accepted) + (1 << num_guesses)
+        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1))
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -215,7 +216,7 @@ class FakeDevice:
             if position >= length - row.deferred:
                 assert draft == NOT_ABSORBED
                 continue
-            # A cached row may know more: that much is checked once its tokens are there.
+            # A cached row may depend on later tokens: those are checked once the request has them.
             assert draft[: len(after)] == after, f"draft KV of position {position} is stale"
 
     def _address(self, row: Row, position: int) -> int:

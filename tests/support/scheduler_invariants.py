@@ -1,4 +1,4 @@
-"""What must hold after every event, checked from scratch. For tests: it costs far more than a step.
+"""The scheduler's invariants after every event, checked from scratch: it costs far more than a step.
 
 Each function recomputes one account from its sources.
 """
@@ -33,7 +33,7 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
 
 
 def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
-    """Everybody is in one place, in order of arrival; slots are owned once; work never sleeps."""
+    """Every request is in one queue, in order of arrival; slots have one owner; work is never left waiting."""
     queues = scheduler.queues
     slots = [request.slot for request in placed] + queues.free_slots
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
@@ -52,7 +52,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
 
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
-    """What requests know of their steps in flight is what is in flight."""
+    """The counts of requests are those of the steps in flight."""
     assert len(scheduler.inflight) <= scheduler.limits.depth
     steps: Counter[int] = Counter()
     least: Counter[int] = Counter()

@@ -35,6 +35,7 @@ def judge_tree_kernel(
     width: int,
     depth: int,
     batch_stride: int,
+    published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
     STORE: tl.constexpr,
@@ -69,11 +70,13 @@ def judge_tree_kernel(
         tokens = tl.where(step < walked, committed, tokens)
     tokens = tl.where(step <= walked, tokens, -1)
     new_length = length + walked + 1
-    path_bits = _path_bits(guess, column, path, step, walked)
-    published_ptr += row * (depth + 2)
+    last_guess = tl.max(tl.where(guess >= 0, column, 0), axis=0)
+    published_ptr += row * published_stride
     tl.store(published_ptr + step, tokens, mask=inside)
-    tl.store(published_ptr + depth, path_bits)
-    tl.store(published_ptr + depth + 1, deepest.to(tl.int64))
+    tl.store(published_ptr + depth, deepest.to(tl.int64))
+    tl.store(published_ptr + depth + 1, last_guess.to(tl.int64))
+    accepted = tl.where(step <= walked, path, -1)
+    tl.store(published_ptr + depth + 1 + step, accepted.to(tl.int64), mask=inside & (step > 0))
     tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
     tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
     tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)

@@ -6,10 +6,9 @@ There is one number, the draft tokens of a window; how deep and how wide its tre
 from collections.abc import Mapping
 
 from overlap_spec.config import NGRAM, EngineConfig, ModelFiles, NgramSettings, SpecSettings
-from overlap_spec.config.resolve.numbers import GIVEN, MAX_TREE_TOKENS
+from overlap_spec.config.resolve.numbers import GIVEN, MAX_CHAIN_TOKENS, MAX_TREE_TOKENS
 from overlap_spec.errors import ConfigError
 
-MAX_CHAIN_TOKENS = 16  # of the operations on chains
 PREFIX = "speculative_ngram_"
 _DRAFT_MODEL = "NGRAM has no draft model; leave it out"
 _NO_STEPS = "NGRAM takes no draft steps: what is found decides; leave it out, and use --speculative-num-draft-tokens"

@@ -5,7 +5,9 @@ from typing import NamedTuple
 from overlap_spec.config import PLAIN, EngineConfig, ModelFiles, facts_of, is_own_method
 from overlap_spec.errors import ConfigError
 
-MAX_TOPK, MAX_TREE_TOKENS = 16, 64  # of the operations on trees
+# Bounds of the kernels, which this package must not import; a test compares them.
+MAX_TOPK = 16  # children of a node
+MAX_TREE_TOKENS, MAX_CHAIN_TOKENS = 64, 16  # of a window, root included
 FIELDS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 GIVEN = "given"
 OF_PRESET = "the default of this alias"

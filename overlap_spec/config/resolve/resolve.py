@@ -78,6 +78,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         graph_batch_sizes=graph_batch_sizes,
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,
+        logit_processor=config.logit_processor,
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from overlap_spec.messages import MemorySaving
-from overlap_spec.worker.sizing.memory_budget import workspace_bytes
+from overlap_spec.worker.sizing.memory_budget import drawing_bytes, workspace_bytes
 
 FEW_REQUESTS = 4
 SHORT_CHUNK = 2048  # prompt tokens
@@ -33,6 +33,8 @@ class Demand:
     ngram_log: int = 0
     ngram_capacity: int = 0  # tokens that the log holds
     token_bytes: int = 0  # of a token, beside its KV: its id
+    level_rows: int = 1  # rows of each slot in a draft step
+    history: int = 0  # tokens before a row that a logit processor of one's own may look at
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
 
     @property
@@ -43,8 +45,9 @@ class Demand:
     @property
     def workspace(self) -> int:
         """What the largest step needs."""
-        num_logits = self.max_running_requests * self.width * self.vocab_size
-        return workspace_bytes(num_logits, self.chunk * self.hidden_size * self.itemsize)
+        rows = max(self.width, self.level_rows)
+        drawn = drawing_bytes(self.max_running_requests, rows, self.vocab_size, self.history)
+        return drawn + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
 
     @property
     def scratch(self) -> int:

@@ -1,7 +1,7 @@
 """Greedy speculative decoding of one request with EAGLE-2's dynamic trees, written out: node by node, path by path.
 
 Nothing is done at once: a node is drafted by running the path that leads to it as a chain, and the target walks down
-the tree reading one token after the other. Row rules are those of `reference_loop.py`.
+the tree reading one token after the other. Row rules are those of `reference/loop.py`.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ class Target(Protocol):
 
 
 class Recorded:
-    """What a model would say along one greedy answer, which is read once for any number of drafts."""
+    """A model's output along one greedy answer, which is read once for any number of drafts."""
 
     def __init__(self, model: Any, prompt: list[int], num_tokens: int) -> None:
         target = CachedModel(model)

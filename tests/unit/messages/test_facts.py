@@ -23,7 +23,9 @@ CUDA = CudaFacts(
 
 
 def on_cuda() -> WorkerFacts:
-    return replace(WORKER, device="a GPU", platform=CUDA, graph_batch_sizes=(1, 2, 8), capture_s=3.0, start_s=10.0)
+    counts = {"layers": 12, "judge": 36, "draft": 18}
+    graphs = {"graph_batch_sizes": (1, 2, 8), "graph_counts": counts, "capture_s": 3.0}
+    return replace(WORKER, device="a GPU", platform=CUDA, start_s=10.0, **graphs)
 
 
 @pytest.mark.parametrize("facts", [TOKENIZER, SCHEDULER, WORKER, on_cuda()])
@@ -70,7 +72,7 @@ def test_a_report_of_a_cpu_engine() -> None:
 
 def test_a_gpu_reports_graphs_memory_and_what_would_save_it() -> None:
     report = on_cuda().report()
-    assert report["graphs"] == "batches of 1 to 8 (3 sizes, captured in 3.0 s)"
+    assert report["graphs"] == "66 for batches of 1 to 8 (3 sizes), captured in 3.0 s: 12 layers, 36 judge, 18 draft"
     assert report["start_up"] == "10.0 s, 7.0 s without captures"
     assert report["memory"] == (
         "1000 MiB of target weights, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token and 4 beside it"

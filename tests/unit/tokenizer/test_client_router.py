@@ -22,7 +22,7 @@ from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.client_router import ClientRouter
 
 Scene = Callable[[ClientEndpoint], Awaitable[None]]
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 
 
 def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
@@ -31,7 +31,7 @@ def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
         link = LinkSettings(**{"client_endpoint": None, "api_key": None, **settings})
         try:
             with ClientEndpoint(context, link, f"ipc://{directory}/client.sock") as endpoint:
-                async with asyncio.timeout(4 * PATIENCE_S):
+                async with asyncio.timeout(4 * TIMEOUT_S):
                     await scene(endpoint)
         finally:
             context.destroy(linger=0)
@@ -49,7 +49,7 @@ async def dealer(endpoint: ClientEndpoint, api_key: str | None = None) -> AsyncI
 
 
 async def arrives(router: ClientRouter) -> tuple[int, object]:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         return await router.recv()
 
 
@@ -93,7 +93,7 @@ def test_a_reader_is_woken_although_sends_touch_the_same_socket(tmp_path: Path) 
 
         async with dealer(endpoint) as client:
             echoing, shouting = asyncio.create_task(echo()), asyncio.create_task(shout(client))
-            heard = [await asyncio.wait_for(client.recv(), PATIENCE_S) for _ in range(1000)]
+            heard = [await asyncio.wait_for(client.recv(), TIMEOUT_S) for _ in range(1000)]
             await shouting
             echoing.cancel()
         assert [pong.sent_at for pong in heard if isinstance(pong, Pong)] == [float(index) for index in range(1000)]

@@ -47,7 +47,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.actor import SETTINGS_FILE
 
 M = TypeVar("M")
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 SETTINGS = Settings(
     model=ModelSettings(
         name="tiny",
@@ -92,7 +92,7 @@ class Process:
         self.process = subprocess.Popen(command)
 
     async def exit_status(self) -> int:
-        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+        return await asyncio.to_thread(self.process.wait, TIMEOUT_S)
 
 
 @asynccontextmanager
@@ -109,7 +109,7 @@ async def started(settings: Settings = SETTINGS) -> AsyncIterator[Process]:
 
 
 async def hears(inbox: Inbox[Any], kind: type[M]) -> M:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         message = await inbox.recv()
     assert isinstance(message, kind), message
     return message
@@ -122,7 +122,7 @@ def test_a_process_gets_ready_serves_drains_and_stops() -> None:
             assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address)
             tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
             async with Client(tokenizer.address) as client:
-                await client.wait_ready(PATIENCE_S)
+                await client.wait_ready(TIMEOUT_S)
                 answer = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
                 admit = await hears(tokenizer.scheduler, Admit)
                 tokenizer.outlet.send(Shutdown(drain=True))
