@@ -152,6 +152,8 @@ class FakeDevice:
         self._check_kv(row, work.start, following=chunk[0])
         row.tokens += chunk
         reset, length = row.work.reset, len(row.tokens)
+        first_output = reset.stop_from - reset.sampling.min_new_tokens
+        assert reset.output_from == first_output <= reset.prompt_len, "the output begins where it first began"
         row.prefilled = length == reset.prompt_len
         assert row.prefilled == (work.next_token == -1)
         if row.prefilled:
