@@ -26,8 +26,8 @@ import torch
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.source import git_hash
 
-SHAPE = ["--model-path", "benchmarks/shapes/llama-3.1-8b", "--load-format", "dummy", "--max-total-tokens", "65536"]
-SHAPE += ["--context-length", "4096"]
+SIZES = ["--max-total-tokens", "65536", "--context-length", "4096"]  # two engines fit
+SHAPE = [*SIZES, "--model-path", "benchmarks/shapes/llama-3.1-8b", "--load-format", "dummy"]
 HEAD = ["--speculative-draft-model-path", "benchmarks/shapes/llama-3.1-8b-eagle3"]
 
 
@@ -42,8 +42,8 @@ CELLS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "8B plain": ([*SHAPE, *PLAIN], (1, 8, 32)),
     "8B chain (3, 1, 4)": ([*SHAPE, *HEAD, *eagle3(3, 1, 4)], (1, 8, 32)),
     "8B tree (5, 8, 32)": ([*SHAPE, *HEAD, *eagle3(5, 8, 32)], (8,)),
-    "SmolLM2 plain": (PLAIN, (1, 64)),
-    "SmolLM2 chain (3, 1, 4)": (eagle3(3, 1, 4), (1, 64)),
+    "SmolLM2 plain": ([*SIZES, *PLAIN], (1, 64)),
+    "SmolLM2 chain (3, 1, 4)": ([*SIZES, *eagle3(3, 1, 4)], (1, 64)),
 }
 TREES = ("before", "after")
 HASHED = ("kernels/overlap_spec_kernels", "overlap_spec/models", "overlap_spec/spec", "overlap_spec/worker")
