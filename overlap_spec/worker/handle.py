@@ -54,11 +54,12 @@ class StepHandle:
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin
         self.host.published = time.monotonic()
-        tokens = [[token for token in row[columns.tokens] if token >= 0] for row in rows]
+        run, num_guesses = columns.tokens, columns.num_guesses  # looked up once, not for every row
+        tokens = [[token for token in row[run] if token >= 0] for row in rows]
         return StepResult(
             self.plan.step_id,
             tokens,
-            [row[columns.num_guesses] for row in rows],
+            [row[num_guesses] for row in rows],
             gpu_time,
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
@@ -88,10 +89,12 @@ def _width_columns(rows: list[list[int]], columns: PublishedColumns) -> WidthCol
     """Those that the step has."""
     found = WidthColumns()
     if columns.is_tree:
-        found["paths"] = [[column for column in row[columns.path] if column >= 0] for row in rows]
-        found["last_guesses"] = [row[columns.last_guess] for row in rows]
+        path, last_guess = columns.path, columns.last_guess
+        found["paths"] = [[column for column in row[path] if column >= 0] for row in rows]
+        found["last_guesses"] = [row[last_guess] for row in rows]
     if columns.is_self_drafting:
-        levels, strengths, next_columns = map(list, zip(*(row[columns.lookahead] for row in rows), strict=True))
+        lookahead = columns.lookahead
+        levels, strengths, next_columns = map(list, zip(*(row[lookahead] for row in rows), strict=True))
         if any(levels):
             found["levels"], found["strengths"], found["next_columns"] = levels, strengths, next_columns
     return found
