@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 from support.own_processors import OWN_PROCESSORS
 from support.storm import run_seeds
 
@@ -48,7 +48,7 @@ def test_the_allocator_sees_no_more_than_the_budget(way: str, shape: tuple[int, 
     batch = batch_on_gpu(shape, LogitProcessors(vocab, TokenPool.allocate(9, 16, CUDA)))
     ids = torch.arange(vocab, device=CUDA)
     window = window_on_gpu(size, rows)
-    scores = GivenScores(torch.randn(size * rows, vocab, device=CUDA))
+    scores = GivenLogits(torch.randn(size * rows, vocab, device=CUDA))
     verifier = ChainVerifier(ids) if way == "match" else ResidualVerifier(Thresholds(0.5, 0.5), ids)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ def test_nothing_waits_for_the_device() -> None:
     own = (OWN_PROCESSORS[WHOLE].in_tensors,)
     batch = batch_on_gpu(shape, LogitProcessors(1000, TokenPool.allocate(9, 16, CUDA), own))
     window = window_on_gpu(4, 4)
-    scores = GivenScores(torch.randn(16, 1000, device=CUDA))
+    scores = GivenLogits(torch.randn(16, 1000, device=CUDA))
     verifier = ChainVerifier(torch.arange(1000, device=CUDA))
     with torch.inference_mode():
         verifier.verify(window, scores, batch)
