@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 
-PAUSES = (250, 1000, 5000)  # turns of a loop: a few operations of torch, a dozen, attention with all around it
+PAUSES = (500, 2000, 6000)  # turns of a loop: a few operations of torch, a dozen, attention with all around it
 REPEATS = 31
 SETTLE_S = 0.01  # until the threads are on cores of their own
 

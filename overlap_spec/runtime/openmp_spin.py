@@ -18,7 +18,7 @@ from overlap_spec.config import own_environment
 from overlap_spec.runtime.measured import once
 
 SPINS = (0, 1000, 3000, 10_000, 30_000, 100_000)  # turns of libgomp's waiting loop: 0.03 to 0.05 us each
-WEIGHTS = (0.6, 0.25, 0.15)  # shares of a step's pauses that are as long as each of the probe's
+WEIGHTS = (0.3, 0.4, 0.3)  # of a step's pauses, how many are as long as each of the probe's
 TOLERATED_US = 2.0  # more than with the best spin, for a region: 0.3 ms of a step
 TOLERATED = 1.1  # or times the best
 ROUNDS = 2
