@@ -213,7 +213,7 @@ HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] =
         configured(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2]}),
         r"distinct layers of the target, 0 to 1, found \[0, 2\]",
     ),
-    "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default layers"),
+    "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default aux layers"),
     "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 aux layers are named"),
     "bad draft vocab": (configured(draft_vocab_size="all"), "draft_vocab_size must be null or a positive integer"),
     "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
