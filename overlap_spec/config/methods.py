@@ -1,4 +1,4 @@
-"""The drafting methods as flags and checkpoints know them: a record for each. `spec/methods.py` says how they run."""
+"""The drafting methods as flags and checkpoints know them: a record for each. `spec/methods.py` has how they run."""
 
 from msgspec import Struct
 

@@ -67,15 +67,13 @@ class Proposer(Protocol[Learnt]):
 
 
 class Verifier(Protocol):
-    """Decides which guesses are accepted. One that changes the target's distribution is lossy, and its method says so
-    (`Verification.is_lossy`).
-    """
+    """Decides which guesses are accepted. `Verification.is_lossy` marks one that changes the target's distribution."""
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """Give a token for each column of the window: the one to commit after it, if the guesses up to it are accepted.
 
         A guess is accepted while it is the token after the column before it (a tree's: after its parent), unless
-        `Drawn.accept_len` says how many are. `batch.sampling.work` is known to the host: a step of greedy requests
+        `Drawn.accept_len` gives their number. `batch.sampling.work` is known to the host: a step of greedy requests
         alone needs no logits. Steps are captured as CUDA graphs: no branch may go by the values of a tensor.
 
         Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j.
@@ -118,7 +116,7 @@ class SpecMethod:
 
     proposer: Proposer[Any]
     verifier: Verifier
-    tree: Tree | None = None  # None: windows are chains, whose KV stands where it belongs
+    tree: Tree | None = None  # None: windows are chains, whose KV is where it belongs
 
     def draft_work(self, work: SamplingWork) -> SamplingWork:
         """What guesses take of a step's kind of sampling: one captured draft serves all kinds that agree in it.

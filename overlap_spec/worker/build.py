@@ -80,7 +80,7 @@ def build_executor(
     `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
     `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
     processors of one's own, for every request. `traced`: decode steps leave profiling marks.
-    Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` says.
+    Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:

@@ -15,7 +15,7 @@ from overlap_spec.worker.sizing.savings import Demand, savings
 
 MAX_DEPTH = 2  # steps in flight that tables and rings are made for
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
-TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a score for every head, row and key
+TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a number for every head, row and key
 MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
