@@ -62,6 +62,7 @@ def test_a_report_of_a_cpu_engine() -> None:
         "ceilings": "30 GB/s, FLOP/s not known",
         "verification": "none",
         "acceptance": "real",
+        "logit_processor": "none",
         "weights_mib": 513,
         "draft_weights_mib": 37,
         "kv_bytes_per_token": 512,
