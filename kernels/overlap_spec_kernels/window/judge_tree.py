@@ -45,7 +45,7 @@ def judge_tree(
     """Walk from the root to the child whose token equals what was drawn, and advance the slots by what is committed.
 
     D = depth nodes at most, the root included: num_steps + 1, and no more than there are columns. A guess of -1 is
-    nobody's child; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
+    no node; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
     not reached. A path ends in columns that stay where they are (column i in place i), so that moving them moves
     nothing. In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`,
     which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
