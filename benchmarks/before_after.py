@@ -21,12 +21,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.report import describe_run, write_report
+import torch
 
-SHAPE = ["--model-path", "benchmarks/shapes/llama-3.1-8b", "--load-format", "dummy", "--max-total-tokens", "65536"]
-SHAPE += ["--context-length", "4096"]
+from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.bench.source import git_hash
+
+SIZES = ["--max-total-tokens", "65536", "--context-length", "4096"]  # two engines fit
+SHAPE = [*SIZES, "--model-path", "benchmarks/shapes/llama-3.1-8b", "--load-format", "dummy"]
 HEAD = ["--speculative-draft-model-path", "benchmarks/shapes/llama-3.1-8b-eagle3"]
-SYNTHETIC = ["--speculative-simulate-acc-len", "2.5"]
 
 
 def eagle3(steps: int, topk: int, tokens: int) -> list[str]:
@@ -38,12 +40,13 @@ def eagle3(steps: int, topk: int, tokens: int) -> list[str]:
 PLAIN = ["--speculative-algorithm", "NONE"]
 CELLS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "8B plain": ([*SHAPE, *PLAIN], (1, 8, 32)),
-    "8B chain (3, 1, 4)": ([*SHAPE, *HEAD, *SYNTHETIC, *eagle3(3, 1, 4)], (1, 8, 32)),
-    "8B tree (5, 8, 32)": ([*SHAPE, *HEAD, *SYNTHETIC, *eagle3(5, 8, 32)], (8,)),
-    "SmolLM2 plain": (PLAIN, (1, 64)),
-    "SmolLM2 chain (3, 1, 4)": (eagle3(3, 1, 4), (1, 64)),
+    "8B chain (3, 1, 4)": ([*SHAPE, *HEAD, *eagle3(3, 1, 4)], (1, 8, 32)),
+    "8B tree (5, 8, 32)": ([*SHAPE, *HEAD, *eagle3(5, 8, 32)], (8,)),
+    "SmolLM2 plain": ([*SIZES, *PLAIN], (1, 64)),
+    "SmolLM2 chain (3, 1, 4)": ([*SIZES, *eagle3(3, 1, 4)], (1, 64)),
 }
 TREES = ("before", "after")
+HASHED = ("kernels/overlap_spec_kernels", "overlap_spec/models", "overlap_spec/spec", "overlap_spec/worker")
 
 
 class Server:
@@ -106,39 +109,49 @@ def main() -> None:
     parser.add_argument("--before", required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
+    parser.add_argument("--starts", nargs="*", default=["8B chain (3, 1, 4)"], choices=list(CELLS))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--num-tokens", type=int, default=256)
-    parser.add_argument("--before-commit", default="", help="for the report")
     arguments = parser.parse_args()
     site = os.environ.get("PYTHONPATH", "")
     paths = {"before": f"{arguments.before}:{site}", "after": site}
     rows: list[dict[str, Any]] = []
     for name in arguments.cells:
         rows += measure(name, paths, arguments.turns, arguments.num_tokens)
-    facts = describe_run("NVIDIA H200", 1) | {"before": arguments.before_commit}
+    for name in arguments.starts:
+        rows.append(start_alone(name, paths))
+        print(json.dumps(rows[-1]), flush=True)
+    before = {part: git_hash(Path(arguments.before) / part.removeprefix("kernels/")) for part in HASHED}
+    facts = describe_run(torch.cuda.get_device_name(), 1) | {"before": before}
     write_report(arguments.output, {"benchmark": "before_after", "run": facts, "rows": rows})
 
 
 def measure(name: str, paths: dict[str, str], turns: int, num_tokens: int) -> list[dict[str, Any]]:
     """One configuration on both trees."""
     flags, sizes = CELLS[name]
-    servers: dict[str, Server] = {}
-    rows, starts = [], {}
+    rows, servers = [], {tree: Server(paths[tree], flags) for tree in TREES}
+    for server in servers.values():
+        server.wait()
     try:
-        for tree in TREES:  # one after the other, so that neither start delays the other
-            servers[tree] = Server(paths[tree], flags)
-            starts[tree] = round(servers[tree].wait(), 2)
         for size in sizes:
             draw = random.Random(size)
             prompts = [[draw.randrange(1000, 40000) for _ in range(128)] for _ in range(size)]
-            rows.append(
-                {"cell": name, "batch": size, "start_s": starts, **in_turns(servers, prompts, turns, num_tokens)}
-            )
+            rows.append({"cell": name, "batch": size, **in_turns(servers, prompts, turns, num_tokens)})
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "raw"}), flush=True)
     finally:
         for server in servers.values():
             server.stop()
     return rows
+
+
+def start_alone(name: str, paths: dict[str, str]) -> dict[str, Any]:
+    """Seconds to ready of a configuration whose kernels are compiled, one tree after the other."""
+    seconds = {}
+    for tree in TREES:
+        server = Server(paths[tree], CELLS[name][0])
+        seconds[tree] = round(server.wait(), 2)
+        server.stop()
+    return {"cell": name, "start_s": seconds, "start_ratio": round(seconds["after"] / seconds["before"], 3)}
 
 
 def in_turns(servers: dict[str, Server], prompts: list[list[int]], turns: int, num_tokens: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.hub.smollm2 import DRAFT
 from overlap_spec.models.interfaces import LazyLogits
-from overlap_spec.sampling.sampler import draw_after, draw_columns, log_weights, processed_logits, slices
+from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
 from overlap_spec.spec.draw_contexts import window_context
 from overlap_spec.spec.methods import method_named
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
@@ -30,7 +30,7 @@ class TypicalVerifier:
     """
 
     def __init__(self, inputs: VerifierInputs) -> None:
-        self.token_ids = inputs.token_ids
+        self.token_ids, self.draw = inputs.token_ids, inputs.draw
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         """The token that follows each column of the window: a typical guess, else plain decoding's. Sync: never."""
@@ -38,7 +38,7 @@ class TypicalVerifier:
         if not sampling.work.sampled:
             return Drawn(draw_after(lazy_logits, context))
         logits = processed_logits(lazy_logits, context)
-        drawn = draw_columns(logits, context.positions, sampling, self.token_ids)
+        drawn = self.draw(logits, context.positions, sampling, self.token_ids)
         guesses = torch.nn.functional.pad(window.tokens[:, 1:], (0, 1), value=-1)  # none follows the last column
         judged = [is_typical(log_weights(logits, sampling, part), guesses[part]) for part in slices(logits)]
         return Drawn(torch.where(torch.cat(judged) & (sampling.temperature > 0)[:, None], guesses, drawn))

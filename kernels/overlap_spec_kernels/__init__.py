@@ -31,13 +31,14 @@ from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
 from overlap_spec_kernels.tree.top_tokens import top_tokens
-from overlap_spec_kernels.window.gather_tree import gather_tree
-from overlap_spec_kernels.window.gather_window import gather_window
+from overlap_spec_kernels.window.gather_tree import GatheredTree, gather_tree
+from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
+from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
     "MASK_BITS",
@@ -46,6 +47,8 @@ __all__ = [
     "Candidates",
     "DecodeScratch",
     "DenseWeight",
+    "GatheredTree",
+    "GatheredWindow",
     "Int8Weight",
     "LinearOperand",
     "NgramLimits",
@@ -53,6 +56,9 @@ __all__ = [
     "Norm",
     "Normed",
     "TokenRows",
+    "Published",
+    "PublishedColumns",
+    "Verdict",
     "add_children",
     "add_rms_norm",
     "allocate_log",

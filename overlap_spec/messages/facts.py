@@ -117,6 +117,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     chunk_tokens: int
     platform: CpuFacts | CudaFacts
     graph_batch_sizes: tuple[int, ...]
+    graph_counts: dict[str, int]  # by the part of a step that they replay
     capture_s: float
     step_widths: tuple[int, ...]
     start_s: float
@@ -137,11 +138,13 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
 
     @property
     def graphs(self) -> str:
-        """The batch sizes that run as CUDA graphs, and how long their capture took."""
-        sizes = self.graph_batch_sizes
+        """How many there are of each part of a step, for which batch sizes, and how long their capture took."""
+        sizes, counts = self.graph_batch_sizes, self.graph_counts
         if not sizes:
             return "none"
-        return f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes, captured in {self.capture_s:.1f} s)"
+        parts = ", ".join(f"{count} {part}" for part, count in counts.items())
+        batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
+        return f"{sum(counts.values())} for {batches}, captured in {self.capture_s:.1f} s: {parts}"
 
     @property
     def start_up(self) -> str:

@@ -1,18 +1,19 @@
 """The two roles of speculation and what the worker hands them.
 
-One decode step calls verify, then extend, then propose; a prefill calls `prefill` for every chunk and `propose`
-for the prompts that it completed; what they learnt goes to `propose` as it is. A step of width 1, which needs no
-guesses, calls `defer` instead of the last two, and `catch_up` comes before the step that needs them again. None of them
-asks the device a question (Sync: never).
+One decode step calls verify, then extend, then propose. A prefill calls `prefill` for every chunk and `propose` for the
+prompts that it completed. What `extend` and `prefill` have learnt goes to `propose` as it is. A step of width 1, which
+needs no guesses, calls `defer` instead of `extend` and `propose`, and `catch_up` comes before the step that needs
+guesses again. None of them asks the device a question (Sync: never).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 
@@ -34,18 +35,21 @@ class Prompts:
     fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot: forget what the slot held before
 
 
-class Proposer(Protocol):
+Learnt = TypeVar("Learnt")  # what a proposer hands from `prefill` and `extend` to `propose`, of each slot; its own
+
+
+class Proposer(Protocol[Learnt]):
     """Makes guesses; what it remembers from step to step it keeps in rows indexed by slot."""
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
-        """Absorb prompt chunks. Shapes: -> [B, n], what it has learnt; of prompts that go on it is not used."""
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Learnt:
+        """Absorb prompt chunks. Returns what it has learnt of each; of prompts that go on it is not used."""
         ...
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
-        """Learn what was committed. Shapes: -> [B, n].
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Learnt:
+        """Learn what was committed.
 
         `batch`, `rows` and `output` are those of the verify forward; of a tree, D rows for each slot at consecutive
-        positions from its length: those of the path that stands, first.
+        positions from its length: those of the accepted path, first.
         """
         ...
 
@@ -57,8 +61,8 @@ class Proposer(Protocol):
         """Absorb the last `counts` rows before `batch.lengths`, which were deferred. Shapes: counts [B] i64."""
         ...
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
-        """Guess what follows the roots at `batch.lengths`. Shapes: learnt [B, n]; K = num_guesses."""
+    def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:
+        """Guess what follows the roots at `batch.lengths`. K = num_guesses."""
         ...
 
 
@@ -83,14 +87,15 @@ class Verifier(Protocol):
 class SelfDrafting(Protocol):
     """A proposer whose guesses cost next to nothing. It fills a whole window after every step, whatever its width.
 
-    `extend` and `propose` are called after steps of width 1 too, `defer` and `catch_up` never.
+    `extend` and `propose` are called after steps of width 1 too, `defer` and `catch_up` never. Its guesses are the same
+    however a request's tokens are drawn.
     """
 
-    def lookahead(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
-        """What the whole windows of a step promised, and what the verdict says of it
-        (`messages.StepResult.lookaheads`).
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
+        """Write what the whole windows of a step promised and which guess was right next, to help to choose widths.
 
-        Called before `extend`. Shapes: last [B] i64, the window columns where accepted runs end -> [B] i64.
+        The three columns are `levels`, `strengths` and `next_columns` of `messages.StepResult`. Called before `extend`.
+        Shapes: out [B, 3] i64, rows of any stride.
         """
         ...
 
@@ -111,6 +116,16 @@ class Tree:
 class SpecMethod:
     """A method, loaded: who guesses, who judges, and what is kept of a window that is a tree."""
 
-    proposer: Proposer
+    proposer: Proposer[Any]
     verifier: Verifier
     tree: Tree | None = None  # None: windows are chains, whose KV stands where it belongs
+
+    def draft_work(self, work: SamplingWork) -> SamplingWork:
+        """What guesses take of a step's kind of sampling: one captured draft serves all kinds that agree in it.
+
+        A guess meets the processors, the filters and the noise that the target's draw will meet, so that it is accepted
+        more often. Nothing else of a kind of sampling changes it.
+        """
+        if isinstance(self.proposer, SelfDrafting):
+            return SAMPLING_WORK[0]
+        return SamplingWork(work.sampled, work.filtered, work.processed)

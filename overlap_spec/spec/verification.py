@@ -24,7 +24,7 @@ class VerifierInputs:
     accept: AcceptSettings
     token_ids: Tensor  # [V] i64: 0..V - 1, on the device
     has_trees: bool = False  # guesses are trees
-    draw: Draw = draw_columns  # draws tokens from logits
+    draw: Draw = draw_columns  # draws tokens from logits; compiled with --enable-torch-compile
     probs: DraftProbs | None = None  # what each guess was drawn from, where rejection sampling is asked for
 
 

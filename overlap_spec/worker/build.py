@@ -22,8 +22,11 @@ from overlap_spec.spec.methods import method_of
 from overlap_spec.spec.verification import VerifierInputs
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
 from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
@@ -70,12 +73,13 @@ def build_executor(
     compile_max_batch: int = 0,
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
+    traced: bool = False,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
     `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
-    processors of one's own, for every request.
+    processors of one's own, for every request. `traced`: decode steps leave profiling marks.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` says.
     """
 
@@ -111,7 +115,10 @@ def build_executor(
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    return Executor(_device(place), slots, target, method, geometry.page_size)
+    device = _device(place)
+    marks = TimedMarks(device) if traced else NO_MARKS
+    decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
+    return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size))
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
@@ -140,6 +147,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         settings.compile_max_batch,
         settings.attention,
         own,
+        traced=settings.trace_dir is not None,
     )
     return executor, geometry, models
 

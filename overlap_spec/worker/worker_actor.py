@@ -14,7 +14,6 @@ from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.profile_marks import TimedMarks
 from overlap_spec.worker.sizing.costs import roofline
 from overlap_spec.worker.sizing.geometry import (
     MAX_DEPTH,
@@ -26,7 +25,13 @@ from overlap_spec.worker.sizing.geometry import (
 )
 from overlap_spec.worker.sizing.memory_budget import free_bytes
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
-from overlap_spec.worker.sizing.warmup import FEW_TOKENS, ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.sizing.warmup import (
+    FEW_TOKENS,
+    ChunkSize,
+    capture_graphs,
+    cuda_prompt_lengths,
+    warm_up,
+)
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 
 NO_CEILING = Roofline()
@@ -94,15 +99,13 @@ async def main(context: ActorContext) -> None:
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
-    if settings.trace_dir is not None:
-        executor.decode_step.parts = TimedMarks(executor.device)
     context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
     warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
     free = free_bytes(settings.model.device)
-    capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
+    captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
     graph_bytes = free - free_bytes(settings.model.device)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
@@ -117,7 +120,8 @@ async def main(context: ActorContext) -> None:
             chunk_tokens=measured.chunk.tokens,
             platform=_platform_facts(settings, models, graph_bytes),
             graph_batch_sizes=settings.graph_batch_sizes,
-            capture_s=capture_s,
+            graph_counts=dict(captures.counts),
+            capture_s=captures.seconds,
             step_widths=geometry.step_widths,
             start_s=time.perf_counter() - begun,
             bytes_per_s=ceiling.bytes_per_s,
@@ -140,4 +144,4 @@ async def main(context: ActorContext) -> None:
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
     if context.settings.trace_dir is None:
         return NO_TRACER
-    return DeviceTracer(context.trace, executor.device, executor.decode_step.parts)
+    return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)

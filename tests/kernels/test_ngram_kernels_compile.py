@@ -17,7 +17,7 @@ RECENT = LIMITS["by recency"]
 COMMON: dict[str, Any] = {
     "MAX_MATCH": RECENT.max_match, "SIZES": sum(1 << size for size in RECENT.sizes), "HASH_STEP": HASH_STEP,
     "PAGE": PAGE, "MATCH_SHIFT": MATCH_SHIFT, "OWN_BIT": OWN_BIT, "OWN": OWN_MATCHES, "COUNT": OWN_MATCHES,
-    "CONTEXT": RECENT.context, "BRANCH": RECENT.branch, "LEVEL_BITS": 8, "STRENGTH_BITS": 8, "PDL": True,
+    "CONTEXT": RECENT.context, "BRANCH": RECENT.branch, "PDL": True,
 }  # fmt: skip
 MERGE = {"NUM_LEVELS": 11, "NO_RANK": 64, "BLOCK_N": 128, "BLOCK_M": 16, "BLOCK_C": 32, "BLOCK_L": 16}
 KERNELS: list[tuple[str, str, dict[str, Any]]] = [

@@ -131,13 +131,14 @@ class FakeDevice:
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         tokens = [self._decode(work, plan) for work in plan.work]
-        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)] if self.ready.branches else []
-        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths if plan.width > 1 else [])
+        if not self.ready.branches or plan.width == 1:
+            return StepResult(plan.step_id, tokens, num_guesses, 0.001)
+        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
 
-    def _path(self, run: list[int], num_guesses: int) -> int:
+    def _path(self, run: list[int], num_guesses: int) -> list[int]:
         """A path of any columns: this device keeps no tree."""
-        accepted = self.rng.sample(range(num_guesses), len(run) - 1)
-        return sum(1 << i for i in accepted) + (1 << num_guesses)
+        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1))
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -151,6 +152,8 @@ class FakeDevice:
         self._check_kv(row, work.start, following=chunk[0])
         row.tokens += chunk
         reset, length = row.work.reset, len(row.tokens)
+        first_output = reset.stop_from - reset.sampling.min_new_tokens
+        assert reset.output_from == first_output <= reset.prompt_len, "the output begins where it first began"
         row.prefilled = length == reset.prompt_len
         assert row.prefilled == (work.next_token == -1)
         if row.prefilled:

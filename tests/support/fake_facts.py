@@ -16,6 +16,7 @@ WORKER = WorkerFacts(
     chunk_tokens=64,
     platform=CpuFacts("a processor", 2, 1, "threads sleep", "as loaded"),
     graph_batch_sizes=(),
+    graph_counts={},
     capture_s=0.0,
     step_widths=(1, 4),
     start_s=1.25,

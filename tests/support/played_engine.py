@@ -13,7 +13,7 @@ class Guesses(Protocol):
     """What windows hold."""
 
     def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
-        """Of the first guesses: how many stand, how many might, and the path (`StepResult.paths`), if there is one."""
+        """Of the first guesses: how many are accepted, how many might be, and of a tree the path."""
         ...
 
     def estimator(self, num_guesses: int) -> Estimator: ...
@@ -51,8 +51,7 @@ class Tree:
             if drawn < 0:
                 node, drawn = column, rng.random()
                 path.append(node)
-        word = sum(1 << column - 1 for column in path) + (1 << num_guesses)
-        return len(path), self._deepest(num_guesses), [word] if num_guesses else []
+        return len(path), self._deepest(num_guesses), path
 
     def estimator(self, num_guesses: int) -> Estimator:
         return ColumnAcceptance(num_guesses)
@@ -111,8 +110,8 @@ class Engine:
         self.widths.append(width)
         self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
         self.tokens += sum(map(len, runs))
-        paths = [word for _, _, path in rows for word in path]
-        self._flight.append(StepResult(0, runs, [most for _, most, _ in rows], 0.0, paths=paths))
+        most, paths = ([row[i] for row in rows] for i in (1, 2))
+        self._flight.append(StepResult(0, runs, most, 0.0, paths=paths, last_guesses=[guessed] * len(rows)))
         if len(self._flight) == self._depth:
             self.policy.observe(self._flight.pop(0))
 

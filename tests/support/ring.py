@@ -37,10 +37,12 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.worker_actor import worker_ready
 from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
 from support.random_widths import RandomWidths
+from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
@@ -204,7 +206,8 @@ class Ring:
         geometry = self._config.geometry()
         if self._config.warm:
             warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
-        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes)
+        recorder = ReplayedParts if self._config.place == CPU else CudaRecorder
+        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes, recorder)
         loop.call_soon_threadsafe(self.ready.set)
         self.worker.run()
 

@@ -128,8 +128,10 @@ class WatchedInbox:
 
     def _noted(self, message: ToScheduler) -> ToScheduler:
         if isinstance(message, StepResult):
-            for path, tokens in zip(message.paths, message.tokens if message.paths else [], strict=True):
-                assert (path % 2**64).bit_count() == len(tokens), "a column for each token but the bonus, and a bit"
+            rows = zip(message.paths, message.last_guesses, message.tokens if message.paths else [], strict=True)
+            for path, last_guess, tokens in rows:
+                assert len(path) == len(tokens) - 1, "a column for each token but the bonus"
+                assert path == sorted(set(path)) and all(0 < column <= last_guess for column in path)
         return message
 
     def _check(self) -> None:

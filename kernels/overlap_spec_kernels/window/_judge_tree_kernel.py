@@ -35,6 +35,7 @@ def judge_tree_kernel(
     width: int,
     depth: int,
     batch_stride: int,
+    published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
     STORE: tl.constexpr,
@@ -69,11 +70,13 @@ def judge_tree_kernel(
         tokens = tl.where(step < walked, committed, tokens)
     tokens = tl.where(step <= walked, tokens, -1)
     new_length = length + walked + 1
-    path_bits = _path_bits(guess, column, path, step, walked)
-    published_ptr += row * (depth + 2)
+    last_guess = tl.max(tl.where(guess >= 0, column, 0), axis=0)
+    accepted = tl.where(step <= walked, path, -1).to(tl.int64)
+    published_ptr += row * published_stride
     tl.store(published_ptr + step, tokens, mask=inside)
-    tl.store(published_ptr + depth, path_bits)
-    tl.store(published_ptr + depth + 1, deepest.to(tl.int64))
+    tl.store(published_ptr + depth, deepest.to(tl.int64))
+    tl.store(published_ptr + depth + 1, last_guess.to(tl.int64))
+    tl.store(published_ptr + depth + 1 + step, accepted, mask=inside & (step > 0))
     tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
     tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
     tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)
@@ -87,14 +90,6 @@ def judge_tree_kernel(
     window_column = tl.arange(0, BLOCK_N)
     window_ptr += slot * window_stride + window_column
     tl.store(window_ptr, tl.where(window_column == 0, root, -1), mask=window_column < window_columns)
-
-
-@TritonKernel
-def _path_bits(guess: tl.tensor, column: tl.tensor, path: tl.tensor, step: tl.tensor, walked: tl.tensor) -> tl.tensor:
-    """Which columns narrower windows would have committed, and the last that has a guess (`judge_tree`)."""
-    one = tl.full([], 1, tl.int64)
-    stood = tl.where((step > 0) & (step <= walked), one << tl.maximum(path - 1, 0), 0)
-    return tl.sum(stood, axis=0) + (one << tl.max(tl.where(guess >= 0, column, 0), axis=0))
 
 
 @TritonKernel

@@ -64,6 +64,7 @@ class PagedAttention:
         choice: AttentionChoice,
     ) -> None:
         """`num_positions` bounds the rows' positions; `like` gives type and device of rotary tables."""
+        self.cache = cache
         self._choice = choice
         self._scratch = DecodeScratch.allocate(shapes[0].head_dim, like.device, None if like.is_cuda else 1)
         tables: dict[int, tuple[Tensor, Forwards]] = {}

@@ -19,7 +19,6 @@ FIRST_RATE = 0.7  # what guess 1 is believed to have been accepted at, and each 
 FIRST_TESTS = 8.0  # .. the first in so many tests before the first
 PRIOR_TESTS = 2.0  # how many tests the belief is worth that a guess's rate is its predecessor's
 STALE_TESTS = 6.0  # how many tests the knowledge of an untested guess is worth when it is probed
-WORD = (1 << 64) - 1
 
 
 class Estimator(Protocol):
@@ -50,13 +49,6 @@ class Estimator(Protocol):
 def fading(count: int) -> float:
     """What older tests count for after so many new ones."""
     return math.exp(-count / max(MEMORY, 8 * count))
-
-
-def columns_of(path: int) -> tuple[list[int], int]:
-    """The columns that stood, root aside, and the last one with a guess (`StepResult.paths`)."""
-    word = path & WORD
-    last = word.bit_length() - 1
-    return [column for column in range(1, last + 1) if word >> column - 1 & 1], last
 
 
 class Tally:
@@ -151,12 +143,12 @@ class ColumnAcceptance:
         """See `Estimator`. Steps without paths had no guess."""
         num_guesses = len(self._tally.tests)
         tests, passes = [0] * num_guesses, [0] * num_guesses
-        for path, count in Counter(result.paths).items():
-            stood, last = columns_of(path)
-            for i in range(last):
+        for last_guess, count in Counter(result.last_guesses).items():
+            for i in range(last_guess):
                 tests[i] += count
-            for column in stood:
-                passes[column - 1] += count
+        for path in result.paths:
+            for column in path:
+                passes[column - 1] += 1
         self._tally.take(tests, passes)
 
     def rates(self) -> list[float]:

@@ -1,7 +1,7 @@
 """How wide decode steps are where results say what the next windows hold: as wide as what is guessed there pays for.
 
 Guesses of n-grams are free, and a window is filled whole after every step: so a step may have any width, at once. What
-narrow steps leave out is tested all the same (`StepResult.lookaheads`): at every width the device says which guess
+narrow steps leave out is tested all the same (`StepResult.next_columns`): at every width the device says which guess
 would have been right next, if any. Nothing needs to be probed.
 
 A guess is worth what it rests on: the last token alone is a weak reason, eight tokens are a strong one. Rates of
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import PRIOR_TESTS, ChainAcceptance, columns_of, fading
+from overlap_spec.scheduler.width.acceptance import PRIOR_TESTS, ChainAcceptance, fading
 from overlap_spec.scheduler.width.policy import CostTable
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next
@@ -24,16 +24,9 @@ FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # what their guesses are believed to be acce
 WIDER_GAIN = 1.01  # tokens per second, over the narrowest step, for which a step is wider
 
 
-class Lookahead:
-    """One slot's window, as the device saw it (`StepResult`)."""
-
-    __slots__ = ("kind", "levels", "next_column")
-
-    def __init__(self, packed: int) -> None:
-        strength = packed >> 8 & 255
-        self.levels = packed & 255
-        self.kind = bisect_right(CLASSES, strength) - 1  # -1: no match
-        self.next_column = packed >> 16  # 0: none was right
+def match_class(strength: int) -> int:
+    """The class of a match of so many tokens; -1: no match."""
+    return bisect_right(CLASSES, strength) - 1
 
 
 class LevelColumns:
@@ -76,7 +69,7 @@ class MatchedWidth:
 
     def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
-        self._matched = any(Lookahead(packed).levels for packed in result.lookaheads)
+        self._matched = any(result.levels)
 
 
 class LookaheadWidth:
@@ -108,17 +101,18 @@ class LookaheadWidth:
         """Nothing to note."""
 
     def observe(self, result: StepResult) -> None:
-        """See `WidthPolicy`. Without lookaheads no slot has a guess."""
-        seen = [Lookahead(packed) for packed in result.lookaheads or [0] * len(result.tokens)]
-        self._windows = Counter((lookahead.kind, lookahead.levels) for lookahead in seen)
+        """See `WidthPolicy`. Without levels no slot has a guess."""
+        kinds = [match_class(strength) for strength in result.strengths] or [-1] * len(result.tokens)
+        levels = result.levels or [0] * len(result.tokens)
+        self._windows = Counter(zip(kinds, levels, strict=True))
         tested: list[Counter[tuple[int, int]]] = [Counter() for _ in CLASSES]
         right: list[Counter[tuple[int, int]]] = [Counter() for _ in CLASSES]
-        for slot, (run, lookahead) in enumerate(zip(result.tokens, seen, strict=True)):
-            if lookahead.levels:
-                stood = columns_of(result.paths[slot])[0] if result.paths else list(range(1, len(run)))
-                stood += [lookahead.next_column] if lookahead.next_column else []
-                tested[lookahead.kind][min(len(run), lookahead.levels), len(stood)] += 1
-                right[lookahead.kind].update(enumerate(stood, start=1))
+        for slot, (run, kind) in enumerate(zip(result.tokens, kinds, strict=True)):
+            if levels[slot]:
+                accepted = result.paths[slot] if result.paths else list(range(1, len(run)))
+                columns = [*accepted, result.next_columns[slot]] if result.next_columns[slot] else accepted
+                tested[kind][min(len(run), levels[slot]), len(columns)] += 1
+                right[kind].update(enumerate(columns, start=1))
         for kind in range(len(CLASSES)):
             self.acceptance[kind].take(tested[kind])
             self.columns[kind].take(right[kind])

@@ -23,7 +23,8 @@ CUDA = CudaFacts(
 
 
 def on_cuda() -> WorkerFacts:
-    return replace(WORKER, device="a GPU", platform=CUDA, graph_batch_sizes=(1, 2, 8), capture_s=3.0, start_s=10.0)
+    graphs = {"graph_batch_sizes": (1, 2, 8), "graph_counts": {"layers": 3, "judge": 9}, "capture_s": 3.0}
+    return replace(WORKER, device="a GPU", platform=CUDA, start_s=10.0, **graphs)
 
 
 @pytest.mark.parametrize("facts", [TOKENIZER, SCHEDULER, WORKER, on_cuda()])
@@ -70,7 +71,7 @@ def test_a_report_of_a_cpu_engine() -> None:
 
 def test_a_gpu_reports_graphs_memory_and_what_would_save_it() -> None:
     report = on_cuda().report()
-    assert report["graphs"] == "batches of 1 to 8 (3 sizes, captured in 3.0 s)"
+    assert report["graphs"] == "12 for batches of 1 to 8 (3 sizes), captured in 3.0 s: 3 layers, 9 judge"
     assert report["start_up"] == "10.0 s, 7.0 s without captures"
     assert report["memory"] == (
         "1000 MiB of target weights, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token and 4 beside it"

@@ -27,9 +27,8 @@ class Requests:
         table = (torch.randperm(39) + 1)[:30].view(3, 10).int()
         for row, history in enumerate(self.histories):
             for position, token in enumerate(history):
-                processors.pool.tokens[int(table[row, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE] = (
-                    token
-                )
+                page = int(table[row, position // PAGE_SIZE])
+                processors.pool.tokens[page * PAGE_SIZE + position % PAGE_SIZE] = token
         table[0, 3:] = 1 << 28  # unwritten memory, which is not followed
         batch = make_batch([len(history) - 1 for history in self.histories])
         sampling = replace(batch.sampling, processors=processors)

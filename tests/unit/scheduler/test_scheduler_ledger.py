@@ -47,7 +47,7 @@ def step(bench: Bench, tokens: list[list[int]]) -> None:
     bench.scheduler.send_replies()
     bench.plans += bench.worker.drain()
     for message in bench.tokenizer.drain():
-        bench._hear(message)
+        bench._receive(message)
 
 
 def test_whole_runs_count_before_the_cut_and_discarded_steps_do_not():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.given_logits import GivenScores
+from support.given_logits import GivenLogits
 from support.no_processors import no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
@@ -49,7 +49,7 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: int, processors: Lo
         "rejection": ResidualVerifier(Rejection(probs), ids),
         "tree thresholds": TreeThresholdVerifier(Thresholds(0.5, 0.5), ids),
     }
-    scores = GivenScores(torch.randn(size * rows, vocab))
+    scores = GivenLogits(torch.randn(size * rows, vocab))
     if way == "children":
         context = level_context(batch, None, torch.full((size, rows), -1), 0, ids)
         taken = peak_bytes(lambda: top_children(scores, context, 8))
@@ -89,7 +89,7 @@ def test_the_budget_holds_a_processor_of_ones_own(shape: tuple[int, int, int], p
     batch = batch_of(size, vocab, 0, processors)
     batch = SlotBatch(batch.slots, batch.lengths, torch.zeros(size, pages, dtype=torch.int32), batch.sampling)
     positions = 10 + torch.arange(rows).expand(size, -1)
-    scores, window = GivenScores(torch.randn(size * rows, vocab)), Window(torch.zeros_like(positions), positions)
+    scores, window = GivenLogits(torch.randn(size * rows, vocab)), Window(torch.zeros_like(positions), positions)
     taken = peak_bytes(lambda: ChainVerifier(torch.arange(vocab)).verify(window, scores, batch))
     own = drawing_bytes(*shape, history=pages * 16) - drawing_bytes(*shape) + 2 * size * rows * vocab * LOGIT_BYTES
     assert taken + size * rows * vocab * LOGIT_BYTES <= own
