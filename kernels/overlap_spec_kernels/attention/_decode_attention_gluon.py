@@ -32,7 +32,7 @@ def decode_attention_gluon_kernel(
     scale_log2: float, qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, SETTLED: gl.constexpr, PDL: gl.constexpr,
+    KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request); m of its 16 is (row, head). KEYS_PER_SPLIT >= WARPS * KEYS."""
     BLOCK: gl.constexpr = WARPS * KEYS
@@ -44,7 +44,7 @@ def decode_attention_gluon_kernel(
     dtype: gl.constexpr = qkv_ptr.dtype.element_ty
     if PDL:
         cuda.gdc_launch_dependents()
-    if PDL and not SETTLED:
+    if PDL and not READ_BEFORE_WAIT:
         cuda.gdc_wait()
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], shared)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], shared)
@@ -63,7 +63,7 @@ def decode_attention_gluon_kernel(
     page = _fill_ring(
         k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
-    if PDL and SETTLED:  # only qkv was not there yet
+    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
         cuda.gdc_wait()
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
@@ -352,7 +352,7 @@ def _arrive(counter_ptr: gl.tensor, active: gl.tensor) -> gl.tensor:
 
     One thread counts for the program. The barrier orders the stores of the others before it; acq_rel then publishes
     them all, and makes those of the splits counted earlier visible to the thread and, through the barrier with
-    which it hands the result to the others, to the program. Nobody counts after the last one, so it may reset.
+    which it hands the result to the others, to the program. No program counts after the last, so it may reset.
     """
     barrier()
     is_last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == active - 1

@@ -19,7 +19,7 @@ def decode_attention_kernel(
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
-    WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request, tile of rows); m of a block is (row, head).
 
@@ -27,7 +27,7 @@ def decode_attention_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and not SETTLED:
+    if PDL and not READ_BEFORE_WAIT:
         tl.extra.cuda.gdc_wait()
     kv_head, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     request = tl.program_id(1).to(tl.int64)
@@ -46,7 +46,7 @@ def decode_attention_kernel(
     v_cache_ptr += kv_head * (2 * HALF)
     num_first = tl.where(split < active, num_cached, 0)  # keys that the first block may hold
     k, v = _load_block(k_cache_ptr, v_cache_ptr, page, key, num_first, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF)
-    if PDL and SETTLED:  # only qkv was not there yet
+    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
         tl.extra.cuda.gdc_wait()
     if split < active:
         m = tl.arange(0, BLOCK_M)
@@ -277,7 +277,7 @@ def _arrive(counter_ptr: tl.tensor, active: tl.tensor) -> tl.tensor:
 
     One thread counts for the program. The barrier orders the stores of the others before it; acq_rel then publishes
     them all, and makes those of the splits counted earlier visible to the thread and, through the barrier with
-    which it hands the result to the others, to the program. Nobody counts after the last one, so it may reset.
+    which it hands the result to the others, to the program. No program counts after the last, so it may reset.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == active - 1
@@ -300,7 +300,7 @@ def _combine(
     """The mean of the splits' outputs, weighted by 2^weight, summed in their order. Shapes: -> [BLOCK_M, d padded].
 
     Read past the L1 cache (.cg), where other programs' stores never arrive. A thread holds the same m and columns
-    of every split (the axis of splits stands in the middle, where the compiler distributes it last).
+    of every split (the axis of splits is in the middle, where the compiler distributes it last).
     """
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, 2 * BLOCK_HALF)

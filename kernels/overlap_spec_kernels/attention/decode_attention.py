@@ -86,7 +86,7 @@ def decode_attention(
     v_cache: Tensor,
     scratch: DecodeScratch,
     scale: float,
-    settled: bool = False,
+    read_before_wait: bool = False,
     window: int | None = None,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
@@ -96,8 +96,8 @@ def decode_attention(
     W = T / B consecutive rows of qkv belong to request b, at consecutive positions, with every earlier key in the
     cache. Cache row = page * page_size + offset; page-table entries beyond a request's last position are never
     followed. q and k are rotated in float32 and rounded; scores and sums are float32 (float64 for float64).
-    settled: a kernel that is no dependent launch ran after positions, page_table and the earlier keys were written, so
-    only qkv has to be waited for.
+    read_before_wait: an ordinary launch ran after positions, page_table and the earlier keys were written, so these are
+    read before the wait for the kernels before this one (PDL); only qkv is read after it.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
     page_table [B, P] i32, caches [num_pages, page_size, nkv, d] -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
@@ -123,7 +123,7 @@ def decode_attention(
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(qkv):
         return _decode_attention_triton(
-            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled, window
+            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window
         )
     return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window)
 
@@ -196,7 +196,7 @@ def _decode_attention_triton(
     v_cache: Tensor,
     scratch: DecodeScratch,
     scale: float,
-    settled: bool = False,
+    read_before_wait: bool = False,
     window: int | None = None,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
@@ -209,7 +209,13 @@ def _decode_attention_triton(
         *(scratch.outputs, scratch.weights, scratch.counters),
         *(scale * _LOG2_E, qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, tiling.num_splits),
     )
-    shared = {"WIDTH": width, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "SETTLED": settled}
+    shared = {
+        "WIDTH": width,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "READ_BEFORE_WAIT": read_before_wait,
+    }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
     if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group)):
         decode_attention_gluon_kernel[grid](  # so few rows are one tile

@@ -28,7 +28,7 @@ _MIN_DOT = 16  # the smallest side of a tensor-core product
 _BLOCK_BYTES = 16384  # of K, and of V, in one block: two stages of both fit in the shared memory of any recent GPU
 _PROGRAMS_PER_SM = 2  # what the split count aims at, so that enough loads are in flight
 _MAX_SPLITS = 64
-_FEW_SPLITS = 8  # combining few splits is a kernel of its own; more than two would be compiled too late for somebody
+_FEW_SPLITS = 8  # combining few splits is a kernel of its own; with more than two, one would be compiled in a step
 _LOG2_E = 1.4426950408889634
 
 

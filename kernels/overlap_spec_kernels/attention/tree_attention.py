@@ -48,7 +48,7 @@ def tree_attention(
 
     Row b R + r of q sees extra key j, which lies in cache row extra_rows[b, j], if bit j % 64 of
     mask[b, r, j // 64] is set; bits from M on are not read. With a window, of the prefix it sees the places p with
-    positions[b R + r] - p < window; the extra keys are as near as the caller says. A row that sees nothing is 0.
+    positions[b R + r] - p < window; the extra keys are as near as the mask has them. A row that sees nothing is 0.
     Page-table entries beyond the prefix, and extra rows that no row of a request sees, are never followed. Scores,
     softmax and sums are float32 (float64 for float64). scratch: of `decode_attention`; without it, memory for splits
     of the keys is allocated and cleared.

@@ -41,7 +41,7 @@ def linear_argmax(x: Tensor | Normed, weight: LinearOperand, ids: Tensor | None 
 
 
 def argmax_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Cut, by_row: bool) -> Tensor:
-    """Run `cut`, then find the best of what its programs found; `by_row` says that they leave one row's together.
+    """Run `cut`, then find the best of what its programs found; `by_row`: they leave one row's together.
 
     A norm's scale is positive: it changes no row's order, and is left out.
     """

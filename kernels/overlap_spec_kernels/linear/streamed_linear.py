@@ -254,7 +254,7 @@ def _store(
     residual_ptr: gl.tensor, norm_ptr: gl.tensor, residual_stride: int, size_n: gl.tensor, num_rows: int,
     ADD: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a block of results; if they are added to a stream, what the norm after it needs besides."""
+    """Write a block of results; if they are added to a residual, what the norm after it needs besides."""
     n_flat = block * y.shape[0] + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
     m_flat = gl.program_id(1) * y.shape[1] + gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
     n, m = gl.expand_dims(n_flat, 1), gl.expand_dims(m_flat, 0)

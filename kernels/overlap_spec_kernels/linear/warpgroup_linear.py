@@ -244,7 +244,7 @@ def _add_parts(
     acc: gl.tensor, partial_ptr: gl.tensor, counters_ptr: gl.tensor, block: gl.tensor, part: gl.tensor,
     SPLITS: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """Leave this part of a tile's sum; who is last gets all parts, in their order, and True."""
+    """Leave this part of a tile's sum; the last program gets all parts, in their order, and True."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
     n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout)), 1)

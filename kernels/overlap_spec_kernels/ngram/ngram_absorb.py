@@ -1,6 +1,6 @@
-"""The entry of requests' new tokens into the log that all requests share (`ngram_log` says how it is laid out).
+"""The entry of requests' new tokens into the log that all requests share (`ngram_log` describes its layout).
 
-An n-gram is entered one token late, when something follows it: so nobody finds the end of what was said, which
+An n-gram is entered one token late, when something follows it: so no request finds the end of what was said, which
 continues nowhere.
 """
 

@@ -7,7 +7,7 @@ A page is a row of PAGE tokens of one request:
 so a match and what follows it are always in one row, whatever was written between two steps of the request. Pages are
 numbered as they are opened, page i is row i modulo the rows: a new page evicts the oldest. A place is page * PAGE +
 offset, so a later place is a later token. The index holds, by the hash of an n-gram, 1 + the latest place where it
-ended and was followed by something; who asks compares the tokens, so a hash that two of them share only loses one.
+ended and was followed by something; a reader compares the tokens, so a hash that two of them share only loses one.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Where the end of each request's own tokens stood before in them: every place, by the length of the match.
+"""Where the end of each request's own tokens occurred before in them: every place, by the length of the match.
 
 tokens   a b c d . . b c d . . x c d       the last token is at position `length`
 match          3         3       ^         place 3 and place 8: three tokens agree, read backwards

@@ -2,7 +2,7 @@
 
 Two launches: each part of a row finds its k largest logits and its sum of exponentials, then a program per row puts the
 parts together. A logit and its column are one 64-bit integer, which is larger if the logit is, or, of equal
-logits, if the column is lower: so a maximum settles ties, and the result does not depend on who computes it.
+logits, if the column is lower: so a maximum decides ties, and the result does not depend on which program computes it.
 float64, which drafts that are sampled give, has kernels of its own (`_top_tokens_wide`), also on a GPU.
 """
 

@@ -3,7 +3,7 @@
 slot rows (S)                       the step (B)
 length       [S]     --slots-->     positions = length + depth, of every column of the window
 window       [S, N]  --slots-->     the first W columns, raw and as tokens to run
-parents      [S, N]  --slots-->     the same of them, and who attends to whom: a bit mask of ancestors
+parents      [S, N]  --slots-->     the same of them, and what each attends to: a bit mask of ancestors
 page_table   [S, P]  --slots-->     as much of a row as the step can follow; cache rows of places length + column
 """
 

@@ -38,7 +38,7 @@ def gather_window(
     """Gather the windows of `slots`, their positions and their pages.
 
     A step verifies rows up to length + W - 1 and then drafts up to W - 1 positions further, so 2 N positions after
-    the length are enough. **Later entries of the gathered page table are unwritten memory**: whoever follows a page
+    the length are enough. **Later entries of the gathered page table are unwritten memory**: a reader of a page
     must mask by position. A slot may occur more than once.
     Shapes: slots [B] i64, length [S] i64, window [S, N] i64, page_table [S, P] i32, 1 <= width W <= N.
     Raises: ValueError naming the argument. Sync: never.

@@ -40,8 +40,8 @@ def judge_chain(
 
     In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`, which pads
     a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur twice.
-    `accept_len` is for a benchmark of synthetic acceptance: so many guesses stand whatever was drawn, at most as many
-    as there are. With `store`, what is committed is written into the token pool too, at positions lengths + 1, ..
+    `accept_len` is for a benchmark of synthetic acceptance: so many guesses are accepted whatever was drawn, at most as
+    many as there are. With `store`, what is committed is written into the token pool too, at positions lengths + 1, ..
     `out`: where to write the verdict; published columns after `num_guesses` are left alone.
     Shapes: drawn, window_tokens [B, W] i64, slots, lengths [B] i64 (of `gather_window`), length [S] i64, window
     [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.

@@ -34,14 +34,14 @@ def judge_tree(
     """Walk from the root to the child whose token equals what was drawn, and advance the slots by what is committed.
 
     D = depth nodes at most, the root included: num_steps + 1, and no more than there are columns. A guess of -1 is
-    nobody's child; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
+    no node; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
     not reached. A path ends in columns that stay where they are (column i in place i), so that moving them moves
     nothing. In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`,
     which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
     twice. With `accept_len`, the walk goes to the lowest child instead, whatever was drawn, so many times or while
     there is one; the guesses on it are committed, then what was drawn after the last. With `store`, what is committed
     is written into the token pool too, at positions lengths + 1, .. in a row.
-    The published path says what narrower windows would have committed: those of its columns that they have, if there
+    The published path tells what narrower windows would have committed: those of its columns that they have, if there
     was a guess as far as `last_guess`. `out`: where to write the verdict; published columns after the path are left
     alone.
     Shapes: drawn, window_tokens, parents [B, W] i64, W <= 64, slots, lengths [B] i64 (of `gather_tree`), length [S]

@@ -41,8 +41,9 @@ def store_tokens(
 ) -> None:
     """Write the first `counts` tokens of each row at positions starts, starts + 1, .., in place.
 
-    Page 0 is nobody's, and may be written as well. Shapes: pool [R] i32, page_table [B, P] i32, starts, counts [B] i64,
-    tokens [B, n] i64. Raises: ValueError naming the argument. Sync: never.
+    Page 0 belongs to no request, and may be written as well.
+    Shapes: pool [R] i32, page_table [B, P] i32, starts, counts [B] i64, tokens [B, n] i64.
+    Raises: ValueError naming the argument. Sync: never.
     """
     require_token_rows(TokenRows(pool, page_table, page_size), tokens.shape[0])
     require(tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.is_contiguous(), "tokens", "[B, n] int64")

@@ -10,12 +10,12 @@
 //     empty      of a stage: the four multiplying warpgroups of both programs have read it
 //
 // The command line defines COLUMNS, STAGES and one of GATED and ARGMAX; `wgmma.h` is written for COLUMNS and the type of
-// x. Not here: which maps take this kernel (_wide_linear.py).
+// x. Which linears take this kernel: wide_linear.py.
 
 #include "hopper.cuh"
 #include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high)
 
-// What the kernel is given beside the two tensor maps; the same fields in _wide_linear.py.
+// What the kernel is given beside the two tensor maps; the same fields in wide_linear.py.
 struct Work {
     void* out;        // GATED [T, N] of x's type, ARGMAX [T, num_columns] float32
     int* best_at;     // ARGMAX [T, num_columns]
@@ -52,7 +52,7 @@ struct Tile {
     static __device__ __forceinline__ int step() { return gridDim.x / CLUSTER; }
 };
 
-// Where a ring stands: a stage, and the parity of its barriers' phase.
+// A place in a ring: a stage, and the parity of its barriers' phase.
 struct Place {
     int stage = 0;
     u32 parity = 0;
@@ -161,5 +161,5 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1) __cluster_di
         wait_for_kernels_before();
         multiply_all(work, ring, ring + STAGES * STAGE_BYTES, &barriers, rank);
     }
-    meet_cluster();  // nobody leaves while the other may send to it
+    meet_cluster();  // no program leaves while the other may send to it
 }
