@@ -41,7 +41,7 @@ def test_where_spinning_costs_more_no_thread_spins() -> None:
 
 
 def test_rare_pauses_count_for_less() -> None:
-    probe = {0: [60, 60, 60], 1000: [1, 1, 9], 3000: [1, 1, 1]}
+    probe = {0: [60, 60, 60], 1000: [1, 1, 6], 3000: [1, 1, 1]}
     assert shortest_of(lambda spin: probe.get(spin, [1, 1, 1])) == 1000
 
 
