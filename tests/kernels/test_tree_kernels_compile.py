@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32 = dict.fromkeys(("page_table_ptr", "pages_ptr", "counters_ptr", "at_ptr"), "*i32")
-FLOATS = ("outputs_ptr", "weights_ptr", "sums_ptr", "log_probs_ptr", "values_ptr", "logs_ptr", "scores_ptr")
+FLOATS = ("outputs_ptr", "weights_ptr", "sums_ptr", "log_probs_ptr", "values_ptr", "logs_ptr")
 FLOATS += ("log_prob_ptr", "best_log_prob_ptr", "candidate_log_prob_ptr")
 MODEL = ("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr", "k_ptr", "v_ptr", "features_ptr", "best_features_ptr")
 

@@ -1,7 +1,7 @@
-"""What a window of n-gram guesses promised and what became of it, in one number per row, for who chooses step widths.
+"""The levels and strength of a window of n-gram guesses, and the next guess that was right, in one number per row.
 
-The step may have looked at fewer columns than were guessed: whether the guess after the run would have stood is known
-all the same, as the token that stands in its place is.
+The scheduler's choice of step widths reads it. A step may verify fewer columns than were guessed. Whether the guess
+after the accepted run was right is known even so, because the step commits the true token at that position.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_pow
 if TYPE_CHECKING:
     import triton.language as tl
 
-LEVEL_BITS, STRENGTH_BITS = 8, 8  # of the number, from below; then a column
+LEVEL_BITS, STRENGTH_BITS = 8, 8  # the lowest bits of the number; the column is above them
 
 
 def ngram_lookahead(
     guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
 ) -> Tensor:
-    """levels + (strength << 8) + (column of the guess after the run that was right << 16) of each slot's whole window.
+    """levels + (strength << 8) + (column << 16) of each slot's whole window.
 
-    Column 0: no such guess was right. `last` is the window column where the run of accepted guesses ends, 0 the root;
-    `committed` holds the tokens of the run, and then the token after it. Shapes: guesses, parents [S, K] i64, levels,
-    strength [S] i64, slots, last [B] i64, committed [B, D] i64, padded with -1 -> [B] i64.
+    `column` is that of the guess after the accepted run whose token was right; 0: no such guess. `last` is the window
+    column where the accepted run ends, 0 for the root; `committed` holds the tokens of the run and the token after it.
+    Shapes: guesses, parents [S, K] i64, levels, strength [S] i64, slots, last [B] i64, committed [B, D] i64, padded
+    with -1 -> [B] i64.
     Raises: ValueError naming the argument. Sync: never.
     """
     for name, value in {"guesses": guesses, "parents": parents}.items():

@@ -44,7 +44,7 @@ def judge_tree_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     guessed = (column > 0) & (column < width)
@@ -91,15 +91,15 @@ def judge_tree_kernel(
 
 @TritonKernel
 def _path_bits(guess: tl.tensor, column: tl.tensor, path: tl.tensor, step: tl.tensor, walked: tl.tensor) -> tl.tensor:
-    """Which columns narrower windows would have committed, and the last that has a guess (`judge_tree`)."""
+    """A bit for each column on the path, and a bit for the last column with a guess (see `judge_tree`)."""
     one = tl.full([], 1, tl.int64)
-    stood = tl.where((step > 0) & (step <= walked), one << tl.maximum(path - 1, 0), 0)
-    return tl.sum(stood, axis=0) + (one << tl.max(tl.where(guess >= 0, column, 0), axis=0))
+    bits = tl.where((step > 0) & (step <= walked), one << tl.maximum(path - 1, 0), 0)
+    return tl.sum(bits, axis=0) + (one << tl.max(tl.where(guess >= 0, column, 0), axis=0))
 
 
 @TritonKernel
 def _depths(parents_ptr: tl.tensor, node: tl.tensor, depth: int) -> tl.tensor:
-    """Edges between each node and the root, at most depth - 1."""
+    """Number of edges between each node and the root, at most depth - 1."""
     depths = tl.zeros_like(node)
     for _ in range(1, depth):
         below = node > 0
@@ -121,9 +121,9 @@ def _walk(
     GIVEN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Returns the guesses accepted, the last node, the path, and, where it is given, the tokens below each node."""
+    """Returns the number of accepted guesses, the last node, the path and, with synthetic acceptance, its tokens."""
     walked, node, path = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), step
-    committed = tl.zeros_like(step).to(tl.int64)  # where it is given what is accepted
+    committed = tl.zeros_like(step).to(tl.int64)  # only with synthetic acceptance
     for at in range(1, depth):
         is_child = (guess >= 0) & (parent == node)
         if GIVEN:

@@ -1,4 +1,4 @@
-"""The verdict on a chain, its commit to the slot rows and what is published, in one launch.
+"""Verifies a chain of guesses, commits the accepted tokens to the slot rows and publishes them, in one launch.
 
 window  root g1 g2 g3        g1 == d0, g2 == d1, g3 != d2: two guesses accepted
 drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root is d2
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class JudgedChain(NamedTuple):
-    """What was decided for each row of the batch."""
+    """The verdict on each row of the batch."""
 
     tokens: Tensor  # [B, W] i64: committed, left-aligned, padded with -1
     follow: Tensor  # [B * W] i64: the token after each window row, for the draft; 0 for padding
@@ -44,12 +44,12 @@ def judge_chain(
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
 ) -> JudgedChain:
-    """Accept guesses while window_tokens[:, 1:] == drawn[:, :-1], and advance the slots by what is committed.
+    """Accept guesses while window_tokens[:, 1:] == drawn[:, :-1], and advance the slots by the committed tokens.
 
-    In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`, which pads
-    a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur twice.
-    `accept_len` is for a benchmark of synthetic acceptance: so many guesses stand whatever was drawn, at most as many
-    as there are. With `store`, what is committed is written into the token pool too, at positions lengths + 1, ..
+    In place: length[slot] becomes the new length; window[slot] becomes the bonus, then -1. The slot `dummy`, which pads
+    a batch and may occur several times, is reset to length 0 and root 0. No other slot may occur twice.
+    `accept_len` is for benchmarks with synthetic acceptance: so many guesses are accepted regardless of `drawn`, at
+    most as many as there are. With `store`, the committed tokens also go to the token pool, from lengths + 1 on.
     Shapes: drawn, window_tokens [B, W] i64, slots, lengths [B] i64 (of `gather_window`), length [S] i64, window
     [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
@@ -87,7 +87,7 @@ def judge_chain_reference(
         accept_len = (guesses == drawn[:, :-1]).long().cumprod(1).sum(1)
     else:
         accept_len = torch.minimum(accept_len, num_proposed)
-    # Accepted guesses are what was drawn, unless accept_len was given.
+    # Accepted guesses equal the drawn tokens, unless accept_len was given.
     tokens = torch.where(columns < accept_len[:, None], torch.cat((guesses, drawn[:, -1:]), 1), drawn)
     tokens = tokens.masked_fill(columns > accept_len[:, None], -1)
     new_lengths = lengths + accept_len + 1
@@ -119,7 +119,7 @@ def _judge_chain_triton(
     store: TokenRows | None = None,
 ) -> JudgedChain:
     num_slots, width = drawn.shape
-    batch_stride = num_slots + num_slots % 2  # so that every row is aligned, which kernels are compiled for
+    batch_stride = num_slots + num_slots % 2  # aligns every row: kernels are compiled for aligned rows
     out = JudgedChain(
         tokens=torch.empty_like(drawn),
         follow=drawn.new_empty(num_slots * width),
@@ -182,7 +182,7 @@ def _judge_chain_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     inside = column < width
@@ -200,7 +200,7 @@ def _judge_chain_kernel(
     if GIVEN:
         accept_len = tl.minimum(tl.load(given_ptr + row), num_proposed)
         accepted = tl.load(window_tokens_ptr + row * width + column + 1, mask=column + 1 < width, other=-1)
-    else:  # the first guess that is not what was drawn in its place ends the run
+    else:  # the first guess that differs from the drawn token ends the run
         accept_len = tl.min(tl.where(guessed & (guess != before), column - 1, width - 1), axis=0).to(tl.int64)
     tokens = tl.where(column < accept_len, accepted, tl.where(column == accept_len, drawn, -1))
     bonus = tl.sum(tl.where(column == accept_len, drawn, 0), axis=0)

@@ -1,4 +1,4 @@
-"""The verdict on a tree of guesses, its commit to the slot rows and what is published, in one launch.
+"""Verifies a tree of guesses, commits the accepted path to the slot rows and publishes it, in one launch.
 
 column   0     1  2  3  4      the walk: d0 == g2, d2 == g4, column 4 has no child
 token    root g1 g2 g3 g4      path      0  2  4, accept_len 2
@@ -19,7 +19,7 @@ from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_ro
 
 
 class JudgedTree(NamedTuple):
-    """What was decided for each row of the batch."""
+    """The verdict on each row of the batch."""
 
     tokens: Tensor  # [B, D] i64: committed, left-aligned, padded with -1
     follow: Tensor  # [B * D] i64: the token after each node of the path, for the draft; 0 for padding
@@ -42,18 +42,18 @@ def judge_tree(
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
 ) -> JudgedTree:
-    """Walk from the root to the child whose token equals what was drawn, and advance the slots by what is committed.
+    """Walk from each node to the child whose token equals the drawn one, and advance the slots by the committed tokens.
 
-    D = depth nodes at most, the root included: num_steps + 1, and no more than there are columns. A guess of -1 is
-    nobody's child; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
-    not reached. A path ends in columns that stay where they are (column i in place i), so that moving them moves
-    nothing. In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`,
-    which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
-    twice. With `accept_len`, the walk goes to the lowest child instead, whatever was drawn, so many times or while
-    there is one; the guesses on it are committed, then what was drawn after the last. With `store`, what is committed
-    is written into the token pool too, at positions lengths + 1, .. in a row.
-    The path in bits says what narrower windows would have committed: bit i - 1 for every column i > 0 on it, and above
-    them bit k, k being the last column with a guess.
+    The path has at most D = depth nodes, the root included: num_steps + 1, and no more than there are columns. A guess
+    of -1 is no node; of equal siblings, which a proposer should not make, the lower column counts. Nodes below depth
+    D - 1 are not reached. Past accept_len, the path holds column i in place i, so that moving cache rows along it moves
+    nothing there. In place: length[slot] becomes the new length; window[slot] becomes the bonus, then -1. The slot
+    `dummy`, which pads a batch and may occur several times, is reset to length 0 and root 0. No other slot may occur
+    twice. With `accept_len` (synthetic acceptance), the walk instead takes the lowest child, regardless of `drawn`, so
+    many times or until there is none; the guesses on it are committed, then the token drawn after the last one. With
+    `store`, the committed tokens also go to the token pool, at consecutive positions from lengths + 1 on.
+    The path in bits tells the scheduler what narrower windows would have committed: bit i - 1 is set for every column
+    i > 0 on the path, and bit k above them, where k is the last column with a guess.
     Shapes: drawn, window_tokens, parents [B, W] i64, W <= 64, slots, lengths [B] i64 (of `gather_tree`), length [S]
     i64, window [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
@@ -93,7 +93,7 @@ def judge_tree_reference(
     path, walked = _walk(drawn, window_tokens, parents, depth, accept_len)
     step = torch.arange(depth, device=drawn.device)
     tokens = drawn.gather(1, path)
-    if accept_len is not None:  # guesses that were not drawn are committed all the same
+    if accept_len is not None:  # commits guesses even if they were not drawn
         following = window_tokens.gather(1, path)[:, 1:]
         tokens[:, :-1] = torch.where(step[:-1] < walked[:, None], following, tokens[:, :-1])
     tokens = tokens.masked_fill(step > walked[:, None], -1)
@@ -119,7 +119,7 @@ def judge_tree_reference(
 def _walk(
     drawn: Tensor, window_tokens: Tensor, parents: Tensor, depth: int, accept_len: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Shapes: -> path [B, D], guesses accepted [B]."""
+    """Shapes: -> path [B, D], number of accepted guesses [B]."""
     num_rows, width = drawn.shape
     column = torch.arange(width, device=drawn.device)
     node, walked = drawn.new_zeros(num_rows, 1), drawn.new_zeros(num_rows, 1)
@@ -135,16 +135,16 @@ def _walk(
 
 
 def _path_bits(window_tokens: Tensor, path: Tensor, walked: Tensor) -> Tensor:
-    """See `judge_tree`. Shapes: path [B, D], walked [B] -> [B, 1]."""
+    """The path in bits (see `judge_tree`). Shapes: path [B, D], walked [B] -> [B, 1]."""
     column = torch.arange(window_tokens.shape[1], device=path.device)
     last = torch.where(window_tokens >= 0, column, 0).amax(1, keepdim=True)
     step = torch.arange(path.shape[1], device=path.device)
-    stood = torch.where((step > 0) & (step <= walked[:, None]), 1 << (path - 1).clamp(min=0), 0)
-    return (1 << last) + stood.sum(1, keepdim=True)
+    bits = torch.where((step > 0) & (step <= walked[:, None]), 1 << (path - 1).clamp(min=0), 0)
+    return (1 << last) + bits.sum(1, keepdim=True)
 
 
 def _depths(window_tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """Edges between each guess and the root, at most depth - 1; 0 where there is no guess. Shapes: -> [B, W]."""
+    """Number of edges from each guess to the root, at most depth - 1; 0 where there is no guess. Shapes: -> [B, W]."""
     column = torch.arange(parents.shape[1], device=parents.device)
     node = torch.where(window_tokens >= 0, column, 0)
     node[:, 0] = 0
@@ -169,7 +169,7 @@ def _judge_tree_triton(
     store: TokenRows | None = None,
 ) -> JudgedTree:
     num_slots, width = drawn.shape
-    batch_stride = num_slots + num_slots % 2  # so that every row is aligned, which kernels are compiled for
+    batch_stride = num_slots + num_slots % 2  # aligns every row: kernels are compiled for aligned rows
     out = JudgedTree(
         tokens=drawn.new_empty(num_slots, depth),
         follow=drawn.new_empty(num_slots * depth),
