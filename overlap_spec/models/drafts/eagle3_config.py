@@ -1,6 +1,6 @@
-"""What an EAGLE-3 checkpoint's config says, settled against its target.
+"""Reads the config of an EAGLE-3 checkpoint, and resolves it against its target.
 
-Layer ids name layer outputs: 1 is the residual stream after the second layer.
+Layer ids name layer outputs: 1 is the residual after the second layer.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from overlap_spec.models.targets.llama_config import LlamaConfig
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The head's own Llama-style numbers and what it takes from the target."""
+    """The head's own Llama-style numbers, and the parts that it takes from the target."""
 
     llama: LlamaConfig
     aux_layers: tuple[int, ...]  # ascending; empty: the target's final hidden state instead

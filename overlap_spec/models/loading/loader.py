@@ -1,6 +1,6 @@
-"""From files to loaded models: which loader reads which checkpoint.
+"""Loads targets and drafts from files, and chooses the loader for each checkpoint.
 
-A worker reads configs, loads weights, sizes its KV pool from the memory that is left, then calls `attach`.
+A worker reads configs, loads weights, sizes its KV pool from the remaining memory, then calls `attach`.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from overlap_spec.models.targets.llama_config import LlamaConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:
-    """The target's numbers, before any weight is read.
+    """The target's config, read before any weight.
 
     Raises: CheckpointError naming file and key, or the architecture that is not supported.
     """
@@ -38,7 +38,7 @@ def read_target_config(files: ModelFiles) -> TargetConfig:
 def load_target(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress = ignore_progress
 ) -> LoadedTarget:
-    """Load a target's weights, converted once.
+    """Load a target's weights, converted to its dtype and device.
 
     Raises: CheckpointError naming file, tensor, found and expected.
     """
@@ -67,7 +67,7 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftH
 def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
     """Load the EAGLE or EAGLE-2 head of a target.
 
-    A checkpoint with an MTP layer is run by the same method, as SGLang's documentation has it.
+    The same method also runs a checkpoint with an MTP layer, as SGLang documents.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
     """
@@ -104,7 +104,7 @@ def load_mtp_layers(source: DraftSource, target: LoadedTarget, num_layers: int) 
 
 
 def _mtp_config(source: DraftSource) -> LlamaConfig:
-    """Of the whole checkpoint, whose MTP layers are like its own. Raises: CheckpointError."""
+    """The config of the whole checkpoint, which also describes its MTP layers. Raises: CheckpointError."""
     config = architecture_of(source.config(), source.origin).read_config(source.config(), source.origin)
     if not isinstance(config, LlamaConfig):
         raise CheckpointError(f"{source.origin}: an MTP layer of this architecture is not supported")

@@ -69,7 +69,7 @@ def _nowhere(config: Mapping[str, Any]) -> AttentionBias:
 
 
 def _no_window(config: ConfigReader) -> Windows:
-    """Llama has none; a key that says otherwise means another model."""
+    """Llama has no sliding window; a config that names one is of another model, and is refused."""
     window = config.values.get("sliding_window")
     if window is not None and config.values.get("use_sliding_window", True):
         raise CheckpointError(f"{config.origin}: sliding_window {window} is not supported for this architecture")

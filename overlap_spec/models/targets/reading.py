@@ -35,7 +35,7 @@ class ConfigReader:
     origin: str
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer. `default`: where the config says null, or nothing."""
+        """A positive integer. `default`: if the config has null or lacks the key."""
         value = self.values.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
