@@ -1,9 +1,9 @@
-"""Whether a result is older than the code that it measures.
+"""Decides whether a result is older than the code that it measures.
 
 A result records a hash of every part of the code that ran (`source.py`). It is *current* while the parts that its
-benchmark depends on hash the same today: a change of prose leaves it current, a change of code does not. The
-documents show current results. One that is not must be named in `benchmarks/results/older.json` with the reason why it
-is kept, and its table shows both. `tests/unit/bench/test_age.py` checks it.
+benchmark depends on have the same hashes: a change of comments or docstrings leaves it current, a change of code does
+not. The documents show current results. `benchmarks/results/older.json` must name every other result with the reason
+why it is kept; its table shows both. `tests/unit/bench/test_age.py` checks this.
 """
 
 import json
@@ -15,7 +15,7 @@ from overlap_spec.bench.source import PARTS, Source
 
 OLDER = "older.json"
 STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/server", "overlap_spec/tokenizer"))
-DEPENDS_ON = {  # by benchmark; the rest depends on the step path
+DEPENDS_ON = {  # by benchmark; the others depend on the step path
     "throughput": PARTS,
     "scheduler": ("overlap_spec/scheduler",),
     "round_trip": ("overlap_spec/scheduler", "overlap_spec/worker"),

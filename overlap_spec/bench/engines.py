@@ -1,6 +1,6 @@
 """The engines that one benchmark compares, and their description in reports.
 
-engine      as asked                      depth1   the same, one step in flight
+engine      as configured                 depth1   the same, one step in flight
 plain       the same without speculation
 """
 
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineConfig]:
-    """The engine as asked, and the ones of `compared`: plain, depth1."""
+    """The configured engine, and those named in `compared`: plain, depth1."""
     others = {"plain": without_speculation(config), "depth1": replace(config, disable_overlap_schedule=True)}
     return {"engine": config, **{name: others[name] for name in compared}}
 
@@ -68,7 +68,7 @@ def describe_settings(engine: Engine) -> dict[str, Any]:
 
 
 def acceptance_of(engine: Engine) -> str:
-    """`real`, or how it is synthetic; empty without speculation."""
+    """`real`, or a description of synthetic acceptance; empty without speculation."""
     spec = engine.settings.spec
     if spec.simulated_accept_len is not None:
         return synthetic_acceptance(spec.simulated_accept_len)

@@ -1,4 +1,4 @@
-"""`EngineConfig`, what a user asks for; `Settings`, what is run; and the environment."""
+"""The configuration: `EngineConfig` (the user's flags), `Settings` (the resolved values), and the environment."""
 
 from overlap_spec.config.environment import (
     asked_threads,

@@ -1,4 +1,4 @@
-"""The environment: this is the only file that reads it and makes that of child processes."""
+"""Reads the environment, and makes that of child processes. No other module reads environment variables."""
 
 import os
 
@@ -6,17 +6,17 @@ from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
 
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:
-    """The environment of a child process. The user's own settings of threads take precedence.
+    """The environment of a child process. The user's own thread variables take precedence.
 
-    Of torch's two interfaces to the BLAS, cuBLASLt chooses faster tiles for long rows of W at 256 rows of x, and hardly
-    others elsewhere (benchmarks/results/choosing/wide_h200.txt, F). float32 keeps the one that it was tested with.
+    Of torch's two BLAS interfaces, cuBLASLt chooses faster tiles for long rows of W at 256 rows of x, and nearly the
+    same tiles elsewhere (benchmarks/results/choosing/wide_h200.txt, F). float32 keeps the interface it was tested with.
     """
     is_worker = role == "worker"
     threads, spin = (settings.num_threads, settings.spin_count) if is_worker else (1, 0)
     waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(spin), "KMP_BLOCKTIME": str(min(spin, 1))}
     return {
         **({"TORCH_BLAS_PREFER_CUBLASLT": "1"} if is_worker and settings.model.dtype != "float32" else {}),
-        **({} if sets_thread_waiting() else waiting),  # all of them, or none: one overrides another
+        **({} if sets_thread_waiting() else waiting),  # all of them or none, because they override each other
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         **os.environ,
@@ -48,7 +48,7 @@ def own_environment() -> dict[str, str]:
 
 
 def asks_for_spec_v2() -> bool:
-    """True if SGLANG_ENABLE_SPEC_V2 is set: overlap is always on here, as a log line tells."""
+    """True if SGLANG_ENABLE_SPEC_V2 is set. Overlap is always on in this engine; a log line reports it."""
     return "SGLANG_ENABLE_SPEC_V2" in os.environ
 
 

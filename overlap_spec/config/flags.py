@@ -1,4 +1,4 @@
-"""What a user asks for: `EngineConfig`, one field per flag. What is run is `Settings`, made of it by `resolve`."""
+"""`EngineConfig`: the user's flags, one field each. `resolve` turns it into the `Settings` that the engine runs."""
 
 from typing import Annotated, Literal
 

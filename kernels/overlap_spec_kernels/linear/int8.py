@@ -1,8 +1,8 @@
-"""A weight of 8-bit integers with a scale for each row, in one kernel and without speed in mind.
+"""A weight of 8-bit integers with a scale for each row, and its one kernel, which is not tuned for speed.
 
     W = scales * values        y = (x values^T) * scales
 
-Both factors of a product are exact in every type that x may have, so a scale is applied to sums alone.
+Integers of 8 bits are exact in every type that x may have, so only the sums are multiplied by a scale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Int8Weight(LinearOperand):
 
     values: Tensor  # [O, I] i8
     scales: Tensor  # [O] f32 (f64 for a float64 model)
-    dtype: torch.dtype  # of x
+    dtype: torch.dtype  # the type of x
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,7 +111,7 @@ def _int8_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program for BLOCK_M rows of x and BLOCK_N rows of W, which become x's type in registers."""
+    """One program for BLOCK_M rows of x and BLOCK_N rows of W, which are converted to x's type in registers."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -42,5 +42,5 @@ def rows_of(x: Tensor | Normed) -> Tensor:
 
 
 def normalised(x: Tensor | Normed) -> Tensor:
-    """Rows to be used as they are. Shapes: -> [T, H]."""
+    """The rows with the norm's scale applied. Shapes: -> [T, H]."""
     return x.normalised() if isinstance(x, Normed) else x

@@ -1,8 +1,8 @@
-"""The best of a draft's candidates, as a tree of a window.
+"""Selects the best of a draft's candidates as the tree of a window.
 
-EAGLE-2 (Li et al. 2024, arXiv:2406.16858) draws more nodes than are verified, and keeps those of the highest value, the
-product of draft probabilities from the root down. A child's value is at most its parent's, and a parent comes
-before its children, so what is kept is a tree.
+EAGLE-2 (Li et al. 2024, arXiv:2406.16858) drafts more nodes than a step verifies, and keeps those with the highest
+log_prob, summed from the root down. A child's log_prob is at most its parent's, and a parent comes before its children,
+so the kept nodes form a tree.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _FEW_CANDIDATES = 128
 
 
 class _Ranking(NamedTuple):
-    """How candidates are cut into programs."""
+    """How candidates are divided among programs."""
 
     block: int  # candidates that a program ranks
-    chunk: int  # those that they are compared with at once
+    chunk: int  # candidates that they are compared with at once
     num_warps: int
 
 
 class SelectedTree(NamedTuple):
-    """Best first, parents before children: what `place_tree` takes."""
+    """The selected nodes, best first, parents before children: the arguments of `place_tree`."""
 
-    guesses: Tensor  # [K, B] i64; -1 where nothing is left that could be drawn
+    guesses: Tensor  # [K, B] i64; -1 if fewer candidates have a finite log_prob
     parents: Tensor  # [K, B] i64, window columns: 0 for the root, 1 + i for guess i
 
 
@@ -107,7 +107,8 @@ def _select_tree_kernel(
 ) -> None:
     """Program (row, part of its candidates).
 
-    A candidate's rank is how many of all are better, and so is its parent's: nothing is sorted, or handed over.
+    A candidate's rank is the number of better candidates. A program also counts the ranks of its candidates' parents,
+    so nothing is sorted or passed between programs.
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -45,7 +45,7 @@ def judge_tree_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     guessed = (column > 0) & (column < width)
@@ -94,7 +94,7 @@ def judge_tree_kernel(
 
 @TritonKernel
 def _depths(parents_ptr: tl.tensor, node: tl.tensor, depth: int) -> tl.tensor:
-    """Edges between each node and the root, at most depth - 1."""
+    """Number of edges between each node and the root, at most depth - 1."""
     depths = tl.zeros_like(node)
     for _ in range(1, depth):
         below = node > 0
@@ -116,9 +116,9 @@ def _walk(
     GIVEN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Returns the guesses accepted, the last node, the path, and, where it is given, the tokens below each node."""
+    """Returns the number of accepted guesses, the last node, the path and, with synthetic acceptance, its tokens."""
     walked, node, path = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), step
-    committed = tl.zeros_like(step).to(tl.int64)  # where it is given what is accepted
+    committed = tl.zeros_like(step).to(tl.int64)  # only with synthetic acceptance
     for at in range(1, depth):
         is_child = (guess >= 0) & (parent == node)
         if GIVEN:

@@ -1,9 +1,9 @@
-"""What a decode step reads of its slots, gathered in one launch.
+"""Gathers the slot rows that a decode step reads, in one launch.
 
 slot rows (S)                       the step (B)
 length       [S]     --slots-->     positions = length + column, of every row of the window
 window       [S, N]  --slots-->     the first W columns, raw and as tokens to run
-page_table   [S, P]  --slots-->     as much of a row as the step can follow
+page_table   [S, P]  --slots-->     the part of a row that the step can follow
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PAGES_PER_PROGRAM = 1024
 
 
 class GatheredWindow(NamedTuple):
-    """A step's share of the slot rows."""
+    """The slot rows of a step."""
 
-    tokens: Tensor  # [B * W] i64, what a forward runs on: token 0 where there is no guess
+    tokens: Tensor  # [B * W] i64, the forward's input: token 0 where there is no guess
     window_tokens: Tensor  # [B, W] i64, root first, -1 where there is no guess
     positions: Tensor  # [B * W] i64
     lengths: Tensor  # [B] i64
@@ -120,7 +120,7 @@ def _gather_window_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part of its page table); the first part of a row does its window too."""
+    """Program (row, part of its page table); the first part of a row also gathers its window."""
     row = tl.program_id(0).to(tl.int64)
     first_page = tl.program_id(1) * BLOCK_P
     column = tl.arange(0, BLOCK_W)

@@ -1,4 +1,4 @@
-"""The verdict on a chain, its commit to the slot rows and what is published, in one launch.
+"""Verifies a chain of guesses, commits the accepted tokens to the slot rows and publishes them, in one launch.
 
 window  root g1 g2 g3        g1 == d0, g2 == d1, g3 != d2: two guesses accepted
 drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root is d2
@@ -82,7 +82,7 @@ def judge_chain_reference(
         accept_len = (guesses == drawn[:, :-1]).long().cumprod(1).sum(1)
     else:
         accept_len = torch.minimum(accept_len, num_proposed)
-    # Accepted guesses are what was drawn, unless accept_len was given.
+    # Accepted guesses equal the drawn tokens, unless accept_len was given.
     tokens = torch.where(columns < accept_len[:, None], torch.cat((guesses, drawn[:, -1:]), 1), drawn)
     tokens = tokens.masked_fill(columns > accept_len[:, None], -1)
     new_lengths = lengths + accept_len + 1
@@ -178,7 +178,7 @@ def _judge_chain_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     inside = column < width
@@ -196,7 +196,7 @@ def _judge_chain_kernel(
     if GIVEN:
         accept_len = tl.minimum(tl.load(given_ptr + row), num_proposed)
         accepted = tl.load(window_tokens_ptr + row * width + column + 1, mask=column + 1 < width, other=-1)
-    else:  # the first guess that is not what was drawn in its place ends the run
+    else:  # the first guess that differs from the drawn token ends the run
         accept_len = tl.min(tl.where(guessed & (guess != before), column - 1, width - 1), axis=0).to(tl.int64)
     tokens = tl.where(column < accept_len, accepted, tl.where(column == accept_len, drawn, -1))
     bonus = tl.sum(tl.where(column == accept_len, drawn, 0), axis=0)

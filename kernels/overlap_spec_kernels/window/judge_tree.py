@@ -1,4 +1,4 @@
-"""The verdict on a tree of guesses, its commit to the slot rows and what is published, in one launch.
+"""Verifies a tree of guesses, commits the accepted path to the slot rows and publishes it, in one launch.
 
 column   0     1  2  3  4      the walk: d0 == g2, d2 == g4, column 4 has no child
 token    root g1 g2 g3 g4      path      0  2  4, accept_len 2
@@ -86,7 +86,7 @@ def judge_tree_reference(
     path, walked = _walk(drawn, window_tokens, parents, depth, accept_len)
     step, column = (torch.arange(size, device=drawn.device) for size in (depth, drawn.shape[1]))
     tokens = drawn.gather(1, path)
-    if accept_len is not None:  # guesses that were not drawn are committed all the same
+    if accept_len is not None:  # commits guesses even if they were not drawn
         following = window_tokens.gather(1, path)[:, 1:]
         tokens[:, :-1] = torch.where(step[:-1] < walked[:, None], following, tokens[:, :-1])
     tokens = tokens.masked_fill(step > walked[:, None], -1)
@@ -120,7 +120,7 @@ def _allocate(num_slots: int, depth: int, device: torch.device) -> Verdict:
 def _walk(
     drawn: Tensor, window_tokens: Tensor, parents: Tensor, depth: int, accept_len: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Shapes: -> path [B, D], guesses accepted [B]."""
+    """Shapes: -> path [B, D], number of accepted guesses [B]."""
     num_rows, width = drawn.shape
     column = torch.arange(width, device=drawn.device)
     node, walked = drawn.new_zeros(num_rows, 1), drawn.new_zeros(num_rows, 1)
@@ -136,7 +136,7 @@ def _walk(
 
 
 def _depths(window_tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """Edges between each guess and the root, at most depth - 1; 0 where there is no guess. Shapes: -> [B, W]."""
+    """Number of edges from each guess to the root, at most depth - 1; 0 where there is no guess. Shapes: -> [B, W]."""
     column = torch.arange(parents.shape[1], device=parents.device)
     node = torch.where(window_tokens >= 0, column, 0)
     node[:, 0] = 0

@@ -1,4 +1,4 @@
-"""`resolve` makes settings of flags, files and machine. It is pure; each subject has a file."""
+"""`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
 from overlap_spec.config.resolve.resolve import SPIN_CORES, SPIN_S, resolve, settled_flags, without_speculation
 

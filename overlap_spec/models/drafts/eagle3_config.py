@@ -13,7 +13,7 @@ from overlap_spec.models.targets.llama_config import LlamaConfig
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The head's own Llama-style numbers and what it takes from the target."""
+    """The head's own Llama-style numbers, and the parts that it takes from the target."""
 
     llama: LlamaConfig
     aux_layers: tuple[int, ...]  # ascending; empty: the target's final hidden state instead

@@ -1,4 +1,4 @@
-"""Linears of queries, keys and values with norms of queries and keys behind them."""
+"""Linears of queries, keys and values, followed by norms of queries and keys."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from overlap_spec.models.work import ForwardWork, product_work, total_work
 
 @dataclass(frozen=True, slots=True)
 class HeadNormLinear:
-    """Query and key heads are normalised, each by itself, before they are rotated (Qwen3): one kernel."""
+    """Normalises each query and key head before rotation (Qwen3), in one kernel."""
 
     qkv: AnyLinear  # [(n + 2 nkv) d, H]
     query: Tensor  # [d]
@@ -33,13 +33,13 @@ class HeadNormLinear:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyNormLinear:
-    """Queries and keys go through any norms before they are rotated, one operation after another."""
+    """Applies any norms to queries and keys before rotation, one operation after another."""
 
     qkv: AnyLinear  # [(n + 2 nkv) d, H]
     query: Norm
     key: Norm
     sizes: tuple[int, int, int]  # columns of queries, keys and values
-    groups: tuple[int, int] = (1, 1)  # parts of queries and of keys that are normalised each by itself
+    groups: tuple[int, int] = (1, 1)  # parts of queries and of keys, each with a norm of its own
 
     @property
     def work(self) -> ForwardWork:

@@ -1,7 +1,7 @@
-"""The forms that a linear in float32 can have on a CPU, and giving a whole model another one.
+"""The forms of a float32 linear on a CPU, and the conversion of a whole model to one of them.
 
-Which is fastest depends on the processor and the BLAS behind torch, by factors: one row of SmolLM2's linears on two
-cores takes 12 ms packed and 26 through `F.linear` on an EPYC, 38 and 20 on a Xeon.
+The fastest form depends on the processor and on torch's BLAS, by factors: one row of SmolLM2's linears on two cores
+takes 12 ms packed and 26 ms through `F.linear` on an EPYC, 38 and 20 on a Xeon.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a weight lies in memory, and what multiplies by it."""
+    """A memory layout of a weight, and the function that multiplies by it."""
 
     name: str
     lay_out: Callable[[Tensor], Tensor]  # [O, I] -> opaque, or as it is
@@ -59,7 +59,7 @@ class FormedLinear(DenseLinear):
 
 
 def laid_out(linear: DenseLinear, form: Form) -> Tensor:
-    """Its weight as the form wants it; what was packed while loading is not packed again."""
+    """The weight in the form's layout; a weight that was packed at load is not packed again."""
     if isinstance(linear, PackedLinear) and form.lay_out is _packed:
         return linear.stored
     return form.lay_out(linear.matrix())

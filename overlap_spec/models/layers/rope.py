@@ -21,14 +21,14 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Which frequencies, and how they are stretched. `scaling` is the checkpoint's own dict (with its rope type)."""
+    """The frequencies and their scaling. `scaling` is the checkpoint's own dict (with its rope type)."""
 
     kind: str  # default | linear | llama3 | yarn | divisors
     theta: float
     head_dim: int
-    max_positions: int  # of the checkpoint; the table may be longer
+    max_positions: int  # the checkpoint's; the table may be longer
     scaling: Mapping[str, Any]
-    num_fixed: int = 0  # pairs of a head behind those of `head_dim` that are not rotated
+    num_fixed: int = 0  # pairs of a head, after the rotated ones, that are not rotated
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int, origin: str) -> "RopeConfig":

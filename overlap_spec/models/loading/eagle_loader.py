@@ -1,7 +1,7 @@
 """Builds an EAGLE head from a checkpoint and its target's weights.
 
-Checkpoints bring `fc` and layers; embedding and head are the target's, whatever else is in the file. Layouts differ in
-the prefix `model.`.
+The checkpoint's `fc` and layers are taken; embedding and head are the target's, even if the file has others. Layouts
+differ in the prefix `model.`.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""From files to loaded models: which loader reads which checkpoint.
+"""Loads targets and drafts from files, and chooses the loader for each checkpoint.
 
-A worker reads configs, loads weights, sizes its KV pool from the memory that is left, then calls `attach`.
+A worker reads configs, loads weights, sizes its KV pool from the remaining memory, then calls `attach`.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from overlap_spec.models.targets.llama_config import LlamaConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:
-    """The target's numbers, before any weight is read.
+    """The target's config, read before any weight.
 
     Raises: CheckpointError naming file and key, or the architecture that is not supported.
     """
@@ -40,7 +40,7 @@ def read_target_config(files: ModelFiles) -> TargetConfig:
 def load_target(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress = ignore_progress
 ) -> LoadedTarget:
-    """Load a target's weights, converted once.
+    """Load a target's weights, converted to its dtype and device.
 
     Raises: CheckpointError naming file, tensor, found and expected.
     """
@@ -69,7 +69,7 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftH
 def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
     """Load the EAGLE or EAGLE-2 head of a target.
 
-    A checkpoint with an MTP layer is run by the same method, as SGLang's documentation has it.
+    The same method also runs a checkpoint with an MTP layer, as SGLang documents.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
     """

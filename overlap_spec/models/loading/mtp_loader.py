@@ -1,6 +1,6 @@
-"""Takes an MTP layer, in any layout, from its target's checkpoint.
+"""Takes MTP layers, in any layout, from their target's checkpoint.
 
-The target's own tensors are beside it, and are left alone here:
+The checkpoint also has the target's own tensors, which this loader skips:
 
     model.mtp_layers.0.input_proj.weight  ->  layers.0.input_proj.weight
     model.layers.0.mlp.up_proj.weight     ->  target.model.layers.0.mlp.up_proj.weight
@@ -28,9 +28,9 @@ def load_mtp(
     target: LoadedTarget,
     target_ids: Tensor | None = None,
 ) -> MtpWeights:
-    """Take the one MTP layer. `config` is that of the whole checkpoint.
+    """Take the one MTP layer. `config`: that of the whole checkpoint.
 
-    With `target_ids` [N] i64 it guesses among these tokens alone (FR-Spec).
+    With `target_ids` [N] i64 it guesses only these tokens (FR-Spec).
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint has instead.
     """
@@ -54,7 +54,7 @@ def load_mtp_layers(
     """
     _check_against_target(config, target)
     found = {name.split(".")[1] for name in checkpoint.names() if name.startswith("layers.")}
-    if found and len(found) < num_layers:  # made-up weights have as many as are wanted
+    if found and len(found) < num_layers:  # random weights have as many as needed
         raise ConfigError(
             "speculative_num_steps",
             f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
@@ -80,7 +80,7 @@ def _load_layer(
     head: AnyLinear,
     ids: Tensor,
 ) -> MtpWeights:
-    """Take layer `index`, and pass over its copies of what is the target's."""
+    """Take layer `index`, and skip its copies of the target's tensors."""
     window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
     prefix, hidden = f"layers.{index}", config.hidden_size
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
@@ -98,7 +98,7 @@ def _load_layer(
 
 
 def _finish(checkpoint: Weights) -> None:
-    """Leave the target's tensors alone: another loader takes them."""
+    """Skip the target's tensors, which another loader takes, and check that no other tensor is left."""
     checkpoint.skip(*(name for name in checkpoint.names() if name.startswith(OF_TARGET)))
     parts.finish(checkpoint)
 

@@ -1,6 +1,6 @@
-"""Takes from a checkpoint the parts that families share.
+"""Takes the parts that families share from a checkpoint.
 
-Linears of the same input are stacked (query, key and value; gate and up): fewer, larger products.
+Linears with the same input are stacked (query, key and value; gate and up), for fewer and larger products.
 """
 
 import torch
@@ -15,7 +15,7 @@ DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints
 
 
 def canonical_name(name: str) -> str:
-    """Checkpoints differ in the leading `model.`."""
+    """The name without a leading `model.`, which only some checkpoints have."""
     return name.removeprefix("model.")
 
 
@@ -25,7 +25,7 @@ def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding
 
 
 def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinear:
-    """The head: the embedding's memory if tied."""
+    """The head, which shares the embedding's memory if tied."""
     if tied:
         checkpoint.skip("lm_head.weight")
         return embedding.tied_head()
@@ -33,7 +33,7 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
 
 
 def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLinear, Tensor]:
-    """The rows of the target's head that guesses are made with, gathered once, and the tokens that they stand for.
+    """The rows of the target's head for the tokens that a draft may guess, gathered once, and those tokens.
 
     Shapes: target_ids [N] i64, None for all -> head [N, H], ids [N] i64 on its device. FR-Spec: Zhao et al. 2025,
     arXiv:2502.14856.
@@ -45,14 +45,15 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
 
 
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
-    """Linears of the same input, stacked. `sizes`: output rows by name."""
+    """Stack linears with the same input. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
     return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
 
 
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
-    """A stored bias of zeros changes nothing, and would keep the linear from being fused on a GPU; a made-up one has
-    the cost of the model's own.
+    """The stacked biases; None if all stored ones are zero, because a bias prevents fusion on a GPU.
+
+    A random model keeps its zeros, so that it costs as much as the real one.
     """
     biases = torch.cat([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
     is_stored = all(f"{name}.bias" in checkpoint for name in sizes)
