@@ -1,4 +1,4 @@
-"""Lets a script of this folder import from tests/. To be imported before what is there; its name sorts so."""
+"""Lets a script of this folder import from tests/. Import it before modules of tests/; its name sorts first."""
 
 import sys
 from pathlib import Path

@@ -4,9 +4,9 @@
     python benchmarks/accept_lengths.py FILE --output benchmarks/results/accept_lengths_cpu.json
     python benchmarks/accept_lengths.py FILE --lookup --output benchmarks/results/prompt_lookup_cpu.json
 
-SmolLM2 in float32 on a CPU, greedy: 20 chats of 64 tokens, for n-grams 20 prompts with a text to copy. The tests hold
-every run against a loop that is written out. With --lookup: n-grams beside transformers' prompt lookup, both counted in
-tokens a forward, which needs `-k prompt_lookup` only and no heads.
+SmolLM2 in float32 on a CPU, greedy: 20 chats of 64 tokens; for n-grams, 20 prompts with a text to copy. The tests
+compare every run with a reference loop. With --lookup: n-grams beside transformers' prompt lookup, both in tokens per
+forward, which needs only `-k prompt_lookup` and no heads.
 """
 
 import argparse

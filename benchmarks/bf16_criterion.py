@@ -1,12 +1,12 @@
-"""Whether rounding explains where bfloat16 answers leave plain decoding: the two conditions of `bf16_divergences.py`.
+"""Decides whether rounding explains the divergences of bfloat16 answers: two conditions for `bf16_divergences.py`.
 
-Of margins: none may lie above what rounding does to a margin. The noise of one logit is measured (the largest of the
-99th percentiles over batch shapes, on a row's two leading tokens); a margin is the difference of two, whose noise is
-sqrt(2) times that if they are independent. A wrong token is caught by this wherever the margin is larger.
+Margins: no divergence may have a margin beyond rounding. The noise of one logit is measured (the largest
+of the 99th percentiles over batch shapes, on a row's two leading tokens). A margin is the difference of two logits, so
+its noise is sqrt(2) times that if they are independent. This condition detects a wrong token with a larger margin.
 
-Of rates: speculation must not diverge on more prompts than plain decoding in a batch of the same size does, up to
-chance. Fisher's exact test, one-sided, of each batch size, at 1% for all of them together. It catches what margins
-cannot: many wrong tokens, all at near-ties.
+Rates: speculation must not diverge on more prompts than plain decoding in a batch of the same size, up to chance. The
+test is Fisher's exact test, one-sided, for each batch size, at 1% for all of them together. This condition detects many
+wrong tokens that are all near-ties, which margins cannot.
 """
 
 import json

@@ -4,12 +4,12 @@
     python benchmarks/bf16_divergences.py --judge benchmarks/results/bf16_divergences_h200.json
 
 The reference is plain decoding at batch 1. Plain decoding and EAGLE-3 (3, 1, 4) in larger batches compute the same rows
-in other shapes, whose sums are rounded otherwise, so a near-tie may go the other way. How much that is, is measured:
-every reference answer is read again, its tokens given, by forwards of 1 to 128 rows that each write their own KV.
+in other shapes, whose sums are rounded differently, so a near-tie may have another argmax. The script measures this
+noise: forwards of 1 to 128 rows compute every reference answer again from its tokens, each with its own KV.
 
-A divergence's margin is the reference's largest logit less that of the token taken instead, at the first place where
-two answers differ. `bf16_criterion.py` says when margins, or how often answers diverge, are more than rounding; the
-exit status is 1 then. `--judge` writes its verdict on a report that is there into it, and measures nothing.
+A divergence's margin is the reference's largest logit minus that of the other answer's token, at the first position
+where the answers differ. `bf16_criterion.py` decides whether margins or the number of divergences exceed rounding; the
+exit status is then 1. `--judge` writes its verdict into an existing report, and measures nothing.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Times the maps of an 8B layer for 17 to 128 rows, cut up in several ways, against a BLAS and the row kernels.
+"""Times the linears of an 8B layer for 17 to 128 rows, with several tile sizes, against a BLAS and the row kernels.
 
     python benchmarks/choose_tiles.py --output benchmarks/results/choosing/tiles_h200.json
 
-`tiles_for` (kernels/overlap_spec_kernels/linear/warpgroup_linear.py) chooses by this table. Every way is a
-chain of launches in one CUDA graph over weights that the L2 cache cannot hold. Needs a Hopper GPU.
+`tiles_for` (kernels/overlap_spec_kernels/linear/warpgroup_linear.py) chooses by this table. Every variant is a chain of
+launches in one CUDA graph, over weights that do not fit into the L2 cache. It needs a Hopper GPU.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Whether the CPU figures carry to this machine: start-up, plain decoding and EAGLE-3 against transformers.
+"""Checks the CPU figures on this machine: start-up, plain decoding and EAGLE-3 against transformers.
 
     taskset -c 0,1 python benchmarks/cpu_check.py --output benchmarks/results/cpu_check.json
 
-Two minutes on two slow cores: three of the chats, short answers, engines that stay up and take turns; `bench latency
---runs 3` is the whole of it. transformers runs last, with the machine's own settings of threads, loaded once.
+It takes two minutes on two slow cores: three of the chats, short answers, engines that stay up and take turns. `bench
+latency --runs 3` is the full measurement. transformers runs last, loaded once, with the machine's thread settings.
 """
 
 import argparse

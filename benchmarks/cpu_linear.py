@@ -1,8 +1,8 @@
-"""Two forms of a float32 linear map on a CPU: BLAS with few columns against oneDNN's packed weight (models/layers.py).
+"""Times two forms of a float32 linear on a CPU: BLAS with few columns and oneDNN's packed weight (models/layers).
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_linear.py --output benchmarks/results/linear_cpu.json
 
-The four maps of SmolLM2's 30 layers, each with a weight of its own, ms for all of them.
+It measures the four linears of SmolLM2's 30 layers, each with a weight of its own, in ms for all of them.
 """
 
 import argparse

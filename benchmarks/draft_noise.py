@@ -1,11 +1,11 @@
-"""Which guesses should a draft make at temperature > 0, and how should they be judged? Accept length on the 20 chats.
+"""Compares ways of drawing and verifying guesses at temperature > 0, by accept length on the 20 chats.
 
     python benchmarks/draft_noise.py --output benchmarks/results/draft_noise_cpu.json
 
-shared: with the noise that the target will use (what the engine does); greedy: the draft's argmax; independent: with
-noise of another seed. All three are judged by matching and commit the same tokens, which the script checks; only accept
-length differs. rejection: drawn from the draft and judged by coins (--speculative-use-rejection-sampling), which keeps
-the distribution and commits other tokens.
+shared: with the noise that the target will use, as the engine does; greedy: the draft's argmax; independent: with noise
+of another seed. All three are verified by matching and commit the same tokens, which the script checks; only accept
+length differs. rejection: drawn from the draft and verified by rejection sampling
+(--speculative-use-rejection-sampling), which keeps the distribution but commits other tokens.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What to turn down when memory runs out, in order, and what each gives back: from the worker's own sum.
+"""The settings to reduce when memory runs out, in order, and the memory that each frees, by the worker's own budget.
 
     python benchmarks/memory_guide.py --output benchmarks/results/memory_guide.json
 
-Nothing is loaded: the shape of Llama-3.1-8B with an EAGLE-3 head, tensors without memory, and the tree (5, 8, 64) that
-older versions of SGLang's page begin with. A server on a GPU says the same of what it runs in its start-up table (`to
-save memory`), and in the error of a start that does not fit.
+Nothing is loaded: the shape is Llama-3.1-8B with an EAGLE-3 head, with tensors without memory, and the tree (5, 8, 64)
+of older versions of SGLang's page. A server on a GPU reports the same for its own configuration in its start-up table
+(`to save memory`), and in the error of a start that does not fit.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What lies between a step's tokens and the launch of the step that answers them, without a GPU or a model.
+"""Measures the time from a step's tokens to the launch of the step that depends on them, without a GPU or a model.
 
     python benchmarks/round_trip.py --output benchmarks/results/round_trip_HOST.json
 
-Real processes and links: a scheduler, a worker whose device takes a given time per step, and this process in
-the tokenizer's place. The answer to step N is step N + depth. `answer_us`: from the moment that the device is done with
-step N to the launch of its answer. `beyond_us`: step time less the device's, which is all of it at depth 1 and nothing
-at depth 2 if answers come in time.
+Processes and links are real: a scheduler, a worker whose device takes a given time per step, and this process as the
+tokenizer. The answer to step N is step N + depth. `answer_us`: from the end of step N on the device to the launch of
+its answer. `beyond_us`: step time minus device time; at depth 1 this is all of `answer_us`, at depth 2 it is zero if
+answers come in time.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Where a decode step's time goes on a GPU, without server and scheduler: step time, and what of it each kernel takes.
+"""Profiles a decode step on a GPU, without server and scheduler: step time, and the share of each kernel.
 
     python benchmarks/step_profile.py --output benchmarks/results/step_profile_h200.json
     python benchmarks/step_profile.py --batch-sizes 8 --model-path benchmarks/shapes/llama-3.1-8b --load-format dummy ..
 
 Without an engine's flags: SmolLM2 in bfloat16 with decode graphs, plain and EAGLE-3 (3, 1, 4). Prompts of tests/data.
 
-A kernel that is a dependent launch begins while the one before it still runs, and waits for it: its duration is not
-what it costs. So kernels are put in the order of their ends; each is charged from the end of the one before it, or from
-its own begin if that is later; between those two nothing ran. Charges and idle time add up to the step:
+A kernel that is a dependent launch begins while the previous one still runs, and waits for it, so its duration is more
+than its cost. So kernels are sorted by their ends, and each is charged from the end of the previous one, or from its
+own begin if that is later; the time between those two is idle. Charges and idle time add up to the step:
 
     kernel a   |-----------|                 charged |-----------|
     kernel b        |...wait...|--|                              |--|

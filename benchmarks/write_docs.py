@@ -2,7 +2,7 @@
 
     python benchmarks/write_docs.py [--check]
 
-With --check nothing is written, and the status is 1 if something would be.
+With --check nothing is written, and the exit status is 1 if a file would change.
 """
 
 import sys
