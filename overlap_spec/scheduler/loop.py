@@ -37,7 +37,6 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters, Reporter
-from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
 from overlap_spec.scheduler.width.rules import RuledWidth
@@ -153,7 +152,7 @@ class Scheduler:
         self._say(Flushed(can))
 
 
-def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callable[[], float]) -> WidthPolicy:
+def _width_policy(ready: WorkerReady, settings: SchedulerSettings) -> WidthPolicy:
     if settings.width_rules:
         return RuledWidth(settings.width_rules, settings.width_padding)
     if ready.is_self_drafting and settings.keeps_width:
@@ -162,8 +161,7 @@ def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callab
         return FixedWidth(ready.width)
     if ready.is_self_drafting:
         return LookaheadWidth(ready.step_costs)
-    acceptance = ColumnAcceptance if ready.branches else ChainAcceptance
-    return MeasuredWidth(ready.step_costs, acceptance(ready.step_costs.widths[-1] - 1), clock)
+    return MeasuredWidth(ready.step_costs)
 
 
 def build_scheduler(
@@ -180,7 +178,7 @@ def build_scheduler(
     memory = RequestPages(pool, kind(pool, limits.page_size, limits.key_lookahead), limits)
     queues = RequestQueues(memory, limits.num_slots)
     counters = Counters(runs=[0] * (limits.width + 1))
-    widths = _width_policy(ready, settings, clock)
+    widths = _width_policy(ready, settings)
     planner = Planner(queues, Admission(queues, limits), limits, counters, widths)
     return Scheduler(
         queues, planner, Ledger(queues, limits, counters, widths), Reporter(queues, limits, counters, clock), links

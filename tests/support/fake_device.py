@@ -100,10 +100,11 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, when told to."""
+    """Runs plans in order, when told to. `branches`: guesses are no chain, and results have paths."""
 
-    def __init__(self, ready: WorkerReady, rng: random.Random) -> None:
+    def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False) -> None:
         self.ready = ready
+        self.branches = branches
         self.rng = rng
         self.rows: dict[int, Row] = {}
         self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
@@ -129,7 +130,7 @@ class FakeDevice:
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         tokens = [self._decode(work, plan) for work in plan.work]
-        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)] if self.ready.branches else []
+        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)] if self.branches else []
         return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths if plan.width > 1 else [])
 
     def _path(self, run: list[int], num_guesses: int) -> int:
@@ -236,7 +237,7 @@ class Bench:
 
     def __init__(self, ready: WorkerReady, depth: int = 2, seed: int = 0, **options) -> None:
         self.rng = random.Random(seed)
-        self.device = FakeDevice(ready, self.rng)
+        self.device = FakeDevice(ready, self.rng, options.pop("branches", False))
         self.now = 0.0
         self.inbox: MemoryLink = MemoryLink(ToScheduler)
         self.worker: MemoryLink = MemoryLink(ToWorker)

@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance, Estimator
 from overlap_spec.scheduler.width.policy import CostTable, MeasuredWidth
 
 
@@ -16,7 +17,9 @@ class Guesses(Protocol):
         """Of the first guesses: how many stand, how many might, and the path (`StepResult.paths`), if there is one."""
         ...
 
-    def estimator(self, num_guesses: int) -> Estimator: ...
+    def committed(self, width: int) -> float:
+        """Expected tokens of a step."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Chain:
             stood += 1
         return stood, num_guesses, []
 
-    def estimator(self, num_guesses: int) -> Estimator:
-        return ChainAcceptance(num_guesses)
+    def committed(self, width: int) -> float:
+        return sum(accumulate((1.0, *self.rates[: width - 1]), mul))
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,7 @@ class Tree:
         word = sum(1 << column - 1 for column in path) + (1 << num_guesses)
         return len(path), self._deepest(num_guesses), [word] if num_guesses else []
 
-    def estimator(self, num_guesses: int) -> Estimator:
-        return ColumnAcceptance(num_guesses)
-
     def committed(self, width: int) -> float:
-        """Expected tokens of a step."""
         stands = [1.0]
         for parent, rate in zip(self.parents[: width - 1], self.rates, strict=False):
             stands.append(stands[parent] * rate)
@@ -74,16 +73,8 @@ class Tree:
 class Engine:
     """Plays steps, `depth` of them in flight. Counts time and tokens."""
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        guesses: Guesses,
-        batch_size: int = 1,
-        depth: int = 2,
-        estimator: Estimator | None = None,
-    ) -> None:
-        learns = estimator or guesses.estimator(costs.widths[-1] - 1)
-        self.policy = MeasuredWidth(costs, learns, clock=lambda: self.seconds)
+    def __init__(self, costs: StepCosts, guesses: Guesses, batch_size: int = 1, depth: int = 2) -> None:
+        self.policy = MeasuredWidth(costs)
         self.table = CostTable(costs)
         self.guesses = guesses
         self.batch_size = batch_size
@@ -103,7 +94,6 @@ class Engine:
 
     def _step(self) -> None:
         width = self.policy.choose(self.batch_size)
-        self.policy.planned(width, self.batch_size)
         guessed = min(self._num_guesses, width - 1)
         self._num_guesses = width - 1
         rows = [self.guesses.judged(guessed, self._rng) for _ in range(self.batch_size)]
