@@ -68,12 +68,12 @@ async def measure_engines(arguments: argparse.Namespace) -> dict[str, Any]:
     async with Engine(config) as drafting, Engine(without_speculation(config)) as plain:
         engines = {"engine": drafting, "plain": plain}
         for name, engine in engines.items():
-            facts = engine.facts["worker"]
+            facts = engine.facts.worker.report()
             print(name, {key: facts[key] for key in FACTS if key in facts}, flush=True)
         for _ in range(arguments.runs):
             for name, engine in engines.items():
                 figures = await measure_latency(engine.client, prompts, sampling, _chat(WARM_UP_CHAT))
-                turns[name].append({**figures, "settings": describe_settings(engine), "facts": dict(engine.facts)})
+                turns[name].append({**figures, "settings": describe_settings(engine), "facts": engine.facts.report()})
                 said = {key: figures[key] for key in ("tokens_per_second", "step_ms", "accept_length")}
                 print(name, said, flush=True)
         files = drafting.settings.model.files

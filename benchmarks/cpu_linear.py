@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from overlap_spec.bench.report import describe_run, write_report
-from overlap_spec.models.layers.linear import Linear, linear_map
+from overlap_spec.models.layers.linear import Linear, make_linear
 
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 LAYERS, REPEATS = 30, 6
@@ -35,7 +35,7 @@ def main() -> None:
     weights = [[torch.randn(shape) for _ in range(LAYERS)] for shape in SHAPES]
     forms = {
         "weight @ x.T": [[Linear(weight) for weight in maps] for maps in weights],
-        "packed": [[linear_map(weight) for weight in maps] for maps in weights],
+        "packed": [[make_linear(weight) for weight in maps] for maps in weights],
     }
     figures = []
     for rows in (1, 2, 4, 6, 16, 64):

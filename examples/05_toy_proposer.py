@@ -23,9 +23,9 @@ class Followers(NoProposer):
         self.root = torch.zeros(shape.num_rows, dtype=torch.int64, device=shape.device)
 
     def prefill(self, prompts, rows, output):  # chunks of prompts, one after another
-        self.after[prompts.seats] = torch.where(prompts.fresh[:, None] > 0, -1, self.after[prompts.seats])
+        self.after[prompts.chunk_slots] = torch.where(prompts.fresh[:, None] > 0, -1, self.after[prompts.chunk_slots])
         chunk = torch.searchsorted(rows.row_starts[1:].long(), torch.ones_like(rows.positions).cumsum(0))  # of each row
-        self.after[prompts.seats[chunk], prompts.tokens] = prompts.next_tokens
+        self.after[prompts.chunk_slots[chunk], prompts.tokens] = prompts.next_tokens
         return prompts.next_tokens[prompts.last_rows, None]  # for `propose`: the last token of each
 
     def extend(self, batch, rows, output, verdict):  # what a step commits, padded with -1
@@ -43,13 +43,12 @@ class Followers(NoProposer):
 
 
 FOLLOW = Method("FOLLOW", 0, lambda spec, target, progress: NoDraft(lambda shape: Followers(shape, target.vocab_size)))
-NAME = "05_toy_proposer:FOLLOW"  # for --speculative-algorithm: a module that can be imported, and the method in it
 
 
 async def main(model):
     answers, sampling = [], SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True)
-    for flags in ({"algorithm": "NONE"}, {"algorithm": NAME, "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}):
-        asked = {f"speculative_{name}": flag for name, flag in flags.items()}
+    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    for asked in ({"speculative_algorithm": "NONE"}, {"speculative_algorithm": "05_toy_proposer:FOLLOW", **chain}):
         async with Engine(EngineConfig(model_path=model, log_level="warning", **asked)) as engine:
             answers.append(await engine.client.complete("One, two, three, one, two,", sampling))
     print("tokens are those of plain decoding:", answers[0].token_ids == answers[1].token_ids)

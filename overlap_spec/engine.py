@@ -1,12 +1,14 @@
-"""The engine as an in-process handle: `async with Engine(EngineConfig(...)) as engine`.
+"""The engine as a handle in this process: `async with Engine(EngineConfig(...)) as engine`.
 
 Engine owns the run directory, the supervisor and one client, and frees each exactly once: on stop, on a failed start
 and when an actor dies.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -15,15 +17,14 @@ from msgspec.structs import replace
 
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client.calls import Delta
-from overlap_spec.config import EngineConfig, Settings, says_how_to_wait
+from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import ActorFacts, EngineFacts, SamplingParams, SchedulerFacts, TokenizerFacts, WorkerFacts
 from overlap_spec.runtime.actor import ROLES
 from overlap_spec.runtime.run_directory import RunDirectory
-from overlap_spec.runtime.supervisor import Facts, Progress, Supervisor
-from overlap_spec.runtime.threads import in_daemon_thread
+from overlap_spec.runtime.supervisor import Progress, Supervisor
 from overlap_spec.runtime.tracing import CLIENT, recorder
 
 T = TypeVar("T")
@@ -36,8 +37,8 @@ def no_progress(what: str, done: int, total: int) -> None:
 class Engine:
     """Three actor processes and a client connected to them.
 
-    `progress(what, done, total)` is told what is fetched and loaded; it may be called from another thread.
-    `trace_dir`: every process leaves there what it did when (`tracing.py`), once the engine has stopped.
+    `progress(what, done, total)` reports what is fetched and loaded; it may be called from another thread.
+    `trace_dir`: every process writes its trace there (`tracing.py`) when the engine stops.
     Raises: ConfigError before anything is read, CheckpointError or ActorDied if it cannot start.
     """
 
@@ -57,7 +58,8 @@ class Engine:
         self._run_dir: RunDirectory | None = None
         self._supervisor: Supervisor | None = None
         self._client: Client | None = None
-        self._resources = contextlib.AsyncExitStack()  # freed last in, first out, whatever each raises
+        self._facts: EngineFacts | None = None
+        self._resources = contextlib.AsyncExitStack()  # freed last in, first out, even if one raises
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -70,7 +72,7 @@ class Engine:
 
     @property
     def settings(self) -> Settings:
-        """What is run. Raises: Overloaded before the start."""
+        """The settings that are run. Raises: Overloaded before the start."""
         return _started(self._settings)
 
     @property
@@ -79,9 +81,9 @@ class Engine:
         return _started(self._client)
 
     @property
-    def facts(self) -> dict[str, Facts]:
-        """What each actor has said when it was ready, by its name."""
-        return _started(self._supervisor).facts
+    def facts(self) -> EngineFacts:
+        """What each actor reported when it was ready. Raises: Overloaded before the start."""
+        return _started(self._facts)
 
     @property
     def failure(self) -> ActorDied | None:
@@ -97,8 +99,7 @@ class Engine:
     @property
     def endpoint(self) -> str:
         """Where a `Client` of another process connects."""
-        bound = self.facts.get("tokenizer", {}).get("client_endpoint")  # a tcp port may have been chosen there
-        return str(bound) if bound else _client_endpoint(self.settings, _started(self._run_dir))
+        return self.facts.tokenizer.client_endpoint
 
     def generate(
         self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
@@ -122,6 +123,7 @@ class Engine:
         supervisor = self._supervisor = Supervisor(run_dir, self._roles, self.progress)
         self._resources.push_async_callback(supervisor.stop)
         await supervisor.start(settings)
+        self._facts = _engine_facts(supervisor.facts)
         trace = recorder(CLIENT, self._trace_dir)
         self._resources.callback(trace.write)
         connection = Client(self.endpoint, settings.link.api_key, trace=trace)
@@ -163,22 +165,46 @@ class Engine:
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect())
         settings = replace(settings, trace_dir=self._trace_dir)
-        if settings.model.device == "cpu" and not says_how_to_wait():
+        if settings.model.device == "cpu" and not sets_thread_waiting():
             settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))
         spec, said = hub.resolve_drafting(settings.spec, files, self.config, self.progress)
         return replace(settings, spec=spec), notes + said
 
     def _remove_files(self, run_dir: RunDirectory) -> None:
         run_dir.remove()
-        if "tokenizer" in self.facts and self.endpoint.startswith("ipc://"):  # it bound this file, so it is ours
-            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        tokenizer = _started(self._supervisor).facts.get("tokenizer")
+        if isinstance(tokenizer, TokenizerFacts) and tokenizer.client_endpoint.startswith("ipc://"):
+            Path(tokenizer.client_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # the tokenizer made it
 
 
-def _client_endpoint(settings: Settings, run_dir: RunDirectory) -> str:
-    return settings.link.client_endpoint or run_dir.endpoints.client()
+def _engine_facts(facts: Mapping[str, ActorFacts]) -> EngineFacts:
+    tokenizer, scheduler, worker = (facts[role] for role in ROLES)
+    assert isinstance(tokenizer, TokenizerFacts), tokenizer
+    assert isinstance(scheduler, SchedulerFacts), scheduler
+    assert isinstance(worker, WorkerFacts), worker
+    return EngineFacts(tokenizer, scheduler, worker)
 
 
 def _started(part: T | None) -> T:
     if part is None:
         raise Overloaded("the engine has not been started")
     return part
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread and return its result.
+
+    Cancellation: returns at once and abandons the thread. An executor would be joined at exit, so that
+    Ctrl-C during a download waited for the download.
+    """
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()  # from here on a cancelled waiter cannot make `set_result` fail
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(outcome)

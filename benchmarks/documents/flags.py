@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from overlap_spec.cli import bench, chat
-from overlap_spec.cli.flags import ALIASES, flag_name
+from overlap_spec.cli.flags import ALIASES, REFUSED, flag_name
 from overlap_spec.cli.parser import Parser
-from overlap_spec.cli.refused_flags import REFUSED
 from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, ModelFiles, SpecSettings
 from overlap_spec.config.fields import ConfigField, config_fields
 from overlap_spec.config.resolve import resolve
@@ -32,7 +31,7 @@ VERIFICATION = (
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
-        *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init"),
+        *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
     ),
     "server": ("host", "port", "api_key", "zmq_endpoint", "log_level", "random_seed"),
     "memory": (

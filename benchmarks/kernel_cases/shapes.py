@@ -55,6 +55,8 @@ def assert_alike(actual: Any, expected: Any) -> None:
     elif isinstance(actual, tuple):
         for one, other in zip(actual, expected, strict=True):
             assert_alike(one, other)
+    elif not isinstance(actual, Tensor):
+        assert actual == expected
     elif actual.is_floating_point():
         torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, check_dtype=False)
     else:
@@ -62,8 +64,14 @@ def assert_alike(actual: Any, expected: Any) -> None:
 
 
 def bytes_of(values: Iterable[object]) -> int:
-    """Bytes of all tensors among them."""
-    return sum(size_of(value) for value in values if isinstance(value, Tensor))
+    """Bytes of all tensors among them, in tuples too."""
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            total += size_of(value)
+        elif isinstance(value, tuple):
+            total += bytes_of(value)
+    return total
 
 
 def size_of(tensor: object) -> int:

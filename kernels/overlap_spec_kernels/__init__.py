@@ -4,11 +4,12 @@ An op validates its arguments, runs its kernel on CUDA tensors and its twin (`op
 machine without Triton serves on a CPU.
 """
 
-from overlap_spec_kernels.attention.decode_attention import MAX_WIDTH, DecodeScratch, decode_attention
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
-from overlap_spec_kernels.attention.tree_attention import MAX_TREE_ROWS, tree_attention
+from overlap_spec_kernels.attention.tree_attention import tree_attention
+from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TREE_WIDTH
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.int8 import Int8Weight
@@ -30,20 +31,24 @@ from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
 from overlap_spec_kernels.tree.top_tokens import top_tokens
-from overlap_spec_kernels.window.gather_tree import gather_tree
-from overlap_spec_kernels.window.gather_window import gather_window
+from overlap_spec_kernels.window.gather_tree import GatheredTree, gather_tree
+from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
+from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
-    "MAX_TREE_ROWS",
-    "MAX_WIDTH",
+    "MASK_BITS",
+    "MAX_CHAIN_WIDTH",
+    "MAX_TREE_WIDTH",
     "Candidates",
     "DecodeScratch",
     "DenseWeight",
+    "GatheredTree",
+    "GatheredWindow",
     "Int8Weight",
     "LinearOperand",
     "NgramLimits",
@@ -51,6 +56,9 @@ __all__ = [
     "Norm",
     "Normed",
     "TokenRows",
+    "Published",
+    "PublishedColumns",
+    "Verdict",
     "add_children",
     "add_rms_norm",
     "allocate_log",

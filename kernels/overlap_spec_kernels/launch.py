@@ -1,68 +1,73 @@
-"""What every op needs to check its arguments and to start its kernel.
+"""Argument checks and kernel launches, shared by all ops.
 
-Triton is imported when a kernel is first launched, not when its module is: the package must import, and serve
-on a CPU, where Triton is not installed.
+Triton is imported at the first launch, not when a module of kernels is imported: without Triton, the package must
+still import and serve on a CPU.
 """
 
 import functools
 import importlib.metadata
 import inspect
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+Function = Callable[..., Any]
+
 
 class TritonKernel:
-    """A Triton function that its module compiles at the first launch: `kernel[grid](*arguments)`.
+    """A Triton function that is compiled at its first launch: `kernel[grid](*arguments)`.
 
-    That launch puts what `triton.jit` makes of every such function of the module in its place, so that kernels
-    can call each other, and binds `tl`, which the module itself imports for type checkers only.
-    An argument named in `FREE` is any integer to the compiler: one that changes from step to step must not cost
-    a compilation when it happens to be 1 or a multiple of 16.
+    A module of kernels imports `triton.language as tl` for type checkers only, and its kernels call each other by name.
+    So the compiler gets a copy of the function, whose globals hold `tl` and the compiled kernels that it calls.
     """
 
-    FREE = ("num_splits", "num_rows", "num_squares", "batch_stride", "program_step", "row_step")
+    def __init__(self, function: Function, do_not_specialize: tuple[str, ...] = ()) -> None:
+        unknown = set(do_not_specialize) - set(inspect.signature(function).parameters)
+        assert not unknown, f"{function.__name__} has no parameters {unknown}"
+        self.function = function
+        self.do_not_specialize = do_not_specialize
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    @classmethod
+    def with_options(cls, do_not_specialize: tuple[str, ...]) -> Callable[[Function], Self]:
+        """A decorator. The compiler does not specialise the named arguments by their values.
+
+        Arguments that change from step to step would otherwise cost a compilation when one is 1 or a multiple of 16.
+        """
+        return functools.partial(cls, do_not_specialize=do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.compile_module()
-        return self._function.__globals__[self._function.__name__][grid]
+        return self.compiled[grid]
 
-    def compile_module(self) -> None:
-        """Put compiled functions in place of this module's, and of what it imports from others."""
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The function as a Triton kernel; it is compiled at the first launch with each set of types and constants."""
         jit, names = self._compiler()
-        scope = self._function.__globals__
-        scope.update(names)
-        for name, value in list(scope.items()):
-            if isinstance(value, TritonKernel):
-                if value._function.__globals__ is not scope:
-                    value.compile_module()
-                    scope[name] = value._function.__globals__[name]
-                else:
-                    scope[name] = jit(do_not_specialize=value.free_arguments())(value._function)
+        function = self.function
+        scope = {**function.__globals__, **names}
+        for name in function.__code__.co_names:
+            if isinstance(called := scope.get(name), TritonKernel):
+                scope[name] = called.compiled
+        copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+        copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
+        return jit(do_not_specialize=list(self.do_not_specialize))(copy)
 
     def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """What compiles the module's functions, and what they call by a name that the module lacks."""
+        """The compiler, and the names that the function uses but its module imports for type checkers only."""
         import triton
         import triton.language
 
         return triton.jit, {"tl": triton.language}
 
-    def free_arguments(self) -> list[str]:
-        """Those of `FREE` that this function has."""
-        return [name for name in inspect.signature(self._function).parameters if name in self.FREE]
-
     def __call__(self, *arguments: Any) -> Any:
-        """Only other kernels call it, and they see the compiled function."""
-        raise TypeError(f"{self._function.__name__} runs on a device: launch it as kernel[grid](...)")
+        """Raise: only kernels call a kernel without a grid, and they call the compiled function."""
+        raise TypeError(f"{self.function.__name__} runs on a device: launch it as kernel[grid](...)")
 
 
 class GluonKernel(TritonKernel):
-    """A function in Gluon, Triton's lower level, where layouts and copies are the program's own. For CUDA alone."""
+    """A function in Gluon, Triton's lower level, where the program states layouts and copies. CUDA only."""
 
     def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         from triton.experimental import gluon
@@ -70,33 +75,34 @@ class GluonKernel(TritonKernel):
         from triton.experimental.gluon.language.nvidia import ampere, hopper
         from triton.language.extra import cuda
 
-        barrier = getattr(language, "barrier", None) or language.thread_barrier  # its name until Triton 3.6
+        barrier = getattr(language, "barrier", None) or language.thread_barrier  # the name until Triton 3.6
         return gluon.jit, {"gl": language, "ampere": ampere, "hopper": hopper, "cuda": cuda, "barrier": barrier}
 
 
-_GLUON_SINCE = (3, 6)  # of Triton, as the kernels here use it
-_FEW_ROWS = 64  # of a step: with more, maps are a BLAS's, which lets nobody begin early, and dependence only costs
+_GLUON_SINCE = (3, 6)  # the first Triton whose Gluon has the names that these kernels use
+# With more rows in a step a BLAS multiplies. Its kernels never let the next one begin early, so PDL would only cost.
+_FEW_ROWS = 64
 
 
 def dependent_launch(device: torch.device, num_rows: int = 1) -> dict[str, bool]:
     """Launch options of a kernel that begins while the kernel before it on the stream still runs (Hopper and later).
 
-    Such a kernel takes `PDL: tl.constexpr`. It may read what no kernel writes (weights) at once; before anything else
-    it must `tl.extra.cuda.gdc_wait()`, which returns when all kernels before it have ended and their writes are
-    visible. Every program of it must wait, or the kernel after it could overtake the kernel before it.
-    With more than 64 rows it is an ordinary launch.
+    Such a kernel takes `PDL: tl.constexpr`. It may at once read memory that no kernel writes (weights). Before any
+    other access it must call `tl.extra.cuda.gdc_wait()`, which returns when all kernels before it have ended and their
+    writes are visible. Every program must wait: otherwise the next kernel could overtake the previous one.
+    With more than 64 rows the launch is an ordinary one.
     """
     enabled = num_rows <= _FEW_ROWS and _can_depend(device)
     return {"PDL": True, "launch_pdl": True} if enabled else {"PDL": False}
 
 
 def lets_next_begin(device: torch.device) -> bool:
-    """Whether a kernel that is not itself dependent should say at once that a dependent one after it may begin."""
+    """Whether an ordinary kernel should let the dependent kernel after it begin at once."""
     return _can_depend(device)
 
 
 def runs_gluon(device: torch.device) -> bool:
-    """Whether kernels in Gluon run there: it is young, and its names have moved from version to version."""
+    """Whether kernels in Gluon run on `device`. Gluon's names still change from version to version of Triton."""
     return _can_depend(device) and _has_gluon()
 
 
@@ -117,7 +123,7 @@ def require(holds: bool, argument: str, expected: str) -> None:
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """float64 is the oracle's type: it runs the twin on every device."""
+    """Whether an op launches its kernel. The tests' oracle computes in float64, which runs the twin on any device."""
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 

@@ -1,8 +1,8 @@
-"""Kernels in CUDA C++, for what Triton and Gluon cannot say.
+"""Compiles and launches kernels in CUDA C++, for operations that Triton and Gluon cannot express.
 
-NVRTC compiles them, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA (2.10 and later) brings both along, so
-neither nvcc nor a compiler for the host is needed; where they are missing, `runs_hopper` is false, and callers do
-without.
+NVRTC compiles the kernels, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA (2.10 and later) installs both,
+so neither nvcc nor a host compiler is needed. Where they are missing, `runs_hopper` is false and callers use other
+kernels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
 
 @functools.cache
 def runs_hopper(device: torch.device) -> bool:
-    """Whether kernels for sm_90a can be compiled and run there: no other generation has its products of warpgroups."""
+    """Whether kernels for sm_90a can be compiled and run on `device`; only Hopper has these warpgroup products."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 
 
 class TensorMap(ctypes.Structure):
-    """What the copy engine must know of a matrix, opaque."""
+    """The copy engine's description of a matrix, opaque."""
 
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
-    """Tiles of so many rows and columns of a 16-bit matrix, swizzled by 128 bytes. What lies outside reads as zero.
+    """The map for tiles of `rows` x `columns` of a 16-bit matrix, swizzled by 128 bytes. Outside it, reads give zero.
 
     Shapes: matrix [R, C], rows of C contiguous, 16-byte aligned and spaced.
     """
@@ -64,7 +64,7 @@ class CudaKernel:
     """A kernel of the current device: `kernel.launch(programs, arguments)` on its current stream."""
 
     def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
-        """`threads` of a program, and bytes of shared memory that it has beside what the code itself declares."""
+        """`threads` per program; `shared`: bytes of shared memory beside those that the code itself declares."""
         from cuda.bindings import driver
 
         self._threads, self._shared = threads, shared
@@ -74,7 +74,7 @@ class CudaKernel:
         _checked(driver.cuFuncSetAttribute(self._function, limit, shared))
 
     def launch(self, programs: int, arguments: tuple[ctypes.Structure, ...]) -> None:
-        """It begins while the kernel before it still runs, and waits for it where it must. Sync: never."""
+        """Launch as a dependent kernel: it begins while the previous one runs, and waits for it itself. Sync: never."""
         from cuda.bindings import driver
 
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -96,9 +96,9 @@ class CudaKernel:
 
 
 def compiled(source: Path, defines: tuple[str, ...], headers: dict[str, str]) -> bytes:
-    """Machine code of a file, which may include its neighbours, and `headers` by name.
+    """Machine code of a source file, which may include files beside it, and `headers` by name.
 
-    Raises: RuntimeError with the compiler's words.
+    Raises: RuntimeError with the compiler's messages.
     """
     from cuda.bindings import nvrtc
 
@@ -117,7 +117,7 @@ def compiled(source: Path, defines: tuple[str, ...], headers: dict[str, str]) ->
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver or compiler returns, less its status. Raises: RuntimeError if it failed."""
+    """The result of a driver or compiler call without its status. Raises: RuntimeError if the call failed."""
     status, *values = answer
     if status != 0:
         raise RuntimeError(f"CUDA: {status!r}")

@@ -1,9 +1,9 @@
-"""Whether a result is older than the code that it measures.
+"""Decides whether a result is older than the code that it measures.
 
 A result records a hash of every part of the code that ran (`source.py`). It is *current* while the parts that its
-benchmark depends on hash the same today: a change of prose leaves it current, a change of code does not. The
-documents show current results. One that is not must be named in `benchmarks/results/older.json` with the reason why it
-still stands, and its table says both. `tests/unit/bench/test_age.py` checks it.
+benchmark depends on have the same hashes: a change of comments or docstrings leaves it current, a change of code does
+not. The documents show current results. `benchmarks/results/older.json` must name every other result with the reason
+why it is kept; its table shows both. `tests/unit/bench/test_age.py` checks this.
 """
 
 import json
@@ -15,7 +15,7 @@ from overlap_spec.bench.source import PARTS, Source
 
 OLDER = "older.json"
 STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/server", "overlap_spec/tokenizer"))
-DEPENDS_ON = {  # by benchmark; the rest depends on the step path
+DEPENDS_ON = {  # by benchmark; the others depend on the step path
     "throughput": PARTS,
     "scheduler": ("overlap_spec/scheduler",),
     "round_trip": ("overlap_spec/scheduler", "overlap_spec/worker"),
@@ -27,23 +27,21 @@ Report = Mapping[str, Any]
 
 
 def changed_parts(report: Report, now: Source) -> list[str]:
-    """Parts of the code that a report depends on and that have changed since; all of them if none was
-    recorded.
-    """
+    """Parts of the code that a report depends on and that have changed since; all of them if none was recorded."""
     then = report.get("run", {}).get("source", {}).get("code", {})
     parts = DEPENDS_ON.get(report.get("benchmark", "kernels"), STEP_PATH)
     return [part for part in parts if then.get(part) != now.code.get(part)]
 
 
 def reasons(results: Path) -> dict[str, str]:
-    """Why results that are not current still stand, by file name."""
+    """Why results that are not current are kept, by file name."""
     path = results / OLDER
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     return known
 
 
 def age_note(report: Report, path: Path, now: Source) -> str:
-    """What a table says of a result that is not current; empty if it is."""
+    """A table's note on a result that is not current; empty if it is."""
     changed = changed_parts(report, now)
     if not changed:
         return ""

@@ -1,6 +1,6 @@
-"""transformers' `generate` on the same prompts: what the engine's figures are compared with in the same run.
+"""Measures transformers' `generate` on the same prompts, as the baseline of the engine's figures in the same run.
 
-Needs the dependency group `bench`. It runs in a process of its own, so that the engine's processes and transformers
+It needs the dependency group `bench`. It runs in a process of its own, so that the engine's processes and transformers
 never share threads.
 
     python -m overlap_spec.bench.baseline MODEL TOKENIZER_DIR TOKENS THREADS DEVICE [RUNS] < prompts.json > figures.json
@@ -45,7 +45,7 @@ def measure_transformers(
 
 
 def _answer(model: Any, tokenizer: Any, prompt: str, max_tokens: int) -> tuple[int, float]:
-    """Tokens and seconds."""
+    """Generate one answer. Returns its number of tokens and the seconds it took."""
     chat = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = inputs.to(model.device)

@@ -1,6 +1,6 @@
-"""The engines that one benchmark compares, and what a report says of each.
+"""The engines that one benchmark compares, and their description in reports.
 
-engine      as asked                      depth1   the same, one step in flight
+engine      as configured                 depth1   the same, one step in flight
 plain       the same without speculation
 """
 
@@ -15,15 +15,14 @@ from overlap_spec.config import EngineConfig, synthetic_acceptance
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.server.app import create_app
-from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.serve import HttpServer
-from overlap_spec.version import __version__
+from overlap_spec.server.engine_client import server_info
+from overlap_spec.server.http_server import HttpServer
 
 HOST = "127.0.0.1"
 
 
 def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineConfig]:
-    """The engine as asked, and the ones of `compared`: plain, depth1."""
+    """The configured engine, and those named in `compared`: plain, depth1."""
     others = {"plain": without_speculation(config), "depth1": replace(config, disable_overlap_schedule=True)}
     return {"engine": config, **{name: others[name] for name in compared}}
 
@@ -31,7 +30,8 @@ def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineC
 @asynccontextmanager
 async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
     """The engine behind its HTTP server. Yields host and port."""
-    server = HttpServer(create_app(engine.client, server_info(engine), lambda: (True, "")), HOST, 0)
+    info = replace(server_info(engine.config, engine.settings, engine.facts), api_key=None)  # its requests carry none
+    server = HttpServer(create_app(engine.client, info, lambda: (True, "")), HOST, 0)
     await server.start()
     try:
         yield HOST, server.port
@@ -41,12 +41,11 @@ async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
     """Hardware, versions, commit and command."""
-    device = engine.facts.get("worker", {}).get("device", engine.settings.model.device)
-    return describe_run(str(device), engine.settings.num_threads)
+    return describe_run(engine.facts.worker.device, engine.settings.num_threads)
 
 
 def describe_settings(engine: Engine) -> dict[str, Any]:
-    """What a figure depends on, settled."""
+    """The settings that a figure depends on."""
     settings = engine.settings
     spec = settings.spec
     return {
@@ -69,22 +68,8 @@ def describe_settings(engine: Engine) -> dict[str, Any]:
 
 
 def acceptance_of(engine: Engine) -> str:
-    """`real`, or that it is synthetic; empty where nothing is accepted."""
+    """`real`, or a description of synthetic acceptance; empty without speculation."""
     spec = engine.settings.spec
     if spec.simulated_accept_len is not None:
         return synthetic_acceptance(spec.simulated_accept_len)
     return "real" if spec.width > 1 else ""
-
-
-def server_info(engine: Engine) -> ServerInfo:
-    """What the endpoints say of this run."""
-    model = engine.settings.model
-    return ServerInfo(
-        model_name=model.name,
-        model_path=model.files.weights,
-        tokenizer_path=model.files.tokenizer_dir,
-        max_model_len=model.max_len,
-        max_running_requests=engine.settings.scheduler.max_running_requests,
-        version=__version__,
-        skip_tokenizer_init=engine.settings.skip_tokenizer_init,
-    )

@@ -1,7 +1,8 @@
-"""One request at a time: what one user sees.
+"""Measures one request at a time: the latency that a single user sees.
 
-Every figure is taken at the client, through the whole engine. Accept length is committed tokens per verify
-step, bonus included, the prefill's token not counted; each step's whole run counts, also the one a finish cut.
+Every figure is measured at the client, through the whole engine. Accept length is committed tokens per verify step,
+bonus included, the prefill's token not counted. All committed tokens of a step count, even if the answer's end cuts
+some of them off.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ Clock = Callable[[], float]  # seconds; only differences count
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One answer. Times in seconds from sending. `ended`: by itself, and not at its limit of tokens."""
+    """One answer. Times in seconds from sending. `ended`: it ended by itself, not at its limit of tokens."""
 
     num_tokens: int
     first_token: float
@@ -40,7 +41,7 @@ async def measure_latency(
     warm_up: AnyPrompt,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Send prompts one after another, after `warm_up`, which is forgotten. Returns figures and one row per prompt."""
+    """Send `warm_up`, which is not measured, then prompts one after another. Returns figures and one row per prompt."""
     few = replace(sampling, max_new_tokens=WARM_UP_TOKENS)
     await _one(client, warm_up, few, clock)
     before = await settled_stats(client)
@@ -77,7 +78,7 @@ def _speed(rows: Sequence[RequestTimes]) -> float | None:
 
 
 async def settled_stats(client: Client) -> Stats:
-    """The counters once nothing runs: a request's last discarded step settles after its answer is complete."""
+    """The counters once no step is in flight: a request's last, discarded step settles after its answer is complete."""
     while True:
         stats = await client.stats()
         await asyncio.sleep(0.2)

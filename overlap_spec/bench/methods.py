@@ -1,7 +1,8 @@
-"""`bench methods`: every drafting method on one machine in one run, each compared with plain decoding.
+"""`bench methods`: measures every drafting method on one machine in one run, each against plain decoding.
 
-One engine is measured at a time, and stopped before the next. A record that does not run says why in the report:
-`skipped` (what it needs was not given), `refused` (the engine does not do it) or `failed` (it was given, and broke).
+One engine is measured at a time, and stopped before the next. The report of a record that does not run has the reason:
+`skipped` (a draft or file that it needs was not given), `refused` (the engine does not support it) or `failed` (an
+error).
 """
 
 import asyncio
@@ -41,7 +42,7 @@ Report = dict[str, Any]
 async def run_methods(
     config: EngineConfig, workload: Workload, comparison: Comparison, told: Callable[[Report], None]
 ) -> Report:
-    """Measure plain decoding, then every record. `told` is given the report so far after each of them.
+    """Measure plain decoding, then every record. `told` is called with the report so far after each of them.
 
     Raises: OverlapSpecError if plain decoding does not run.
     """
@@ -63,9 +64,9 @@ async def run_methods(
 
 
 def add_entry(entries: list[Report], entry: Report) -> None:
-    """Put an entry into the report: beside the others, or to the one of the same method.
+    """Add an entry to the report, or merge it into the entry of the same method.
 
-    Raises: OverlapSpecError without plain decoding, as there is nothing to compare with.
+    Raises: OverlapSpecError if plain decoding did not run, because all ratios are relative to it.
     """
     if entry["label"] == PLAIN_RECORD.label and entry["status"] != "ran":
         raise OverlapSpecError(f"plain decoding does not run, and nothing can be compared with it: {entry['reason']}")
@@ -81,9 +82,9 @@ def add_entry(entries: list[Report], entry: Report) -> None:
 async def _start(
     config: EngineConfig, record: MethodRecord, drafts: Drafts, engines: AsyncExitStack
 ) -> tuple[Report, Engine | None]:
-    """A started engine, or why there is none, in the entry."""
+    """Start an engine. If it does not start, the entry gets the reason."""
     entry: Report = {"label": record.label, "status": "ran", "flags": asdict(record)}
-    entry["load_average"] = round(os.getloadavg()[0], 1)  # of the minute before: says whether others had the machine
+    entry["load_average"] = round(os.getloadavg()[0], 1)  # of the minute before, other processes included
     begun = perf_counter()
     try:
         asked = config_of(config, record, drafts)
@@ -99,9 +100,9 @@ async def _start(
 
 
 async def _measure_job(entry: Report, job: Job, engine: Engine, session: Session) -> None:
-    """Fill in the entry; what was measured before a failure stays. Stops the engine."""
-    worker = engine.facts["worker"]
-    entry |= {"settings": describe_settings(engine), "memory": {name: worker.get(name) for name in MEMORY}}
+    """Fill in the entry, then stop the engine. Cells measured before a failure are kept."""
+    worker = engine.facts.worker.report()
+    entry |= {"settings": describe_settings(engine), "memory": {name: worker[name] for name in MEMORY}}
     entry["figures"] = figures = list[Report]()
     try:
         await _warm_up(engine, session)
@@ -114,7 +115,7 @@ async def _measure_job(entry: Report, job: Job, engine: Engine, session: Session
 
 
 async def _warm_up(engine: Engine, session: Session) -> None:
-    """The largest batch of prompts that are never measured, none longer than those that are."""
+    """Run the largest batch on prompts that are never measured, none longer than the measured ones."""
     short = max(2, min(len(prompt) for prompts in session.prompts.values() for prompt in prompts))
     cold = random_prompts(session.batch_sizes[-1], engine.settings.model.files.vocab_size, first=WARM_UP_ROWS)
     sampling = SamplingParams(max_new_tokens=WARM_UP_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
@@ -122,7 +123,7 @@ async def _warm_up(engine: Engine, session: Session) -> None:
 
 
 async def _measure_cell(engine: Engine, session: Session, cell: Cell, job: Job) -> Report:
-    """One load, some times; the fastest run counts, and all are kept."""
+    """Run one load several times. The figures are the fastest run's; the report keeps all runs."""
     name, batch = cell
     distinct = session.prompts[name]
     sent = list(repeated(distinct, batch))

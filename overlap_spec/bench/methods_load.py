@@ -1,7 +1,7 @@
-"""One method under one load: a number of users who each send a prompt, read the answer and send the next.
+"""Runs one method under one load: each of a number of users sends a prompt, reads the answer and sends the next.
 
-Everything is timed at the client, prompts included. Prompts that are sent again find nothing of their first time: the
-engine's caches are emptied before every run.
+Everything is timed at the client, prompts included. The engine's caches are emptied before every run, so a repeated
+prompt finds nothing in them.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from overlap_spec.client import Client
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import SamplingParams, Stats
 
-SETTLE_S = 10.0  # for the last step, whose tokens nobody wants any more
+SETTLE_S = 10.0  # timeout for the last step, whose tokens are dropped
 POLL_S = 0.005
 
 Tokens = list[int]
@@ -32,7 +32,7 @@ class LoadRun:
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer. Times in seconds from sending. `steps`: decode steps that it took."""
+    """One answer. Times in seconds from sending. `steps`: its number of decode steps."""
 
     token_ids: Tokens
     first_token: float
@@ -41,9 +41,9 @@ class TimedAnswer:
 
 
 async def run_load(client: Client, prompts: Sequence[Tokens], batch: int, sampling: SamplingParams) -> LoadRun:
-    """Answer all prompts, `batch` at a time. Raises: as `Client.generate`, OverlapSpecError if it does not settle.
+    """Answer all prompts, `batch` at a time. `step_ms` is wall time per decode step, other requests' prefill included.
 
-    `step_ms` is what an answer's step took, whatever else ran meanwhile: prefill of others too.
+    Raises: as `Client.generate`, OverlapSpecError if the engine does not settle.
     """
     await _flush(client)
     before = await client.stats()
@@ -72,13 +72,13 @@ async def warm_up(client: Client, prompts: Sequence[Tokens], sampling: SamplingP
 
 
 def repeated(prompts: Sequence[Tokens], batch: int) -> Iterator[Tokens]:
-    """As many prompts as a batch has room for: all of them, and the first ones again where there are too few."""
+    """All prompts, and the first ones again if there are fewer than a batch needs."""
     for index in range(max(batch, len(prompts))):
         yield prompts[index % len(prompts)]
 
 
 def share_identical(answers: Sequence[Tokens], reference: Sequence[Tokens]) -> float:
-    """The share of answers that are token for token the reference's; `reference` has one for each distinct prompt."""
+    """The share of answers equal to the reference's token for token; `reference` has one per distinct prompt."""
     same = sum(answer == reference[index % len(reference)] for index, answer in enumerate(answers))
     return round(same / len(answers), 4)
 
@@ -109,7 +109,7 @@ async def _flush(client: Client) -> None:
 
 
 async def _settled(client: Client, before: Stats, num_tokens: int) -> Stats:
-    """The counters when all that was answered since `before` is in them and nothing runs."""
+    """The counters once they include all `num_tokens` tokens since `before` and no step is in flight."""
     deadline = time.perf_counter() + SETTLE_S
     while True:
         stats = await client.stats()

@@ -1,4 +1,4 @@
-"""What `bench methods` is to run: prompts, loads and sizes."""
+"""Plans a run of `bench methods`: its jobs, prompts, loads and sizes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from overlap_spec.bench.workload import RANDOM, Workload, chat_prompts, load_pro
 from overlap_spec.config import EngineConfig
 from overlap_spec.messages import SamplingParams
 
-NUM_RANDOM = 20  # of the prompts named `random`
-ROOM = 256  # tokens for a request beside its own: windows in flight, pages that are not full
+NUM_RANDOM = 20  # number of prompts in the set `random`
+ROOM = 256  # extra KV tokens per request: windows in flight, pages that are not full
 
 Cell = tuple[str, int]  # name of the prompts, batch size
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared, and how thoroughly. `starts_at_once`: engines that start together, to save time."""
+    """The methods and loads to compare, and the number of runs. `starts_at_once`: engines that start together."""
 
     records: tuple[MethodRecord, ...]
     drafts: Drafts
@@ -31,7 +31,10 @@ class Comparison:
 
 @dataclass
 class Session:
-    """What all methods of a run share. `plain`: its tok/s by cell; `reference`: its answers at the smallest batch."""
+    """Data that all methods of a run share.
+
+    `plain`: tok/s of plain decoding by cell; `reference`: its answers at the smallest batch.
+    """
 
     workload: Workload
     num_runs: int
@@ -46,18 +49,18 @@ class Session:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Ascending: the smallest comes first, as the others' answers are compared with its."""
+        """Batch sizes in ascending order: answers of the others are compared with those of the smallest."""
         return sorted(set(self.workload.batch_sizes))
 
     @property
     def sampling(self) -> SamplingParams:
-        """Up to the end of the turn."""
+        """Greedy sampling up to the end of the turn."""
         return SamplingParams(max_new_tokens=self.workload.num_tokens, temperature=self.workload.temperature, seed=0)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one engine does."""
+    """The loads that one engine runs."""
 
     record: MethodRecord
     cells: tuple[Cell, ...]
@@ -65,10 +68,10 @@ class Job:
 
 
 def jobs_of(records: Sequence[MethodRecord], session: Session) -> Iterator[Job]:
-    """Plain decoding first.
+    """The jobs of a run, plain decoding first.
 
-    A method that learns from its answers has a fresh engine for every batch size, and one run of it: else it would be
-    asked what it has answered before.
+    A method that learns from its answers gets a new engine for every batch size, and a single run: otherwise it would
+    meet prompts that it has already answered.
     """
     for record in (PLAIN_RECORD, *records):
         if record.learns:
@@ -79,9 +82,9 @@ def jobs_of(records: Sequence[MethodRecord], session: Session) -> Iterator[Job]:
 
 
 def groups_of(jobs: Iterable[Job], together: int) -> Iterator[list[Job]]:
-    """Jobs whose engines start together, so many at most, in their order.
+    """Group jobs, in order, whose engines start together, at most `together` in a group.
 
-    An engine that may narrow its steps measures at its start what they cost, and so starts by itself.
+    An engine with adaptive widths measures its step costs at start, so it starts alone.
     """
     group: list[Job] = []
     for job in jobs:
@@ -110,7 +113,7 @@ def prompts_of(config: EngineConfig, workload: Workload, most: int | None) -> di
 
 
 def bounded(config: EngineConfig, session: Session) -> EngineConfig:
-    """No tokenizer and no prefix cache, and no larger than the largest batch needs, where no sizes were given."""
+    """The config without tokenizer and prefix cache; sizes that were not given are those of the largest batch."""
     config = replace(config, skip_tokenizer_init=True, disable_radix_cache=True)
     longest = max(len(prompt) for prompts in session.prompts.values() for prompt in prompts)
     most = longest + session.workload.num_tokens + ROOM

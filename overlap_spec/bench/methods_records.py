@@ -1,6 +1,6 @@
-"""Which methods `bench methods` compares: each a record of flags, as a table in `data/methods.json` has them.
+"""The methods that `bench methods` compares: records of flags, read from `data/methods.json` or a user's file.
 
-Whether a record can run is for the engine to say, in its own words.
+The engine itself reports whether a record can run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +21,9 @@ SHIPPED = Path(__file__).parent.parent / "data" / "methods.json"
 
 
 class MethodRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row of the table. Numbers that are not given are the method's own. `adaptive`: steps may be narrower.
+    """One row of the table. Missing numbers are the method's defaults. `adaptive`: steps may be narrower.
 
-    `learns`: it guesses what it has answered before, and so must not meet a prompt twice.
+    `learns`: the method drafts from its earlier answers, so it must not meet a prompt twice.
     """
 
     label: str
@@ -36,23 +36,23 @@ class MethodRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     learns: bool = False
 
 
-PLAIN_RECORD = MethodRecord("plain", PLAIN)  # always measured, and first: what the others are compared with
+PLAIN_RECORD = MethodRecord("plain", PLAIN)  # always measured first, as the others' baseline
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a user has: draft models by algorithm (directories or hub ids), and a token map."""
+    """The user's draft models by algorithm (directories or hub ids), and token map."""
 
     paths: Mapping[str, str]
     token_map: str | None = None
 
 
 class Skipped(OverlapSpecError):
-    """A record was not asked for, as what it needs was not given. Says which flag would."""
+    """A record does not run because a draft or file that it needs was not given. The message names the flag."""
 
 
 def read_method_records(path: str | None) -> tuple[MethodRecord, ...]:
-    """The table in that JSON file, else the one that ships. Raises: ConfigError naming --methods."""
+    """The table in the JSON file `path`; None: the package's own. Raises: ConfigError naming --methods."""
     try:
         records = msgspec.json.decode(Path(path or SHIPPED).read_bytes(), type=tuple[MethodRecord, ...])
     except (OSError, msgspec.DecodeError) as error:
@@ -64,9 +64,9 @@ def read_method_records(path: str | None) -> tuple[MethodRecord, ...]:
 
 
 def chosen(records: Sequence[MethodRecord], only: Sequence[str], drafts: Drafts) -> tuple[MethodRecord, ...]:
-    """Those of the algorithms in `only`, all of them if it is empty.
+    """The records of the algorithms in `only`; all records if it is empty.
 
-    Raises: ConfigError for a name that no row has, and for a draft or a map that no row would use.
+    Raises: ConfigError for a name that no record has, and for a draft or a map that no record would use.
     """
     _check_names("only", only, records)
     rows = tuple(record for record in records if not only or record.algorithm in only)
@@ -104,7 +104,7 @@ def config_of(config: EngineConfig, record: MethodRecord, drafts: Drafts) -> Eng
 
 
 def check_record(config: EngineConfig, record: MethodRecord, drafts: Drafts) -> Settings:
-    """What a config made by `config_of` settles to, before anything is started. Raises: ConfigError, Skipped."""
+    """The settings of the record's engine, resolved before anything starts. Raises: ConfigError, Skipped."""
     flag = f"--draft {record.algorithm}=PATH"
     lacks_draft = record.algorithm not in drafts.paths
     try:
@@ -120,7 +120,7 @@ def check_record(config: EngineConfig, record: MethodRecord, drafts: Drafts) -> 
 
 
 def in_force(record: MethodRecord, settings: Settings) -> MethodRecord:
-    """The record with the numbers that the engine has settled on."""
+    """The record with the numbers that the engine resolved."""
     spec = settings.spec
     if spec.width == 1:
         return record

@@ -6,7 +6,7 @@ from typing import Any
 Report = dict[str, Any]
 Rows = list[list[Any]]
 
-BUSY = 2.0  # of the load that one engine makes
+BUSY = 2.0  # load average relative to that of one engine: above it, other processes used the machine
 
 FULL = [
     "method",
@@ -42,7 +42,7 @@ def full_rows(report: Report) -> Rows:
 
 
 def _in_order(entry: Report, report: Report) -> list[Report]:
-    """By prompts, then by batch size; a method that learns was measured in another order."""
+    """An entry's rows by prompts, then by batch size. A method that learns is measured in another order."""
     names = report["workload"]["prompts"].split(",")
     return sorted(entry.get("figures", []), key=lambda row: (names.index(row["prompts"]), row["batch"]))
 
@@ -54,12 +54,12 @@ def summary_head(report: Report) -> list[str]:
 
 
 def summary_rows(report: Report) -> Rows:
-    """One row for each method and set of prompts; tok/s over plain's where a column is a batch size."""
+    """One row for each method and set of prompts; a batch size's column has the ratio of tok/s to plain's."""
     return [_summary(entry, name, report) for entry in report["methods"] for name in _measured(entry)]
 
 
 def _summary(entry: Report, name: str, report: Report) -> list[Any]:
-    """Accept length is that of the smallest batch; answers that differ are those of any batch."""
+    """One row. Accept length is that of the smallest batch; answers that differ are those of any batch."""
     by_batch = {row["batch"]: row for row in entry["figures"] if row["prompts"] == name}
     ratios = [
         against_plain(by_batch[size]["ratio"]) if size in by_batch else "" for size in report["workload"]["batch_sizes"]
@@ -96,12 +96,12 @@ def name_of(entry: Report) -> str:
 
 
 def against_plain(ratio: float) -> str:
-    """tok/s over plain decoding's; what is slower is marked."""
+    """The ratio to plain decoding's tok/s, marked if it is below 1."""
     return f"{ratio:.2f}" if ratio >= 1 else f"**{ratio:.2f}** slower"
 
 
 def memory_of(entry: Report) -> list[str]:
-    """Target and draft: weights in MiB, and bytes that a token takes in their caches."""
+    """Target's and draft's weights in MiB, and bytes per token in their KV caches."""
     memory = entry["memory"]
     return [
         _split(memory["weights_mib"], memory["draft_weights_mib"]),

@@ -1,7 +1,7 @@
-"""What SGLang 0.5.14 measured on the same kind of GPU, read from its lines in `benchmarks/peers/sglang-0.5.14`.
+"""Figures of SGLang 0.5.14 on the same kind of GPU, read from its log lines in `benchmarks/peers/sglang-0.5.14`.
 
-A configuration has up to two modes: overlap on, and off (`-sync`). The comparison is the one that is hardest on us: at
-each batch size the better mode of those that were measured. For plain decoding and trees only overlap on was measured.
+A configuration has up to two modes: overlap on, and off (`-sync`). At each batch size the comparison takes SGLang's
+better measured mode. For plain decoding and trees only overlap on was measured.
 """
 
 import json
@@ -12,35 +12,35 @@ from typing import Any
 
 PEER = "SGLang 0.5.14"
 DIRECTORY = Path("benchmarks/peers/sglang-0.5.14")  # in a checkout
-SYNC = "-sync"  # ends the name of a configuration that ran with its overlap off
+SYNC = "-sync"  # suffix of a configuration that ran with its overlap off
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class PeerFigure:
-    """`lines`: the configurations that it was read from, by their names in the files."""
+    """A figure and its origin. `lines`: the names in the files of the configurations that it was read from."""
 
     value: float
     lines: str
 
 
 class Peer:
-    """Figures of the lines that stand for batches; None where nothing was measured."""
+    """Figures from the lines that describe batches; None where nothing was measured."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._batches = [line for line in lines if line.get("kind") == "batch"]
 
     def step_ms(self, config: str, batch: int) -> PeerFigure | None:
-        """A decode step: verify steps, or plain ones."""
+        """Time of a decode step: a verify step, or a plain one."""
         return self._best(config, batch, _step_ms, min)
 
     def one_token_ms(self, config: str, batch: int) -> PeerFigure | None:
-        """The smallest wall of three calls for one token."""
+        """The smallest wall time of three calls for one token."""
         return self._best(config, batch, lambda line: round(1000 * line["prefill_s"], 3), min)
 
     def speed(self, config: str, batch: int) -> PeerFigure | None:
-        """tok/s over the whole wall, prefill included."""
+        """tok/s over the whole wall time, prefill included."""
         return self._best(config, batch, _speed, max)
 
     def worst_ratio(self, config: str, over: str, batches: Sequence[int]) -> PeerFigure | None:

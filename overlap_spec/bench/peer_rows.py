@@ -1,7 +1,7 @@
-"""Rows that set our throughput beside SGLang's: what is read of a report, and what of `peer.py`.
+"""Rows that compare a throughput report with SGLang: which figure of the report, and which of `peer.py`.
 
 Both were measured in bfloat16 by the same kind of call: one batch of token ids, the same prompts, prefix cache off,
-without a tokenizer, the better of two runs.
+no tokenizer, the better of two runs.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ BATCHES = (1, 8, 32, 64)
 
 @dataclass(frozen=True)
 class PeerRow:
-    """One row. `peer` None: not measured there. Less is better for times, more for the rest.
+    """One row. `peer` None: SGLang did not measure it. For times less is better, for other figures more.
 
-    `step`: (label of the work, batch) where the row is the time of a decode step.
+    `step`: (label of the work, batch) if the row is the time of a decode step.
     """
 
     work: str
@@ -31,11 +31,11 @@ class PeerRow:
     step: tuple[str, int] | None = None
 
     def peer_figure(self, peer: Peer) -> PeerFigure | None:
-        """The peer's, from the line that is hardest on us."""
+        """SGLang's figure in its better mode."""
         return self.peer(peer) if self.peer is not None else None
 
     def ratio(self, ours: float, peer: float) -> float:
-        """How many times better than the peer."""
+        """How many times better than SGLang's."""
         return peer / ours if self.is_time else ours / peer
 
 
@@ -87,7 +87,7 @@ def _peer_overlap(config: str, batch: int) -> ReadPeer:
 
 
 def _steps(work: str, part: str, config: str, batches: tuple[int, ...]) -> tuple[PeerRow, ...]:
-    """Step times, by batch size."""
+    """Rows of step times, by batch size."""
     return tuple(
         PeerRow(f"{work}, batch {batch}, ms a step", _step(part, batch), _peer_step(config, batch), step=(work, batch))
         for batch in batches
@@ -95,7 +95,7 @@ def _steps(work: str, part: str, config: str, batches: tuple[int, ...]) -> tuple
 
 
 def _one_tokens(model: str, batches: tuple[int, ...]) -> tuple[PeerRow, ...]:
-    """One-token calls: the prefill of a batch, and its first tokens."""
+    """Rows of one-token calls: the prefill of a batch, and its first tokens."""
     kinds = ((CHAIN, "engine", f"{model}-{PEER_CHAIN}"), ("plain", "plain", f"{model}-{PEER_PLAIN}"))
     return tuple(
         PeerRow(f"{work}, batch {batch}, one-token call, ms", _one_token(part, batch), _peer_one_token(config, batch))

@@ -1,6 +1,6 @@
-"""What every result file carries besides its figures: hardware, versions, commit and command.
+"""The origin that every result file records beside its figures: hardware, versions, commit and command.
 
-A figure without these is not worth keeping.
+Without these, two figures cannot be compared.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ from overlap_spec.bench.source import describe_source
 from overlap_spec.runtime.machine import processor_name
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
-NOT_RECORDED = ("--output",)  # where a result goes: no part of what was measured
+NOT_RECORDED = ("--output",)  # flags that do not change what is measured
 
 
 def describe_run(device: str, num_threads: int, more: Sequence[str] = ()) -> dict[str, Any]:
@@ -40,10 +40,10 @@ def describe_run(device: str, num_threads: int, more: Sequence[str] = ()) -> dic
 
 
 def recorded_command(argv: Sequence[str]) -> str:
-    """What measures the same again: a command line or a script, without `NOT_RECORDED`."""
+    """The command that repeats the measurement: a command line or a script, without `NOT_RECORDED`."""
     script = _script(argv[0])
     program = ["python", script] if script else ["overlap-spec"]
-    words = zip(argv[1:], argv, strict=False)  # each with the one before it
+    words = zip(argv[1:], argv, strict=False)  # pairs of a word and the word before it
     kept = [word for word, before in words if not {before, word.partition("=")[0]} & set(NOT_RECORDED)]
     return shlex.join(program + kept)
 
@@ -62,6 +62,6 @@ def _version(name: str) -> str | None:
 
 
 def _script(program: str) -> str | None:
-    """The script's path in the repository; None of the command line `overlap-spec`."""
+    """The script's path in the repository; None for the command line `overlap-spec`."""
     path = Path(program).resolve()
     return f"{path.parent.name}/{path.name}" if path.suffix == ".py" and path.stem != "__main__" else None

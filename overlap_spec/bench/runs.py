@@ -1,8 +1,8 @@
 """Whole benchmark runs: start engines, measure, compare within the run.
 
-Speculation is always compared with the same engine without it, and on request with one step in flight or with
-transformers, one after the other on the same machine in the same run. Throughput is measured as its peer was: token
-ids in and out, no tokenizer, no prefix cache; only with the peer are figures of another run compared.
+Speculation is always compared with the same engine without it; on request, also with one step in flight or with
+transformers. All run one after the other on the same machine in the same run. Throughput is measured as SGLang's was:
+token ids in and out, no tokenizer, no prefix cache. Only SGLang's figures come from another run.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from overlap_spec.engine import Engine
 
 NUM_FIRST_TOKENS = 20
 FIRST_TOKEN_ROWS = 1000  # random prompts from here on are in no batch
-MOST_CHAT_TOKENS = 512  # of an answer that does not end by itself
+MOST_CHAT_TOKENS = 512  # limit of an answer that does not end by itself
 CHAT_LINK = "ZMQ client, token ids in and out, no HTTP"
 WARM_UP_CHAT = "Say hello."  # in no set of prompts
 
@@ -44,9 +44,9 @@ Load = tuple[tuple[str, int | str], ...]  # columns of a row: batch, and samplin
 async def run_latency(
     config: EngineConfig, workload: Workload, plain: bool, baseline: bool, runs: int = 1
 ) -> dict[str, Any]:
-    """One chat after another with speculation, without it, and through transformers; of `runs` turns each one's best.
+    """Measure one chat at a time with speculation, without it, and through transformers; the best of `runs` turns each.
 
-    In every turn each engine has a start of its own: none of them has the machine's quiet minutes alone.
+    Every engine is started again in every turn, so that a quiet minute of the machine does not favour one of them.
     """
     ways = (SamplingMode(workload.temperature), *workload.sampled)
     report: dict[str, Any] = {"benchmark": "latency", "workload": workload.describe()}
@@ -69,17 +69,17 @@ async def run_latency(
 
 
 def best_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The fastest turn, and how fast each was. With one turn, that."""
+    """The figures of the fastest turn, and the speed of every turn if there are several."""
     fastest = max(turns, key=lambda figures: figures["tokens_per_second"])
     return fastest | {"turns": [figures["tokens_per_second"] for figures in turns]}
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    return {"settings": describe_settings(engine), "facts": {role: dict(facts) for role, facts in engine.facts.items()}}
+    return {"settings": describe_settings(engine), "facts": engine.facts.report()}
 
 
 async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:
-    """Batches, first tokens and chats, with speculation and `compared` to (`variants`) in the same run.
+    """Measure batches, first tokens and chats, with speculation and with the engines of `compared` (`variants`).
 
     One step in flight is measured greedily only.
     """
@@ -107,7 +107,7 @@ def _as_the_peer(config: EngineConfig, most: int) -> EngineConfig:
 
 
 def _introduce(report: dict[str, Any], engine: Engine, workload: Workload) -> None:
-    """Say once where the figures come from, and first of all if acceptance is made up."""
+    """Record the origin of the figures once, synthetic acceptance first."""
     if "run" not in report:
         report["run"] = describe_engine(engine)
         report["acceptance"] = acceptance_of(engine)
@@ -137,7 +137,7 @@ async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, A
 async def _measure_chats(
     engine: Engine, prompts: Sequence[AnyPrompt], warm_up: AnyPrompt, ways: Sequence[SamplingMode], num_tokens: int
 ) -> dict[str, Any]:
-    """One after another, in each of these ways; the top figures are the first way's."""
+    """Answer chats one after another with each way of sampling; the top-level figures are those of the first."""
     figures, *others = [await measure_latency(engine.client, prompts, way.params(num_tokens), warm_up) for way in ways]
     if others:
         drawn = zip(ways[1:], others, strict=True)
@@ -152,7 +152,7 @@ def _ratios(report: dict[str, Any], figure: str) -> dict[str, float]:
 
 
 def _batch_ratios(report: dict[str, Any], compared: Sequence[str]) -> list[dict[str, Any]]:
-    """tok/s of the engine as asked over the others', one row per batch size and for chats, then those of sampling."""
+    """Ratios of the configured engine's tok/s to the others': a row per batch size, one for chats, then sampling."""
     speeds = {name: _speeds(report[name]) for name in ("engine", *compared)}
     return [
         dict(load)

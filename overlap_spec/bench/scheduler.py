@@ -1,7 +1,7 @@
-"""What a step costs the scheduler: CPU time to settle a result, plan the next step and encode both messages.
+"""Measures the scheduler's CPU time per step: to settle a result, plan the next step and encode both messages.
 
-A fake worker answers at once, outside of the measured time; requests that finish are replaced, so admission, prefill
-plans and the prefix cache are part of the mean.
+A fake worker answers at once, outside of the measured time. Requests that finish are replaced, so the mean includes
+admission, prefill plans and the prefix cache.
 """
 
 import random
@@ -23,7 +23,8 @@ from overlap_spec.messages import (
     ToScheduler,
     WorkerReady,
 )
-from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links, Scheduler
 
 WIDTH = 4
 PROMPT_TOKENS = 128
@@ -31,7 +32,7 @@ NEW_TOKENS = 512
 
 
 class EncodingOutlet:
-    """An outlet that encodes, as a socket's would, and keeps what was sent for the fake end of the link."""
+    """An outlet that encodes messages as a socket's does, and keeps them for the fake peer."""
 
     def __init__(self) -> None:
         self.sent: deque[Any] = deque()
@@ -46,7 +47,7 @@ class EncodingOutlet:
 
 
 class NoInbox:
-    """The measured loop hands messages over itself."""
+    """An inbox that is never read: the measured loop passes messages directly."""
 
     def drain(self) -> list[ToScheduler]:
         return []
@@ -58,7 +59,7 @@ class NoInbox:
 
 
 class Load:
-    """Keeps `batch` requests running and plays the worker."""
+    """Keeps `batch` requests running, and acts as the worker."""
 
     def __init__(self, batch: int) -> None:
         self._rng = random.Random(0)
@@ -77,12 +78,12 @@ class Load:
     def admit(self) -> Admit:
         self._num_admitted += 1
         prompt = array("i", (self._rng.randrange(32_000) for _ in range(PROMPT_TOKENS)))
-        # Ends are spread out, as they are in a service that has run for a while.
+        # Requests end at different steps, as in a service that has run for a while.
         sampling = SamplingParams(max_new_tokens=self._rng.randint(NEW_TOKENS // 2, NEW_TOKENS), seed=0)
         return Admit(self._num_admitted, prompt.tobytes(), sampling, (2,), 0.0)
 
     def payloads(self) -> list[bytes]:
-        """What the scheduler receives next: a result, and a request for each that finished."""
+        """The next messages to the scheduler: a result, and a new request for each finished one."""
         arrivals = [msgspec.msgpack.encode(self.admit()) for _ in range(self._num_finished())]
         return ([self._answer()] if self.worker.sent else []) + arrivals
 
@@ -127,5 +128,5 @@ def _turn(scheduler: Scheduler, decoder: "msgspec.msgpack.Decoder[ToScheduler]",
     for payload in payloads:
         scheduler.dispatch(decoder.decode(payload))
     scheduler.plan_ahead()
-    scheduler.speak()
+    scheduler.send_replies()
     return time.thread_time() - started

@@ -1,16 +1,16 @@
-"""Which source code a result was measured with: computed from the files that run, never typed.
+"""Identifies the source code that a result was measured with, computed from the files that run.
 
     python -m overlap_spec.bench.source        write MANIFEST, for a machine that has the files but no git
 
-`describe_source` hashes the packages that run as git hashes a tree, so anybody can compare a result with a commit:
+`describe_source` hashes the packages that run as git hashes a tree, so a result can be compared with a commit:
 
     git rev-parse COMMIT:overlap_spec COMMIT:kernels/overlap_spec_kernels
 
 The commit is git's HEAD or the manifest's, whichever has equal trees. If neither has, "+" follows it; without git and
 manifest it is `UNKNOWN`.
 
-`code_hashes` says which parts of the code a result depends on: comments, docstrings and blank lines are left out, so
-that prose makes no figure old.
+Each part of the code also has a hash without comments, docstrings and blank lines, so that a change of prose does not
+make a result old.
 """
 
 import ast
@@ -28,8 +28,8 @@ from typing import Any
 
 UNKNOWN = "unknown"
 MANIFEST = ".source.json"
-PACKAGES = ("overlap_spec", "kernels/overlap_spec_kernels")  # as git names them
-PARTS = (  # of the code, each hashed by itself
+PACKAGES = ("overlap_spec", "kernels/overlap_spec_kernels")  # paths in the repository
+PARTS = (  # parts of the code, each with a hash
     *(f"overlap_spec/{name}" for name in ("models", "sampling", "scheduler", "server", "spec", "tokenizer", "worker")),
     "kernels/overlap_spec_kernels",
 )
@@ -39,24 +39,24 @@ _NOT_SOURCE = ("__pycache__", ".DS_Store")
 
 @dataclass(frozen=True)
 class Source:
-    """The files that run. `commit`: of trees equal to these; with "+" they differ. `trees`: git's SHA-1 by path."""
+    """The files that run. `commit`: a commit with equal trees; with "+" they differ. `trees`: git's SHA-1 by path."""
 
     commit: str
     trees: Mapping[str, str]
     code: Mapping[str, str]  # part -> hash of its code
 
     def describe(self) -> dict[str, Any]:
-        """For a report."""
+        """The fields of a report."""
         return {"commit": self.commit, "source": {"trees": dict(self.trees), "code": dict(self.code)}}
 
 
 def describe_source(more: Iterable[str] = ()) -> Source:
-    """Hash the packages where they were imported from, and `more` paths beside them (tests, a script)."""
+    """Hash the imported packages, and `more` paths beside them (tests, a script)."""
     return source_of(package_places() | {name: root() / name for name in more}, root())
 
 
 def source_of(places: Mapping[str, Path], top: Path) -> Source:
-    """`places`: path in the repository -> where it is here. `top`: where git or a manifest is asked for."""
+    """`places`: path in the repository -> path on this machine. `top`: the directory of git or a manifest."""
     trees = {name: git_hash(place) for name, place in places.items() if place.exists()}
     recorded = [found for found in (_from_git(top, trees), _from_manifest(top)) if found is not None]
     code = {part: found for part in PARTS if (found := _code_of(part, places)) is not None}
@@ -130,7 +130,7 @@ def _package(name: str) -> Path:
 
 
 def _commit(trees: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]) -> str:
-    """The first commit that has these trees; the first one and "+" if none has."""
+    """The first recorded commit with these trees; the first one and "+" if none has them."""
     for known in recorded:
         if all(known["trees"].get(name) == found for name, found in trees.items()):
             return str(known["commit"])
@@ -138,7 +138,7 @@ def _commit(trees: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]) -> 
 
 
 def _from_git(top: Path, names: Iterable[str]) -> dict[str, Any] | None:
-    """HEAD and its hashes; None where git knows no package of ours."""
+    """HEAD and its hashes; None if git does not track the packages."""
     commit = _git(top, "rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
     trees = {name: _git(top, "rev-parse", "--verify", "--quiet", f"HEAD:{name}") for name in names}
     return {"commit": commit, "trees": trees} if commit and trees.get(PACKAGES[0]) else None
@@ -153,7 +153,7 @@ def _from_manifest(top: Path) -> dict[str, Any] | None:
 
 
 def _git(top: Path, *arguments: str) -> str:
-    """What git prints; empty if it cannot."""
+    """The output of a git command; empty if it fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=top, capture_output=True, text=True, check=False)
     except OSError:
@@ -170,7 +170,7 @@ def _code_of(part: str, places: Mapping[str, Path]) -> str | None:
 
 
 def _docstrings(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where docstrings begin and end, in the order of the text: (line from 1, column)."""
+    """Begin and end of every docstring, in the order of the text: (line from 1, column)."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
@@ -186,7 +186,7 @@ def _docstrings(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def _cut(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> None:
-    """Take out what is between two places; line breaks stay."""
+    """Remove the text between two places, except line breaks."""
     (first, left), (last, right) = start, end
     if first == last:
         lines[first - 1] = lines[first - 1][:left] + lines[first - 1][right:]

@@ -1,7 +1,6 @@
-"""A decode workload with every process's trace: where a step's time goes, and a file to look at.
+"""Runs a decode workload with all processes traced: where a step's time goes, and a trace file to view.
 
-The engine is traced throughout; what is kept is one
-batch of requests, after a warm-up of the same batch.
+Tracing is always on; the records kept are those of one batch of requests, after a warm-up of the same batch.
 """
 
 import asyncio
@@ -45,14 +44,14 @@ async def run_step(config: EngineConfig, workload: Workload, trace: str | None) 
 
 
 async def traced_run(config: EngineConfig, workload: Workload) -> TracedRun:
-    """Start the engine, run, stop it, and read what its processes have left."""
+    """Start the engine, run the workload, stop the engine, and read the records of its processes."""
     batch = workload.batch_sizes[0]
     config = replace(config, max_running_requests=config.max_running_requests or batch)
     with tempfile.TemporaryDirectory(prefix="overlap-spec-trace-") as directory:
         async with Engine(config, trace_dir=Path(directory)) as engine:
             prompts = batch_prompts(config, workload, engine.settings.model.files.vocab_size)
             await _generate(engine, prompts, WARM_UP_TOKENS, workload.temperature)
-            await engine.client.flush_cache()  # else there is no prefill to see
+            await engine.client.flush_cache()  # otherwise the trace has no prefill
             before = await settled_stats(engine.client)
             begin = time.monotonic()
             num_tokens = await _generate(engine, prompts, workload.num_tokens, workload.temperature)
@@ -61,7 +60,7 @@ async def traced_run(config: EngineConfig, workload: Workload) -> TracedRun:
             report: dict[str, Any] = {"benchmark": "step", "run": describe_engine(engine)}
             report |= {"acceptance": acceptance_of(engine), "workload": workload.describe() | {"batch": batch}}
             report["settings"] = describe_settings(engine)
-            report["ceilings"] = str(engine.facts["worker"]["ceilings"])
+            report["ceilings"] = engine.facts.worker.ceilings
         everything = read_records(Path(directory))
     records = [record for record in everything if begin <= record.begin <= begin + wall_s]
     figures = {
@@ -82,6 +81,6 @@ async def _generate(engine: Engine, prompts: Sequence[list[int]], num_tokens: in
 
 
 def _floor(before: Stats, after: Stats) -> float:
-    """Seconds that a decode step takes at least, on average."""
+    """The mean lower bound of a decode step's time, in seconds."""
     steps = after.decode_steps_total - before.decode_steps_total
     return (after.decode_floor_total - before.decode_floor_total) / steps if steps else 0.0

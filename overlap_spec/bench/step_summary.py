@@ -1,7 +1,7 @@
-"""Where the time of a decode step goes, from the records of a run.
+"""Summarises where the time of a decode step goes, from the records of a run.
 
-A step begins when its first device work begins; its period ends where the next step begins. Whatever is left of a
-period after the device's parts is the gap: the device waits for the host. Host work that is not in a gap is hidden.
+A step begins when its first device work begins, and its period ends when the next step begins. The gap is the part of
+a period without device work: the device waits for the host. Host work outside the gap is hidden.
 """
 
 import statistics
@@ -28,7 +28,7 @@ class StepTimes:
 
 
 def device_steps(records: Iterable[Record]) -> dict[int, StepTimes]:
-    """Every step's device work: the records that say which phase they belong to."""
+    """Every step's device work: the records that name a phase."""
     steps: dict[int, StepTimes] = {}
     for record in sorted(records, key=lambda record: record.begin):
         if record.step and "phase" in record.args:
@@ -42,9 +42,10 @@ def device_steps(records: Iterable[Record]) -> dict[int, StepTimes]:
 
 
 def summarise(records: Sequence[Record], floor_s: float) -> dict[str, Any]:
-    """Means over decode steps that another decode step follows. `floor_s`: of a step; 0 if no ceiling is known.
+    """Means over the decode steps that are followed by another one.
 
-    Times in milliseconds. `parts_ms` and `gap_ms` add up to `step_ms`; the host's times run beside them.
+    `floor_s`: lower bound of a step's time, 0 if the machine's ceilings are unknown. Times are in milliseconds.
+    `parts_ms` and `gap_ms` add up to `step_ms`; the host's times are concurrent with them.
     """
     steps = device_steps(records)
     pairs = [(step, steps[i + 1]) for i, step in steps.items() if step.phase == DECODE and _decodes(steps, i + 1)]
@@ -73,7 +74,7 @@ def summarise(records: Sequence[Record], floor_s: float) -> dict[str, Any]:
 
 
 def queued_ahead(records: Sequence[Record]) -> float:
-    """The share of decode steps whose plan was sent before the tokens of the step before were read."""
+    """The share of decode steps whose plan was sent before the previous step's tokens were read."""
     steps = device_steps(records)
     spans = {(record.name, record.step): record for record in records if record.track == SCHEDULER}
     ahead = [
@@ -85,7 +86,7 @@ def queued_ahead(records: Sequence[Record]) -> float:
 
 
 def _host(records: Sequence[Record], steps: dict[int, StepTimes]) -> dict[str, float]:
-    """Mean seconds of each actor for a step. Device work inside a launch (on a CPU) is not the host's."""
+    """Mean seconds of each actor for a step. Device work inside a launch (on a CPU) does not count as host time."""
     spent: dict[str, float] = defaultdict(float)
     for record in records:
         if record.track == SCHEDULER:

@@ -1,7 +1,7 @@
-"""A few steps as text: when each was queued, ran and was settled.
+"""Draws a few steps as text: when each was queued, ran and was settled.
 
 queued   |   77777777   8888888      plan sent, work not begun
-device   |66666666dd7777777dd8888    the step's digit until its tokens are out, then d: the draft works
+device   |66666666dd7777777dd8888    the step's digit until its tokens are out, then d while the draft runs
 settled  |        6         7
 """
 
@@ -15,7 +15,7 @@ AFTER_TOKENS = "d"
 
 
 class Row:
-    """One line of characters over a stretch of time."""
+    """One line of characters over a span of time."""
 
     def __init__(self, begin: float, end: float) -> None:
         self._begin = begin
@@ -23,7 +23,7 @@ class Row:
         self._cells = [" "] * WIDTH
 
     def fill(self, begin: float, end: float, mark: str) -> None:
-        """Write `mark` over a stretch, at least one cell of it; what lies outside is cut off."""
+        """Write `mark` over a span, in at least one cell; parts outside the row are cut off."""
         first, last = (int((at - self._begin) * self._per_s) for at in (begin, end))
         for cell in range(max(first, 0), min(max(last, first + 1), WIDTH)):
             self._cells[cell] = mark
@@ -38,7 +38,7 @@ def decode_steps(records: Sequence[Record]) -> list[int]:
 
 
 def timeline(records: Sequence[Record], first_step: int, num_steps: int) -> str:
-    """`num_steps` steps from `first_step` on, which all must have run."""
+    """Draw `num_steps` steps from `first_step` on, which all must have run."""
     steps = device_steps(records)
     begin, end = steps[first_step].begin, steps[first_step + num_steps - 1].end
     queued, device, settled = (Row(begin, end) for _ in range(3))

@@ -1,9 +1,9 @@
-"""Tables of Markdown files, made from result files: no figure in a document is typed by hand.
+"""Generates the tables of Markdown files from result files: no figure in a document is typed by hand.
 
-A table stands between `<!-- table: PATH -->` and `<!-- end -->`, PATH being a JSON file relative to the root of the
-repository; what is between is replaced. `<!-- table: PATH as VIEW -->` makes another table than the report's own:
-`peer` sets a throughput report beside SGLang's lines, `sampled` and `chats` show those parts of it, `step_ops` shows
-that part of the kernels' report, and `methods_summary` has a row for each method and set of prompts.
+A table is placed between `<!-- table: PATH -->` and `<!-- end -->`, where PATH is a JSON file relative to the root of
+the repository; the text between them is replaced. `<!-- table: PATH as VIEW -->` selects another table of the report:
+`peer` compares a throughput report with SGLang, `sampled` and `chats` show those parts of it, `step_ops` shows that
+part of the kernels' report, and `methods_summary` has a row for each method and set of prompts.
 """
 
 import json
@@ -33,12 +33,12 @@ from overlap_spec.bench.throughput_table import (
 from overlap_spec.bench.workload import sampling_of
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-UNTOLD = re.compile(r" --(?:commit|output) \S+")  # of a command: where the file was put, and what is said beside it
+UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its table leaves out
 NO_PEER = Peer([])
 
 
 def fill(text: str, root: Path, source: Source | None = None) -> str:
-    """The text with every marked table made anew. `source`: the code that runs now, if it was described before."""
+    """The text with every marked table regenerated. `source`: the code that runs now, if already described."""
     if not MARKED.search(text):
         return text
     peer, now = read_peer(root / DIRECTORY), source or describe_source()
@@ -52,8 +52,10 @@ def fill(text: str, root: Path, source: Source | None = None) -> str:
 
 
 def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: str = "") -> str:
-    """One report as a Markdown table with its origin below. `view`: another table than that of its benchmark. `age`:
-    what is said of a result that is older than the code."""
+    """One report as a Markdown table with its origin below.
+
+    `view`: selects another table than the benchmark's default. `age`: the note on a result that is older than the code.
+    """
     if view == "peer":
         lines = [*_table(COMPARED, peer_rows(report, peer)), *_listed(peer_notes(report))]
     else:
@@ -62,7 +64,7 @@ def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: s
 
 
 def _origin(report: Report) -> str:
-    """Hardware, commit, versions and command: without them a figure is worth nothing."""
+    """Hardware, commit, versions and command: without them a figure means nothing."""
     run = report.get("run", report)
     device = run.get("gpu") or run["device"]
     if device in ("cpu", "none"):
@@ -76,7 +78,7 @@ def _origin(report: Report) -> str:
 
 
 def _commit(commit: str) -> str:
-    """What ran: a commit, one with changes, or files that no commit was known of."""
+    """The code that ran: a commit, a commit with changes, or files without a known commit."""
     if commit in ("", UNKNOWN):
         return "commit unknown"
     changed = commit.endswith("+")
@@ -113,7 +115,7 @@ def _chats(report: Report) -> list[str]:
 
 
 def _step(report: Report) -> list[str]:
-    """The device's parts and the gap add up to the step; host time runs beside them."""
+    """The device's parts and the gap add up to the step; host time is concurrent with them."""
     step = report["step"]
     device = {**step["parts_ms"], "gap": step["gap_ms"], "step": step["step_ms"]}
     host = {f"host: {name}": ms for name, ms in step["host_ms"].items()} | {"host, hidden": step["host_hidden_ms"]}
@@ -202,7 +204,7 @@ def _methods_summary(report: Report) -> list[str]:
 
 
 def _listed(sentences: list[str]) -> list[str]:
-    """Below a table, and nothing without any."""
+    """Sentences as a list below a table; nothing if there are none."""
     return ["", *(f"- {sentence}" for sentence in sentences)] if sentences else []
 
 

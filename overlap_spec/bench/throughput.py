@@ -1,10 +1,10 @@
-"""Batches of requests through the whole HTTP server.
+"""Measures batches of requests through the whole HTTP server.
 
-Step time is measured from outside, as other engines can be: one batched, non-streamed /generate of token ids, less the
-smallest of three such calls for one token, over the largest verify count in the batch. The better of two runs counts
-and both are reported. A streamed run of the same batch stands beside it. Sampling is measured after that, in one run
-for each way of drawing. The engine's caches are emptied before every call, what it has learnt from its answers with
-them, so that no call finds an earlier one's answers.
+Step time is measured from outside, as for other engines: the time of one batched, non-streamed /generate of token ids,
+minus the smallest of three such calls for one token, divided by the largest verify count in the batch. The better of
+two runs counts; the report has both, and a streamed run of the same batch. Sampling comes after that, one run for each
+way of sampling. Before every call the engine's caches are emptied, the log of n-grams included, so that no call
+finds an earlier call's answers.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any
 from overlap_spec.bench.workload import GREEDY, SamplingMode
 
 TIMEOUT_S = 1200
-SETTLE_S = 10.0  # for the last step to settle, after the answers are complete
+SETTLE_S = 10.0  # timeout for the last step to settle after the answers are complete
 POLL_S = 0.005
 NUM_RUNS = 2
 NUM_SAMPLED_RUNS = 1
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The server that is measured. `clock`: seconds; only differences count."""
+    """The measured server. `clock`: seconds; only differences count."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is measured, `num_tokens` an answer. `warm_up`: as many prompts that are not measured, and as long."""
+    """The measured prompts, with `num_tokens` per answer. `warm_up`: as many unmeasured prompts of the same lengths."""
 
     prompts: Prompts
     warm_up: Prompts
@@ -50,8 +50,10 @@ class Batch:
 
 
 async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[SamplingMode] = ()) -> Json:
-    """Measure one batch size: greedy runs, then a streamed one, then a run of each of `sampled`. The top figures are
-    the better greedy run's."""
+    """Measure one batch size: greedy runs, then a streamed run, then a run for each of `sampled`.
+
+    The top-level figures are those of the better greedy run.
+    """
     greedy = await _measure(endpoint, batch, GREEDY, NUM_RUNS)
     streamed_wall = await asyncio.to_thread(_stream_all, endpoint, batch)
     figures = {
@@ -67,7 +69,7 @@ async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[Samp
 
 
 async def measure_first_token(endpoint: Endpoint, prompts: Prompts, warm_up: Prompts) -> Json:
-    """Time to first token of a streamed answer, one request at a time, after one for each of `warm_up`."""
+    """Time to first token of streamed answers, one request at a time, after the requests of `warm_up`."""
     for prompt in warm_up:
         await asyncio.to_thread(_time_first_token, endpoint, prompt)
     rows = [await asyncio.to_thread(_time_first_token, endpoint, prompt) for prompt in prompts]
@@ -81,7 +83,7 @@ async def measure_first_token(endpoint: Endpoint, prompts: Prompts, warm_up: Pro
 
 
 async def _measure(endpoint: Endpoint, batch: Batch, sampling: SamplingMode, num_runs: int) -> Json:
-    """Warm up, then the calls for one token, then the runs. The top figures are the better run's."""
+    """Warm up, make the one-token calls, then the runs. The top-level figures are those of the better run."""
     await _generate(endpoint, batch.warm_up, WARM_UP_TOKENS, sampling)
     walls = [(await _generate(endpoint, batch.prompts, 1, sampling))[0] for _ in range(NUM_ONE_TOKEN_CALLS)]
     runs = []
@@ -93,7 +95,7 @@ async def _measure(endpoint: Endpoint, batch: Batch, sampling: SamplingMode, num
 
 
 def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
-    """Figures of one run. `metas`: what the server says of each answer; walls in seconds."""
+    """Figures of one run. `metas`: each answer's `meta_info`; walls in seconds."""
     tokens = sum(meta["completion_tokens"] for meta in metas)
     verify_counts = [meta.get("spec_verify_ct", 0) for meta in metas]
     steps = max(verify_counts) or max(meta["completion_tokens"] for meta in metas) - 1
@@ -111,14 +113,14 @@ def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
 async def _generate(
     endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: SamplingMode
 ) -> tuple[float, list[Json]]:
-    """One batched call with empty caches. Returns wall seconds and what is said of each answer."""
+    """One batched call with empty caches. Returns wall seconds and each answer's `meta_info`."""
     body = _body(prompts, num_tokens, sampling, stream=False)
     wall, answers = await asyncio.to_thread(_post, endpoint, body)
     return wall, [answer["meta_info"] for answer in answers]
 
 
 def _body(prompts: Prompts, num_tokens: int, sampling: SamplingMode, stream: bool) -> bytes:
-    """A batch, each row with a seed of its own."""
+    """The request body of a batch; each row has its own seed."""
     rows = [
         {**asdict(sampling), "sampling_seed": row, "max_new_tokens": num_tokens, "ignore_eos": True}
         for row in range(len(prompts))
@@ -143,7 +145,7 @@ def _flush(endpoint: Endpoint) -> None:
 
 
 def _ask(endpoint: Endpoint, body: bytes) -> tuple[float, http.client.HTTPConnection, http.client.HTTPResponse]:
-    """Send a body to empty caches. Returns when it began, and what to read and to close.
+    """Empty the caches and send a body. Returns the start time, the connection and the response.
 
     Raises: RuntimeError if it is refused.
     """

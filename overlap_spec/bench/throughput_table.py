@@ -22,7 +22,7 @@ CHATS = [
 
 
 def label_of(name: str, part: Report) -> str:
-    """One engine of a report. Its steps are as wide as the window, or narrower where that is faster."""
+    """The label of one engine of a report, which tells whether its steps may be narrower than the window."""
     settings = part["settings"]
     return NAMES[name].format(**settings) + (", adaptive" if settings.get("narrower") else "")
 
@@ -38,7 +38,7 @@ def batch_rows(report: Report) -> Rows:
 
 
 def peer_rows(report: Report, peer: Peer) -> Rows:
-    """Ours beside the peer's; what is slower than the peer is marked."""
+    """This engine's figures beside SGLang's; slower ones are marked."""
     return [_peer_row(row, report, peer) for row in peer_rows_of(report)]
 
 
@@ -50,7 +50,7 @@ def _peer_row(row: PeerRow, report: Report, peer: Peer) -> list[Any]:
 
 
 def peer_notes(report: Report) -> list[str]:
-    """What is otherwise than the text around the table says."""
+    """Notes on how a report differs from the description around the table."""
     if all("one_token_walls_s" in row for _, part in _parts(report) for row in part["batches"]):
         return []
     return ["An older measurement: its one-token call is the one before the better run, not the smallest of three."]
@@ -64,7 +64,7 @@ def sampled_head(report: Report) -> list[str]:
 
 
 def sampled_rows(report: Report) -> Rows:
-    """One row for each batch size, and one for chats; empty where the report does not say."""
+    """One row for each batch size, and one for chats; empty if the report has none."""
     engine, plain = (_loads(report[name]) for name in ("engine", "plain"))
     return [
         [load, *(cell for s in (GREEDY, *SAMPLED) for cell in _pair(_with(row, s), _with(plain.get(load), s)))]
@@ -104,7 +104,7 @@ def _chat_cell(row: Report, figure: str) -> Any:
 
 
 def _with(figures: Report | None, sampling: SamplingMode) -> Report | None:
-    """The figures of one way of sampling: the measurement's own are greedy."""
+    """The figures of one way of sampling; the measurement's top-level figures are greedy."""
     if figures is None or sampling == GREEDY:
         return figures
     found = (row for row in figures.get("sampled", []) if sampling_of(row) == sampling)

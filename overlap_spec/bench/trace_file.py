@@ -1,7 +1,7 @@
 """Records as a Chrome trace, which chrome://tracing and ui.perfetto.dev open.
 
-One track per actor and one for the GPU, in microseconds since the first record. A step is followed by an arrow from
-its plan through its launch and its device work to its tokens: at depth 2 the arrow leaves while the step before runs.
+There is one track per actor and one for the GPU, in microseconds since the first record. An arrow follows a step from
+its plan through its launch and its device work to its tokens. At depth 2 the arrow begins while the previous step runs.
 """
 
 import json
@@ -16,14 +16,14 @@ Event = dict[str, Any]
 
 
 def write_trace(path: str, records: Sequence[Record], about: dict[str, Any]) -> None:
-    """Write the file. `about` goes along as metadata."""
+    """Write the file, with `about` as metadata."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     trace = {"traceEvents": events(records), "displayTimeUnit": "ms", "otherData": about}
     Path(path).write_text(json.dumps(trace, separators=(",", ":")) + "\n")
 
 
 def events(records: Sequence[Record]) -> list[Event]:
-    """Names of the tracks, then everything that happened, by time; of two that begin together, the longer first."""
+    """Names of the tracks, then all spans by start time; of two with the same start, the longer first."""
     ordered = sorted(records, key=lambda record: (record.begin, -record.end))
     start = ordered[0].begin if ordered else 0.0
     happened = [*(_event(record, start) for record in ordered), *_arrows(ordered, start)]
@@ -53,7 +53,7 @@ def _event(record: Record, start: float) -> Event:
 
 
 def _arrows(records: Sequence[Record], start: float) -> Iterator[Event]:
-    """Through the spans that a step has, in the order of time; of its device work through the first one."""
+    """Arrows through the spans of each step in order of time; of its device work only through the first span."""
     steps: dict[int, dict[tuple[str, str], Record]] = {}
     for record in records:
         if record.step and record.end > record.begin:

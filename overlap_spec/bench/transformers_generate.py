@@ -1,7 +1,7 @@
-"""Runs transformers' `generate` beside the engines of a benchmark, where it is fastest.
+"""Runs transformers' `generate` as a benchmark's baseline, in the faster of two environments.
 
-A process of its own (`baseline.py`), with as many threads as the worker. How its threads wait is the machine's own
-choice or the worker's: the first turn tries both, and later ones keep what was faster.
+It runs in a process of its own (`baseline.py`), with as many threads as the worker. The two environments differ in how
+OpenMP threads wait: as by default, or as in the worker. The first turn tries both; later turns keep the faster one.
 """
 
 import json
@@ -22,7 +22,7 @@ class TransformersGenerate:
         self.environments = {"its own": own_environment(), "as the worker's": child_environment(settings, "worker")}
 
     def measure(self) -> dict[str, Any]:
-        """Figures of its fastest environment, which is the only one from then on. Raises: RuntimeError."""
+        """Figures of the faster environment, which later calls keep. Raises: RuntimeError."""
         figures = [self._run(name) | {"threads wait": name} for name in self.environments]
         fastest = max(figures, key=lambda row: row["tokens_per_second"])
         self.environments = {name: self.environments[name] for name in (fastest["threads wait"],)}

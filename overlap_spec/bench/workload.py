@@ -1,4 +1,4 @@
-"""What a benchmark sends: chats, and prompts as token ids for an engine without a tokenizer."""
+"""The requests of a benchmark: chats, and prompts as token ids for an engine without a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,55 +16,55 @@ from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts"
 RANDOM = "random"
-PROMPT_LENGTH = 128  # of random prompts
+PROMPT_LENGTH = 128  # tokens of a random prompt
 WARM_UP_ROWS = 2000  # random prompts from here on are never measured
 
 
 @dataclass(frozen=True)
 class SamplingMode:
-    """How tokens are drawn. Temperature 0 is greedy."""
+    """Parameters of sampling. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float = 1.0
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """The label in tables."""
         if self.temperature == 0:
             return "greedy"
         return f"T {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")
 
     def params(self, num_tokens: int) -> SamplingParams:
-        """Of a request that ends by itself or after `num_tokens`."""
+        """The parameters of a request that ends by itself or after `num_tokens`."""
         return SamplingParams(max_new_tokens=num_tokens, temperature=self.temperature, top_p=self.top_p, seed=0)
 
 
 def sampling_of(figures: Mapping[str, Any]) -> SamplingMode:
-    """How the tokens of a report's figures were drawn."""
+    """The sampling of a report's figures."""
     return SamplingMode(figures["temperature"], figures["top_p"])
 
 
 GREEDY = SamplingMode(0.0)
-SAMPLED = (SamplingMode(1.0), SamplingMode(0.7, 0.9))  # the API's default, and what chats often use
+SAMPLED = (SamplingMode(1.0), SamplingMode(0.7, 0.9))  # the API's default, and a common choice for chats
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent. `prompts`: chat20, peer64, `random`, or a JSON file with a list of strings."""
+    """The prompts and sizes of a benchmark. `prompts`: chat20, peer64, `random`, or a JSON file of strings."""
 
     prompts: str = "chat20"
     num_tokens: int = 256
     temperature: float = 0.0
     batch_sizes: tuple[int, ...] = (1, 8, 64)
-    chats: str | None = None  # of throughput runs: prompts that are also answered one by one, to the end of turn
-    sampled: tuple[SamplingMode, ...] = ()  # what follows every measurement, in the same engine
+    chats: str | None = None  # in throughput runs, prompts that are also answered one by one to the end of turn
+    sampled: tuple[SamplingMode, ...] = ()  # measured after every greedy measurement, in the same engine
 
     def texts(self) -> list[str]:
         """The chat prompts."""
         return load_prompts(self.prompts)
 
     def describe(self) -> dict[str, Any]:
-        """For the report."""
+        """The fields of a report."""
         return {name: getattr(self, name) for name in ("prompts", "num_tokens", "temperature")}
 
 
@@ -82,12 +82,12 @@ def load_prompts(name: str) -> list[str]:
 
 
 def random_prompts(count: int, vocab_size: int, first: int = 0) -> list[list[int]]:
-    """A fixed sequence of token ids for each row, different for each, from row `first` on."""
+    """Fixed pseudo-random token ids, different for each row, from row `first` on."""
     return [_random_prompt(row, vocab_size, PROMPT_LENGTH) for row in range(first, first + count)]
 
 
 def warm_up_prompts(prompts: Sequence[list[int]], vocab_size: int) -> list[list[int]]:
-    """As many prompts as these, each as long as its own, that no benchmark measures."""
+    """Unmeasured prompts, as many and as long as `prompts`."""
     return [_random_prompt(WARM_UP_ROWS + row, vocab_size, len(prompt)) for row, prompt in enumerate(prompts)]
 
 
@@ -96,9 +96,9 @@ def _random_prompt(row: int, vocab_size: int, length: int) -> list[int]:
 
 
 def chat_prompts(config: EngineConfig, texts: list[str]) -> list[list[int]]:
-    """Each text as the one message of a chat, in the model's template, as token ids.
+    """Token ids of each text as the only message of a chat, in the model's template.
 
-    Raises: ConfigError, CheckpointError if the model brings no tokenizer.
+    Raises: ConfigError, CheckpointError if the model has no tokenizer.
     """
     tokenizer_dir = resolve_model(replace(config, skip_tokenizer_init=False)).tokenizer_dir
     assert tokenizer_dir is not None, "a tokenizer was asked for"
@@ -108,11 +108,11 @@ def chat_prompts(config: EngineConfig, texts: list[str]) -> list[list[int]]:
 
 def _encode(codec: TextCodec, text: str) -> list[int]:
     rendered = codec.render(ChatPrompt([{"role": "user", "content": text}]))
-    return codec.encode(rendered, add_special_tokens=False)  # the template writes its own
+    return codec.encode(rendered, add_special_tokens=False)  # the template adds them
 
 
 def batch_prompts(config: EngineConfig, workload: Workload, vocab_size: int) -> list[list[int]]:
-    """Token ids for the largest batch; smaller ones take the first of them."""
+    """Token ids for the largest batch; smaller batches take the first of them."""
     most = max(workload.batch_sizes)
     if workload.prompts == RANDOM:
         return random_prompts(most, vocab_size)

@@ -21,7 +21,7 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: the module that is it, and its line of help."""
+    """One subcommand: its module and its line of help."""
 
     module: str
     summary: str
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the answer has left, as `| head` does
+    except BrokenPipeError:  # the reader of the answer has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         return 1
 

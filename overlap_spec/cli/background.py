@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, for a terminal that reads lines and takes Ctrl-C in the main thread.
 
-The main thread keeps them, so an interrupt ends what it waits for and nothing else, and the engine's heartbeats go on
-while a person types.
+The main thread reads lines and takes interrupts, so Ctrl-C ends only the call that it waits for, and the engine's
+heartbeats go on while a person types.
 """
 
 import asyncio

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
         report: dict[str, Any] = {"benchmark": "scheduler", "run": run_facts, "batches": batches}
     else:
-        import uvloop  # what `serve` runs on
+        import uvloop  # the event loop of `serve`
 
         report = uvloop.run(_measure(arguments))
     _print(report)

@@ -56,7 +56,7 @@ def check_methods_arguments(arguments: argparse.Namespace) -> None:
 
 
 async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Run it. What is known goes to --output after every method, so that a run that is cut leaves something."""
+    """Run it. The report goes to --output after every method, so that an interrupted run leaves a part of it."""
     drafts = Drafts(_paths(arguments.draft or []), arguments.token_map)
     only = arguments.only.split(",") if arguments.only else []
     comparison = Comparison(
@@ -93,7 +93,7 @@ def print_methods(console: Console, report: dict[str, Any]) -> None:
 
 
 def methods_status(report: dict[str, Any]) -> int:
-    """1 if a method was given all that it needs and broke."""
+    """1 if a method failed although it had all that it needs."""
     return int(any(entry["status"] == "failed" for entry in report["methods"]))
 
 

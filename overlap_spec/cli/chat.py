@@ -17,7 +17,7 @@ from overlap_spec.config import EngineConfig, asks_for_spec_v2
 from overlap_spec.errors import ConfigError, RequestError
 from overlap_spec.messages import SamplingParams
 
-QUIET = "warning"  # log level of a chat whose user asks for none
+QUIET = "warning"  # log level of a chat without --log-level
 OWN_FLAGS = {"max_new_tokens": "--max-tokens", "temperature": "--temperature", "seed": "--seed"}
 WITHOUT_EFFECT = ("host", "port", "served_model_name")
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the engine, talk, stop it. Returns the exit status."""
+    """Start the engine, answer, stop it. Returns the exit status."""
     sampling = _sampling(arguments)
     config = engine_config(arguments, log_level=QUIET)
     if config.skip_tokenizer_init:
@@ -76,7 +76,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _is_missing(path: str) -> bool:
-    """True of what can only be a path, and is not there."""
+    """True if it can only be a path, and does not exist."""
     return path.startswith(("/", ".", "~")) and not Path(path).expanduser().exists()
 
 
@@ -85,8 +85,8 @@ def _say(what: str) -> None:
 
 
 def _talk(config: EngineConfig, sampling: SamplingParams, arguments: argparse.Namespace) -> int:
-    if not _is_missing(config.model_path):  # else its error is the one thing to say
-        _say(f"starting {config.model_path}")  # before anything that takes time, imports among it
+    if not _is_missing(config.model_path):  # else its error is the only line to show
+        _say(f"starting {config.model_path}")  # before anything that takes time, such as imports
     from overlap_spec.cli.background import BackgroundLoop
     from overlap_spec.cli.conversation import Conversation
     from overlap_spec.cli.progress import shown_progress

@@ -1,4 +1,4 @@
-"""One conversation: what has been said, one more answer, and a line of figures after it."""
+"""One conversation: its messages, the next answer, and a line of figures after it."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS = 512
 
 @dataclass
 class Figures:
-    """What one answer cost. Times in seconds on the monotonic clock."""
+    """Figures of one answer. Times in seconds on the monotonic clock."""
 
     began_at: float
     first_at: float = 0.0
@@ -41,7 +41,7 @@ class Figures:
 
 
 class Conversation:
-    """Messages so far; `answer` adds a turn. A turn that is refused leaves no trace in it."""
+    """Messages so far; `answer` adds a turn. A refused turn is not added."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams, system: str | None) -> None:
         self._engine = engine

@@ -1,8 +1,10 @@
 """The engine's flags, made from EngineConfig's fields: `--page-size` is `page_size`."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
-from overlap_spec.cli.refused_flags import add_refused_flags
+from overlap_spec.cli.parser import UsageError
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import ConfigField, config_fields, config_from
 from overlap_spec.config.speculation import SpeculationFlags
@@ -16,6 +18,23 @@ ALIASES = {
     "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),
 }
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+
+_DENSE = "chooses operations of mixture-of-experts layers, and every model that is supported is dense; leave it out"
+_ONE_GPU = "one GPU is used for now, and it needs no such choice; leave it out"
+_BOTH = "one choice serves prefill and decode; use --attention-backend"
+
+REFUSED = {  # SGLang's flags that this engine cannot honour, and what to do instead
+    "--quantization": "no weights are quantised yet; leave it out, and use --dtype bfloat16 or float16 to save memory",
+    "--moe-runner-backend": _DENSE,
+    "--moe-a2a-backend": _DENSE,
+    "--speculative-moe-runner-backend": _DENSE,
+    "--speculative-moe-a2a-backend": _DENSE,
+    "--prefill-attention-backend": _BOTH,
+    "--decode-attention-backend": _BOTH,
+    "--enable-dp-attention": _ONE_GPU,
+    "--speculative-skip-dp-mlp-sync": _ONE_GPU,
+    "--speculative-dflash-block-size": "DFLASH is no method here; use --speculative-num-draft-tokens with another one",
+}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +70,7 @@ def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineCo
 
 
 def refuse_bench_flags(config: EngineConfig) -> None:
-    """Answers for people are never made up. Raises: ConfigError."""
+    """Refuse flags that simulate acceptance: their answers are meaningless. Raises: ConfigError."""
     if config.speculative_simulate_acc_len is not None:
         raise ConfigError(
             "speculative_simulate_acc_len", "makes acceptance synthetic, and text meaningless: it goes with bench only"
@@ -72,3 +91,22 @@ def _help(field: ConfigField) -> str:
     if field.kind is not bool and field.default is not None and "default" not in text:
         text += f" (default: {field.default})"
     return text.replace("%", "%%")
+
+
+class _Refuse(argparse.Action):
+    """Raises: UsageError, whatever the value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        raise UsageError(f"{option_string}: {REFUSED[self.option_strings[0]]}")
+
+
+def add_refused_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of REFUSED, with a value or without; the help leaves them out."""
+    for flag in REFUSED:
+        parser.add_argument(flag, nargs="?", action=_Refuse, default=argparse.SUPPRESS, help=argparse.SUPPRESS)

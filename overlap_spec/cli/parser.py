@@ -12,7 +12,7 @@ class UsageError(OverlapSpecError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose every complaint is one sentence."""
+    """A parser whose errors are one sentence each."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)

@@ -1,4 +1,4 @@
-"""What stderr shows while a model is fetched and loaded."""
+"""Progress on stderr while a model is fetched and loaded."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All flags are the engine's."""
+    """Add the engine's flags."""
     add_engine_flags(parser)
 
 

@@ -1,8 +1,8 @@
-"""Engine and HTTP server in one life, from a bound port to an empty process table.
+"""The life of engine and HTTP server, from a bound port to an empty process table.
 
     bind -> start the engine (503 meanwhile) -> print the table -> serve -> stop
     one signal: new requests 503, open ones finish, status 0       a second: everything ends at once, status 1
-    an actor dies: open streams get an error event, /health says 503, status 1
+    an actor dies: open streams get an error event, /health answers 503, status 1
 
 The port is bound first, so that a busy one is found before a weight is read.
 """
@@ -11,7 +11,8 @@ import asyncio
 import ipaddress
 import logging
 
-from overlap_spec.cli.front import Front, server_info
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from overlap_spec.cli.progress import shown_progress
 from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import http_url, print_start
@@ -19,11 +20,13 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.server.app import create_app
-from overlap_spec.server.serve import HttpServer
+from overlap_spec.server.engine_client import server_info
+from overlap_spec.server.http_server import HttpServer
+from overlap_spec.server.problems import Problem
 
 DRAIN_S = 30.0  # for open requests after the first signal
-GOODBYE_S = 0.3  # after a failure: error events leave, and who asks /health is told
-CLOSE_S = 1.0  # for answers that are still being written when all else is over
+GOODBYE_S = 0.3  # after a failure: error events leave, and /health answers 503
+CLOSE_S = 1.0  # for answers that are still being written at the end
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ async def serve(config: EngineConfig) -> int:
                 return 0
             if await signals.interrupt(engine.wait_failed()):
                 await service.drain()
-            return await service.last_words()
+            return await service.report_failure()
         finally:
             await service.stop()
 
@@ -57,7 +60,7 @@ class Service:
         self._draining = False
 
     async def bind(self) -> None:
-        """Take the port. Raises: OverlapSpecError if it cannot be had."""
+        """Bind the port. Raises: OverlapSpecError if that fails."""
         config = self._engine.config
         try:
             await self._server.start()
@@ -68,13 +71,14 @@ class Service:
             log.warning("--host %s is reachable from other machines, and there is no --api-key", config.host)
 
     async def start(self) -> None:
-        """Return when every request is answered. Raises: ConfigError, CheckpointError, ActorDied."""
+        """Start the engine and answer requests from then on. Raises: ConfigError, CheckpointError, ActorDied."""
         engine = self._engine
         with shown_progress(log.info) as engine.progress:
             await engine.start()
         for note in engine.notes:
             log.info("%s", note)
-        self._front.app = create_app(engine.client, server_info(engine.config, engine), self.health)
+        info = server_info(engine.config, engine.settings, engine.facts)
+        self._front.app = create_app(engine.client, info, self.health)
         url = http_url(engine.config.host, self._server.port)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
 
@@ -94,8 +98,8 @@ class Service:
             log.warning("requests are still open after %.0f s; aborting them", DRAIN_S)
             await self._engine.client.cancel("", everyone=True)
 
-    async def last_words(self) -> int:
-        """Let clients hear of a failure. Returns the exit status."""
+    async def report_failure(self) -> int:
+        """Log a failure and give its error events time to leave. Returns the exit status."""
         if self._engine.failure is None:
             return 0
         log.error("%s; stopping", self._engine.failure)
@@ -106,6 +110,20 @@ class Service:
         """End connections, processes and files."""
         await self._server.stop(CLOSE_S)
         await self._engine.stop()
+
+
+class Front:
+    """The ASGI app of the port: 503 until the engine is warm, then the server's app."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp = _starting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    await Problem(503, "the engine is starting", code="not_ready").response()(scope, receive, send)
 
 
 def is_loopback(host: str) -> bool:

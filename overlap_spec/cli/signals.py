@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in an event loop: the first asks, the next insists."""
+"""SIGINT and SIGTERM in an event loop: the first asks for a stop, the next forces it."""
 
 import asyncio
 import signal
@@ -10,7 +10,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Handles both inside its block. `asked` is set by the first; `force` is called by every later one."""
+    """Handles both inside its block. The first signal sets `asked`; every later one calls `force`."""
 
     def __init__(self, force: Callable[[], None]) -> None:
         self.asked = asyncio.Event()

@@ -2,35 +2,34 @@
 
 import json
 import shlex
-from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
-from overlap_spec.config import DUMMY, AttentionSettings, Settings
-from overlap_spec.runtime.supervisor import Facts
+from overlap_spec.config import DUMMY, MIB, AttentionSettings, Settings
+from overlap_spec.messages import CudaFacts, EngineFacts
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 PLAIN_WIDTH = 120  # columns where stdout is no terminal
 
 
 def http_url(host: str, port: int) -> str:
-    """Where a person on this machine reaches the server."""
+    """The server's address, as seen from this machine."""
     address = ANY_ADDRESS.get(host, host)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
-def start_table(settings: Settings, facts: Mapping[str, Facts], url: str, endpoint: str) -> Table:
-    """Model, method, memory and endpoints: what was asked for, settled, and what the worker has measured."""
+def start_table(settings: Settings, facts: EngineFacts, url: str, endpoint: str) -> Table:
+    """Model, method, memory and endpoints: the settings, and what the worker has measured."""
     table = Table(show_header=False, title="overlap-spec")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (_settled(settings) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
+    for name, value in (_settled(settings, facts) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
         table.add_row(name, value)
     return table
 
 
-def _settled(settings: Settings) -> dict[str, str]:
+def _settled(settings: Settings, facts: EngineFacts) -> dict[str, str]:
     spec, model, scheduler = settings.spec, settings.model, settings.scheduler
     counts = f" ({spec.num_steps}, {spec.topk}, {spec.width}): steps, topk, draft tokens"
     numbers = counts if spec.num_steps else ""
@@ -41,7 +40,7 @@ def _settled(settings: Settings) -> dict[str, str]:
         rows["token map"] = spec.token_map
     if spec.width > 1:
         rows["draft numbers"] = spec.numbers_from
-        rows["verification"] = str(spec.accept)
+        rows["verification"] = facts.worker.verification
     if attention := _attention(settings.attention):
         rows["attention"] = attention
     return rows | {
@@ -57,7 +56,7 @@ def _made_up(load_format: str) -> str:
 
 
 def _attention(attention: AttentionSettings) -> str:
-    """What was asked for that is not what is fastest."""
+    """Choices that are not the fastest."""
     said = {
         "torch operations for the target": attention.target_torch,
         "torch operations for the draft": attention.draft_torch,
@@ -67,19 +66,21 @@ def _attention(attention: AttentionSettings) -> str:
     return ", ".join(words for words, holds in said.items() if holds)
 
 
-def _measured(facts: Mapping[str, Facts]) -> dict[str, str]:
-    worker, scheduler = facts.get("worker", {}), facts.get("scheduler", {})
-    drafting = worker.get("draft_weights_mib")  # of n-grams, what they remember
-    return {
-        "KV pages": f"{worker.get('pages')} of {worker.get('page_size')} tokens ({worker.get('tokens')} tokens)",
-        "prefix cache": str(scheduler.get("prefix_cache")),
-        "prefill chunk": f"{worker.get('chunk_tokens')} tokens",
-        "CUDA graphs": str(worker.get("graphs")),
-        "step widths": str(worker.get("step_widths")),
-        "start-up": str(worker.get("start_up")),
-        "weights": f"{worker.get('weights_mib')} MiB" + (f", {drafting} of them for drafting" if drafting else ""),
-        **{name: str(worker[name]) for name in ("memory", "to save memory") if name in worker},
+def _measured(facts: EngineFacts) -> dict[str, str]:
+    worker = facts.worker
+    drafting = worker.draft_weight_bytes // MIB  # of NGRAM: its log
+    rows = {
+        "KV pages": f"{worker.num_pages} of {worker.page_size} tokens ({worker.num_tokens} tokens)",
+        "prefix cache": facts.scheduler.prefix_cache,
+        "prefill chunk": f"{worker.chunk_tokens} tokens",
+        "CUDA graphs": worker.graphs,
+        "step widths": " ".join(map(str, worker.step_widths)),
+        "start-up": worker.start_up,
+        "weights": f"{worker.weight_bytes // MIB} MiB" + (f", {drafting} of them for drafting" if drafting else ""),
     }
+    if isinstance(worker.platform, CudaFacts):
+        rows |= {name: str(value) for name, value in worker.platform.report().items()}
+    return rows
 
 
 def curl_line(url: str, needs_key: bool, takes_text: bool) -> str:
@@ -91,7 +92,7 @@ def curl_line(url: str, needs_key: bool, takes_text: bool) -> str:
     return f"curl {url}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
 
 
-def print_start(settings: Settings, facts: Mapping[str, Facts], url: str, endpoint: str) -> None:
+def print_start(settings: Settings, facts: EngineFacts, url: str, endpoint: str) -> None:
     """Print the table, the curl line (never wrapped) and `ready`."""
     console = Console()
     if not console.is_terminal:

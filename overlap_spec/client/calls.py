@@ -1,4 +1,4 @@
-"""The open calls of one client and what their answers become."""
+"""The open calls of one client, and the conversion of their answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -68,11 +68,11 @@ class Calls:
         return queue
 
     def ids(self) -> list[str]:
-        """Of the open calls."""
+        """The ids of open calls."""
         return list(self._queues)
 
     def close(self, request_id: str) -> None:
-        """Forget a call that has had its last answer, or a question: its late answers are dropped."""
+        """Forget a call that has had its last answer, or a query: its late answers are dropped."""
         self._queues.pop(request_id, None)
 
     def leave(self, request_id: str) -> None:
@@ -119,7 +119,7 @@ class Calls:
 
 
 def error_of(message: Rejected) -> OverlapSpecError:
-    """The exception that stands for a refusal."""
+    """The exception for a refusal."""
     match message.code:
         case ErrorCode.BAD_REQUEST:
             return RequestError(message.field, message.message)
@@ -137,7 +137,7 @@ def aborted(finish: Finish) -> RequestAborted:
 
 
 def prompt_of(prompt: str | Sequence[dict[str, Any]] | Sequence[int] | Prompt) -> Prompt:
-    """What a user gave, as a message. Raises: RequestError if it is neither text, messages nor token ids."""
+    """A user's prompt as a message. Raises: RequestError if it is neither text, messages nor token ids."""
     if isinstance(prompt, TextPrompt | ChatPrompt | TokenPrompt):
         return prompt
     if isinstance(prompt, str):

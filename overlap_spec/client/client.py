@@ -1,11 +1,11 @@
-"""An asyncio client of the engine, over ZeroMQ: what the HTTP server and Python users speak through.
+"""An asyncio client of the engine, over ZeroMQ, for the HTTP server and for Python users.
 
     async with Client(endpoint) as client:
         async for delta in client.generate("The sky is"):
             print(delta.text, end="")
 
 Leaving the loop ends the request: when the generator is closed, its Cancel leaves at once. One task reads the socket
-and puts every answer into its own request's queue, so a slow consumer delays nobody.
+and puts every answer into its own request's queue, so a slow consumer delays no other.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ A = TypeVar("A", bound=Answer)
 AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
 
 HEARTBEAT_S = 2.5
-SILENCE_S = 10.0  # without a word from the tokenizer, after which open calls fail
+SILENCE_S = 10.0  # without a message from the tokenizer, after which open calls fail
 POLL_S = 0.1  # between questions whether the engine is ready
 
 
@@ -78,7 +78,7 @@ class Client:
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: OverlapSpecError | None = None
         self._heard_at = 0.0
-        self._session = 0  # of the last Pong; 0: never heard
+        self._session = 0  # of the last Pong; 0: none yet
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -219,13 +219,13 @@ class Client:
         self._link.send(message)
 
     def _leave(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+        """Cancel a request whose generator was closed."""
         if self._link is not None and self._failure is None:
             self._calls.leave(request_id)
             self._link.send(Cancel(request_id))
 
     def _give_up(self, error: OverlapSpecError) -> None:
-        """End every open call; should the engine still work for one, it need not."""
+        """End every open call, and cancel the requests at the engine."""
         if self._link is not None:
             for request_id in self._calls.ids():
                 self._link.send(Cancel(request_id))

@@ -1,7 +1,7 @@
 """The public link: what both ends share, and the client's end.
 
-Every message is one frame of msgpack. An empty frame means nothing: it only finds out whether a client is
-still connected.
+Every message is one frame of msgpack. An empty frame has no meaning: sending it fails if the client is no longer
+connected.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from overlap_spec.ipc.transport import has_message
 from overlap_spec.messages import ToClient, ToTokenizerFromClient
 
 MAX_MESSAGE_BYTES = 32 * MIB
-LINGER_MS = 300  # for last words
+LINGER_MS = 300  # for the last messages of a closed link
 PLAIN_USER = "overlap-spec"  # ZeroMQ's PLAIN mechanism wants a name beside the password, which is the API key
 
 
@@ -50,14 +50,14 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 @dataclass(frozen=True)
 class Gone:
-    """A client will not be heard of again. `why` is for the log."""
+    """A client is gone for good. `why` is for the log."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """A client sent something else than a message. `request_id` and `field` are "" where they cannot be told."""
+    """A client sent something else than a message. `request_id` and `field` are "" where they are not known."""
 
     request_id: str
     field: str
@@ -68,22 +68,22 @@ Arrival = ToTokenizerFromClient | Gone | Malformed
 
 
 class ClientLink(Protocol):
-    """What the tokenizer service needs of its clients; tests give it one made of lists."""
+    """The clients, as the tokenizer's service uses them."""
 
     def send(self, client: int, message: ToClient) -> None:
         """Queue a message; never blocks. A client that is gone is ignored."""
         ...
 
     async def recv(self) -> tuple[int, Arrival]:
-        """The next thing a client said or did. Cancellation: loses nothing."""
+        """The next message or event of a client. Cancellation: loses nothing."""
         ...
 
 
 class Duplex:
     """A socket that one coroutine reads while others send.
 
-    Its descriptor is edge-triggered and shared: a send may swallow the edge that announces a message, so
-    whoever has touched the socket calls `touched`.
+    Its descriptor is edge-triggered and shared: a send may swallow the edge that announces a message, so call
+    `touched` after every use of the socket.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -125,7 +125,7 @@ class Duplex:
 
 
 class ClientDealer:
-    """A client's end. It is the client's own memory that fills if the client does not read."""
+    """A client's end. Its messages are queued in the client's memory while the client does not read."""
 
     def __init__(self, endpoint: str, api_key: str | None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -160,10 +160,10 @@ class ClientDealer:
             frames = self._duplex.read()
             if frames is None:
                 await self._duplex.readable()
-            elif frames[-1]:  # an empty frame only asks whether this client is there
+            elif frames[-1]:  # an empty frame only tests the connection
                 return self._decoder.decode(frames[-1])
 
     async def close(self) -> None:
-        """Let go of the socket; last words have a moment to leave. Cancellation: the socket is closed all the same."""
+        """Close the socket; queued messages have LINGER_MS to leave. Cancellation: the socket is closed anyway."""
         self._duplex.close(LINGER_MS)
         await asyncio.to_thread(self._context.term)

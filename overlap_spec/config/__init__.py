@@ -1,4 +1,4 @@
-"""What a user asks for (`EngineConfig`), what is run (`Settings`), and the environment."""
+"""The configuration: `EngineConfig` (the user's flags), `Settings` (the resolved values), and the environment."""
 
 from overlap_spec.config.environment import (
     asked_threads,
@@ -7,7 +7,7 @@ from overlap_spec.config.environment import (
     child_environment,
     forces_greedy_ngram,
     own_environment,
-    says_how_to_wait,
+    sets_thread_waiting,
     waiting_fact,
 )
 from overlap_spec.config.flags import DEFAULT_MODEL, DUMMY, EngineConfig
@@ -68,7 +68,7 @@ __all__ = [
     "forces_greedy_ngram",
     "is_own_method",
     "own_environment",
-    "says_how_to_wait",
+    "sets_thread_waiting",
     "synthetic_acceptance",
     "waiting_fact",
 ]

@@ -1,17 +1,17 @@
-"""Tells what a draft checkpoint is from the tensors that it holds.
+"""Determines the kind of a draft checkpoint from its tensors.
 
-Heads of every kind are published with `architectures: ["LlamaForCausalLM"]`, so the config alone does not say, and a
-head that runs under the wrong method still runs, with nothing accepted.
+Heads of every kind are published with `architectures: ["LlamaForCausalLM"]`, so the config does not tell the kind. A
+head under the wrong method still runs, but almost no guess is accepted.
 """
 
 import enum
 from collections.abc import Mapping
 
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by name; a leading `model.` makes no difference
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of tensors by name; a leading `model.` is ignored
 
 
 class DraftKind(enum.Enum):
-    """What a checkpoint looks like; the value is how to name it to a user."""
+    """The kind of a checkpoint; the value is its name in messages."""
 
     EAGLE_3 = "an EAGLE-3 head"
     EAGLE_2 = "an EAGLE / EAGLE-2 head"
@@ -29,18 +29,24 @@ def draft_kind(shapes: Shapes) -> DraftKind:
         return DraftKind.EAGLE_3
     if (fc := known.get("fc.weight")) is not None:
         return DraftKind.EAGLE_2 if len(fc) == 2 and fc[1] == 2 * fc[0] else DraftKind.UNKNOWN
-    if "layers.0.self_attn.q_proj.weight" in known and "layers.0.input_layernorm.weight" in known:
+    if any(f"layers.0.{part}.weight" in known for part in _ATTENTION) and any(
+        f"layers.0.{part}.weight" in known for part in _NORMS
+    ):
         return DraftKind.LANGUAGE_MODEL
     return DraftKind.UNKNOWN
 
 
+_ATTENTION = ("self_attn.q_proj", "self_attn.qkv_proj")
+_NORMS = ("input_layernorm", "post_feedforward_layernorm")  # norms that the first layer of an EAGLE head lacks
+
+
 def can_only_draft(shapes: Shapes) -> bool:
-    """Whether it is no target: it has what joins a target's features to an embedding, or a layer and no embedding."""
+    """Whether it cannot be a target: it has the linear that joins features and embedding, or no embedding at all."""
     known, kind = _canonical(shapes), draft_kind(shapes)
     joins_features = kind is DraftKind.EAGLE_3 or "fc.weight" in known or "d2t" in known
     return joins_features or (kind is DraftKind.MTP and "embed_tokens.weight" not in known)
 
 
 def _canonical(shapes: Shapes) -> Shapes:
-    """One name for each part, whatever the layout: `midlayer` is `layers.0`."""
+    """Shapes under one name for each part, independent of the layout: `midlayer` becomes `layers.0`."""
     return {name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): shape for name, shape in shapes.items()}

@@ -1,6 +1,6 @@
-"""What `EngineConfig`'s fields are, read from the struct itself: for flags, help and checks.
+"""Reads the fields of `EngineConfig` from the struct itself, for flags, help and checks.
 
-A field is added in one place, and its flag, its help line and its range check follow.
+So a new field gets its flag, its help line and its range check without further code.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Limited = inspect.IntType | inspect.FloatType
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field. `wanted` says in words which values it takes; `many`: it takes one or more of them."""
+    """One field. `wanted`: a description of its valid values; `many`: it takes one or more of them."""
 
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
@@ -29,7 +29,7 @@ class ConfigField:
     many: bool = False
 
     def parse(self, text: str | list[str]) -> object:
-        """Turn a command-line word, or several, into this field's type. Raises: ConfigError."""
+        """Convert one or several command-line words to this field's type. Raises: ConfigError."""
         try:
             return self.kind(text) if isinstance(text, str) else tuple(self.kind(word) for word in text)
         except ValueError:
@@ -43,12 +43,15 @@ def config_fields() -> tuple[ConfigField, ...]:
 
 
 def check_config(config: EngineConfig) -> EngineConfig:
-    """Check types and ranges, which a struct built in Python has not been. Raises: ConfigError naming the flag."""
+    """Check types and ranges, which msgspec does not do for a struct built in Python.
+
+    Raises: ConfigError naming the flag.
+    """
     return config_from(msgspec.structs.asdict(config))
 
 
 def config_from(values: Mapping[str, Any]) -> EngineConfig:
-    """Build a config; what is missing keeps its default. Raises: ConfigError naming the flag."""
+    """Build a config; missing fields keep their defaults. Raises: ConfigError naming the flag."""
     try:
         return msgspec.convert(values, EngineConfig)
     except msgspec.ValidationError:
@@ -68,7 +71,8 @@ def _raise_for_field(values: Mapping[str, Any]) -> None:
 def _field(field: inspect.Field) -> ConfigField:
     plain, description, named = _unwrap(field.type)
     if named:
-        return ConfigField(field.name, str, f"one of {', '.join(named)}", named, field.default, description)
+        wanted = f"one of {', '.join(named)}" if len(named) > 1 else named[0]
+        return ConfigField(field.name, str, wanted, named, field.default, description)
     if not isinstance(plain, inspect.VarTupleType):
         kind, wanted, choices = _describe(plain)
         return ConfigField(field.name, kind, wanted, choices, field.default, description)
@@ -77,7 +81,7 @@ def _field(field: inspect.Field) -> ConfigField:
 
 
 def _unwrap(declared: inspect.Type) -> tuple[inspect.Type, str, tuple[str, ...]]:
-    """Take off description, choices that only a pattern tells, and `| None`, in whichever order they were put on."""
+    """Remove description, choices given by a pattern, and `| None`, in any order of nesting."""
     description, choices = "", ()
     while True:
         if isinstance(declared, inspect.Metadata):

@@ -1,4 +1,4 @@
-"""What a user asks for: `EngineConfig`, one field per flag. What is run is `Settings`, made of it by `resolve`."""
+"""`EngineConfig`: the user's flags, one field each. `resolve` turns it into the `Settings` that the engine runs."""
 
 from typing import Annotated, Literal
 
@@ -40,6 +40,17 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Text, Meta(description="auto, triton (our kernels) or torch (their plain twins, without CUDA graphs)")
     ] = "auto"
     context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
+    logit_processor: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[\w.]+:\w+$",
+                description="MODULE:NAME of a function of your own that changes every request's logits",
+                extra={"choices": ("MODULE:NAME",)},
+            ),
+        ]
+        | None
+    ) = None
     skip_tokenizer_init: Annotated[bool, Meta(description="serve token ids only")] = False
     random_seed: (
         Annotated[int, Meta(ge=0, le=2**63 - 1, description="seeds the requests that give none; default: drawn")] | None

@@ -1,4 +1,4 @@
-"""The drafting methods as flags and checkpoints know them: a record for each. `spec/methods.py` says how they run."""
+"""The drafting methods as flags and checkpoints know them: a record for each. `spec/methods.py` has how they run."""
 
 from msgspec import Struct
 
@@ -6,16 +6,16 @@ from overlap_spec.config.draft_kind import DraftKind
 
 PLAIN = "NONE"
 NGRAM = "NGRAM"  # has flags of its own
-MTP = "NEXTN"  # what a method runs as that drafts with a layer of the target's own checkpoint
-OWN_METHOD = "MODULE:METHOD"  # how a method that is no part of this package is named
-SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # what that alias runs with: method, steps, topk, draft tokens
+MTP = "NEXTN"  # the method that drafts with a layer of the target's own checkpoint
+OWN_METHOD = "MODULE:METHOD"  # the form of a name of a method outside this package
+SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # the alias's method, steps, topk, draft tokens
 
 
 class MethodFacts(Struct, frozen=True, kw_only=True):
-    """What a method asks of the flags and of its draft."""
+    """A method's requirements on flags and draft."""
 
-    draft_kinds: tuple[DraftKind, ...] = ()  # the draft that it needs, then others that do; none: it needs none
-    takes_token_map: bool = False  # its head has the whole vocabulary, so that some rows of it do too
+    draft_kinds: tuple[DraftKind, ...] = ()  # kinds of draft that it accepts, the usual one first; empty: no draft
+    takes_token_map: bool = False  # its head has the whole vocabulary, so a token map can select rows of it
     uses_own_layer: bool = False  # without a draft, it drafts with an MTP layer of the target's checkpoint
     compares_tokenizers: bool = False  # its draft is a language model, whose token ids must be the target's
     numbers: tuple[int, int, int] | None = None  # default steps, topk, draft tokens; None: they follow the target
@@ -38,15 +38,15 @@ OF_OWN_METHODS = MethodFacts()
 
 
 def facts_of(method: str) -> MethodFacts:
-    """The record of that name; one that asks for nothing if the method is no part of this package."""
+    """The record of that name; one without requirements for a method outside this package."""
     return METHOD_FACTS.get(method, OF_OWN_METHODS)
 
 
 def methods_where(asked: str) -> list[str]:
-    """The names of the methods of which that field holds."""
+    """The names of the methods whose field `asked` is true."""
     return [name for name, facts in METHOD_FACTS.items() if getattr(facts, asked)]
 
 
 def is_own_method(method: str) -> bool:
-    """True of `MODULE:METHOD`, which names a `Method` of a module outside of this package."""
+    """Whether the name is `MODULE:METHOD`: a `Method` of a module outside this package."""
     return ":" in method

@@ -1,4 +1,4 @@
-"""What is run: `Settings`, frozen, a section for each owner; and what `resolve` makes it from beside the flags."""
+"""`Settings`: the resolved, frozen configuration, with a section for each owner; and the other inputs of `resolve`."""
 
 from typing import Annotated, Any
 
@@ -6,12 +6,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 MIB = 1 << 20
-LOSSY = "LOSSY at temperature > 0"  # said of whatever changes the output's distribution
+LOSSY = "LOSSY at temperature > 0"  # the label of every setting that changes the output's distribution
 FORCE_GREEDY_NGRAM = "SGLANG_NGRAM_FORCE_GREEDY_VERIFY"
 
 
 class Machine(Struct, frozen=True):
-    """What `resolve` needs to know of the machine. `num_cores` is what this process may use."""
+    """The machine's facts that `resolve` needs. `num_cores`: cores that this process may use."""
 
     num_cores: int
     has_cuda: bool
@@ -20,7 +20,7 @@ class Machine(Struct, frozen=True):
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
-    """Local files of one target, and what its config says; made by `hub.resolve_model` without torch.
+    """Local files of one target, and facts from its config; made by `hub.resolve_model` without torch.
 
     `weights`: a directory (config.json beside .safetensors or .bin) or a .gguf file. `config`: the
     Hugging Face config as a dict (from GGUF metadata for a .gguf). `tokenizer_dir` is None only with
@@ -49,21 +49,21 @@ class ModelSettings(Struct, frozen=True):
 
 
 class AcceptSettings(Struct, frozen=True):
-    """How guesses are judged: by matching, which is exact, unless something else was asked for."""
+    """The rule of acceptance: matching, which is exact, unless flags choose another."""
 
     rejection: bool = False
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
-    ngram_force_greedy_verify: bool = False  # the target's argmax stands, whatever the temperature
+    ngram_force_greedy_verify: bool = False  # the target's argmax is committed at every temperature
 
     @property
     def thresholds(self) -> bool:
-        """Whether a guess may stand that the target did not draw: then the output's distribution changes."""
+        """Whether a guess may be accepted that the target did not draw, which changes the output's distribution."""
         return self.threshold_single < 1 or self.threshold_acc < 1
 
     @property
     def asked_by(self) -> str | None:
-        """The flag (or variable) that asks for something else than matching; None: none does."""
+        """The flag (or variable) that chooses another rule than matching; None if none does."""
         if self.ngram_force_greedy_verify:
             return FORCE_GREEDY_NGRAM
         if self.thresholds:
@@ -79,26 +79,26 @@ class AcceptSettings(Struct, frozen=True):
 
 
 class AttentionSettings(Struct, frozen=True):
-    """Owner: worker. What runs attention, where that is not what is fastest on the device."""
+    """Owner: worker. Flags that replace the device's default attention kernels."""
 
     target_torch: bool = False
     draft_torch: bool = False
-    prefill_kernel: bool = False  # for the windows of chains too
-    draft_window: int | None = None  # keys that a row of the draft sees at most
+    prefill_kernel: bool = False  # verify windows of chains take the prefill kernels too
+    draft_window: int | None = None  # most keys that a row of the draft attends to
 
 
 class NgramSettings(Struct, frozen=True):
-    """Owner: worker. What counts as a match, and how wide trees get. Defaults are SGLang's."""
+    """Owner: worker. Limits on the length of matches and on the width of trees. Defaults are SGLang's."""
 
     min_match: int = 1
     max_match: int = 12
     min_breadth: int = 1
     max_breadth: int = 10
     by_frequency: bool = False  # else by recency
-    branch: int = 18  # tokens that follow a match, at most
-    capacity: int = 10_000_000  # tokens that are kept of all requests
-    corpus: str | None = None  # JSONL file of texts that are there from the start
-    corpus_tokens: int = 10_000_000  # of it, at most
+    branch: int = 18  # most tokens that are taken after a match
+    capacity: int = 10_000_000  # tokens that the log of all requests holds
+    corpus: str | None = None  # JSONL file of texts that the log holds from the start
+    corpus_tokens: int = 10_000_000  # most tokens that are read of the corpus
     tokenizer_dir: str | None = None  # for a corpus
 
 
@@ -111,19 +111,19 @@ class SpecSettings(Struct, frozen=True):
     topk: int
     width: int
     draft_load_format: str = "auto"
-    narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending; none: it is fixed
+    narrower: tuple[int, ...] = ()  # widths below `width` that steps may also have, ascending; empty: fixed width
     token_map: str | None = None  # file of the target ids that the draft may guess
     accept: AcceptSettings = AcceptSettings()
-    multi_layer: bool = False  # MTP layers, one for each draft step
+    multi_layer: bool = False  # each draft step has an MTP layer of its own
     ngram: NgramSettings = NgramSettings()
-    numbers_from: str = "given"  # where steps, topk and width come from
+    numbers_from: str = "given"  # the origin of steps, topk and width
     simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
 
 
 class WidthRule(Struct, frozen=True):
-    """From a `batch_size` on: which numbers of draft steps there may be, and when one is left for another.
+    """From a `batch_size` on: the candidate numbers of draft steps, and the thresholds for changing between them.
 
-    Fields and defaults are SGLang's, except `initial_steps`, which is settled from the flags.
+    Fields and defaults are SGLang's, except `initial_steps`, which is resolved from the flags.
     """
 
     batch_size: int
@@ -153,10 +153,10 @@ class SchedulerSettings(Struct, frozen=True):
     depth: int
     chunk_tokens: int | None
     seed: int | None
-    width_rules: tuple[WidthRule, ...] = ()  # none: step widths follow measured costs, where they may change at all
-    keeps_width: bool = False  # explicit numbers: steps are narrower only where no slot has a guess, if results say so
+    width_rules: tuple[WidthRule, ...] = ()  # empty: adaptive widths follow measured costs
+    keeps_width: bool = False  # explicit numbers: a step is narrower only if results show that no slot has a guess
     width_padding: tuple[int, ...] = ()  # batch sizes that a rule's batch is rounded up to
-    synthetic_acceptance: bool = False  # said in every log line that shows an accept length
+    synthetic_acceptance: bool = False  # every log line with an accept length reports it
 
 
 class ServerSettings(Struct, frozen=True):
@@ -178,7 +178,7 @@ class LinkSettings(Struct, frozen=True):
 
 
 class Settings(Struct, frozen=True):
-    """What is run. Each process is handed all of it and gives each component its section only."""
+    """The resolved configuration. Each process gets all of it and gives each component only its section."""
 
     model: ModelSettings
     spec: SpecSettings
@@ -189,13 +189,14 @@ class Settings(Struct, frozen=True):
     skip_tokenizer_init: bool
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
-    threads_given: bool = False  # by the user: else fewer may do
-    spin_count: int = 0  # how often a waiting thread of the worker looks before it sleeps (`runtime/openmp_spin.py`)
+    threads_given: bool = False  # the user gave `num_threads`; otherwise the worker may choose fewer
+    spin_count: int = 0  # polls of a waiting thread of the worker before it sleeps (`runtime/openmp_spin.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
-    spin_s: float = 0.0  # how long scheduler and worker poll for each other's next word before they sleep
+    logit_processor: str | None = None  # MODULE:NAME, which the worker imports
+    spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
-    trace_dir: str | None = None  # where every process leaves what it did when (`tracing.py`); None: nobody asks
+    trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
 
 
 def encode_settings(settings: Settings) -> bytes:

@@ -19,7 +19,7 @@ AttentionMode = Literal["prefill", "decode"]
 Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
 
 MAX_STEPS = 8
-MAX_MATCH, MAX_BRANCH = 32, 62  # tokens of an n-gram's match, and after it
+MAX_MATCH, MAX_BRANCH = 32, 62  # most tokens of an n-gram match, and after it
 
 
 class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,5 +117,5 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def synthetic_acceptance(mean: float) -> str:
-    """What every output says of a run whose accept decision is made up."""
+    """The label of synthetic acceptance in every output."""
     return f"synthetic acceptance: {mean:g} committed tokens a step on average, whatever the guesses"

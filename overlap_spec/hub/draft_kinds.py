@@ -1,7 +1,7 @@
-"""Refuses a draft where a target is wanted, and another draft than a method's, before a process is started for it.
+"""Refuses a draft head given as target, and a draft of another method, before any process starts.
 
-What a checkpoint is, its tensors' names say, and safetensors have those in front. A .bin needs torch to be opened: it
-is the worker that tells what is in it, before it reads the target.
+The names of its tensors tell what a checkpoint is, and safetensors files list them in their headers. A .bin can only be
+opened with torch, so the worker checks it, before it loads the target.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from overlap_spec.hub.weight_files import open_safetensors, shapes_in, weight_fi
 
 
 def refuse_head(directory: Path, config: Mapping[str, Any], load_format: str) -> None:
-    """Raises: ConfigError if a directory that is to be a target holds a draft head. `config`: its config.json."""
+    """Raises: ConfigError if the directory of a target holds a draft head. `config`: its config.json."""
     if _is_named_head(config) or can_only_draft(_stored_shapes(directory, load_format)):
         raise ConfigError(
             "model_path", f"{directory} is a draft head, not a target; give it as --speculative-draft-model-path"
@@ -24,13 +24,13 @@ def refuse_head(directory: Path, config: Mapping[str, Any], load_format: str) ->
 
 
 def check_draft_kind(method: str, directory: str, load_format: str) -> None:
-    """See `refuse_other_kind`; what safetensors do not tell passes."""
+    """Run `refuse_other_kind` on the safetensors of a directory; other formats pass."""
     if shapes := _stored_shapes(Path(directory), load_format):
         refuse_other_kind(method, directory, shapes)
 
 
 def refuse_other_kind(method: str, directory: str, shapes: Shapes) -> None:
-    """Raises: CheckpointError if a draft is not what the method drafts with, naming the method that does."""
+    """Raises: CheckpointError if a draft is not of the method's kind, naming the method that it fits."""
     wanted, found = facts_of(method).draft_kinds, draft_kind(shapes)
     if not wanted or found in wanted:
         return
@@ -40,13 +40,13 @@ def refuse_other_kind(method: str, directory: str, shapes: Shapes) -> None:
 
 
 def _is_named_head(config: Mapping[str, Any]) -> bool:
-    """Many heads have their target's architecture instead."""
+    """Whether the architecture names a draft head; many heads have their target's architecture instead."""
     names = map(str, config.get("architectures") or ())
     return config.get("draft_vocab_size") is not None or any(name.endswith(("Eagle", "Eagle3")) for name in names)
 
 
 def _stored_shapes(directory: Path, load_format: str) -> Shapes:
-    """By name; nothing where torch is needed to say, or where there are no weights."""
+    """Shapes of the tensors by name; empty if torch is needed to read them, or without weights."""
     files = [] if load_format == DUMMY else weight_files(directory, load_format)
     handles = (open_safetensors(file, "np") for file in files if file.suffix == ".safetensors")
     return dict(pair for handle in handles for pair in shapes_in(handle))

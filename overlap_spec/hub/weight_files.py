@@ -1,4 +1,4 @@
-"""Which files hold the weights of a Hugging Face directory, and what safetensors say is in them."""
+"""Finds the weight files of a Hugging Face directory, and reads the headers of safetensors."""
 
 import json
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ FORMATS = {"auto": (SAFETENSORS, BIN), "safetensors": (SAFETENSORS,), "pt": (BIN
 
 
 def weight_files(directory: Path, load_format: str = "auto") -> list[Path]:
-    """Those of one format, the first that is there; safetensors where both are there and either will do.
+    """The files of the first format that is present; with `auto`, safetensors come before .bin.
 
-    Raises: CheckpointError if an index names a shard that is not there.
+    Raises: CheckpointError if an index names a missing shard.
     """
     found = (_of_format(directory, name, suffix) for name, suffix in FORMATS[load_format])
     return next((files for files in found if files), [])
 
 
 def open_safetensors(file: Path, framework: str) -> Any:
-    """A handle to a mapped file. `framework`: whose tensors it hands out. Raises: CheckpointError naming the file."""
+    """A handle to a mapped file. `framework`: the type of its tensors. Raises: CheckpointError naming the file."""
     from safetensors import SafetensorError, safe_open
 
     try:

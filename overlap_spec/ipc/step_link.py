@@ -1,10 +1,10 @@
-"""The links that every step crosses, scheduler to worker and back: Unix sockets that both ends work on themselves.
+"""The links that every step crosses, scheduler to worker and back: Unix sockets without an I/O thread.
 
 ZeroMQ passes a message through an I/O thread at either end: three wake-ups where a plain socket needs one, and none if
-its reader is still polling. So plans and results travel here; everything else (and the first and last words of an
-actor) travels by ZeroMQ, and `StepInbox` reads both.
+its reader is still polling. So plans and results travel here; all other messages travel by ZeroMQ, and `StepInbox`
+reads both.
 
-An inbox is bound by its reader before anybody sends; an outlet connects with its first message. A send never blocks:
+The reader binds an inbox before its first message is sent; an outlet connects with that message. A send never blocks:
 no more messages are unread than there are steps in flight, and each is a packet that is small beside a socket's buffer.
 What does not fit into one (the plan of a long prompt) lies in an anonymous file, and the packet holds its descriptor.
 """
@@ -28,16 +28,16 @@ from overlap_spec.ipc.transport import ZmqInbox, has_message
 
 T = TypeVar("T")
 
-PACKET_BYTES = 1 << 14  # of a message that travels as it is; a socket's buffer holds 200 KiB where nobody changed it
-IN_FILE = b"\0"  # what is sent with a descriptor: an empty packet would be the end of the connection
+PACKET_BYTES = 1 << 14  # larger messages travel in a file; a socket's buffer holds 200 KiB by default
+IN_FILE = b"\0"  # the packet that carries a descriptor: an empty one would end the connection
 ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i", [0]).itemsize)
-POLLS_BETWEEN = 32  # of the step link, between two of the sources that are in no hurry
+POLLS_BETWEEN = 32  # of the step link, for one of the others
 
 log = logging.getLogger(__name__)
 
 
 class SpinPolicy:
-    """How long a reader polls before it sleeps. An answer that is under way arrives sooner than a sleeper wakes up.
+    """How long a reader polls before it sleeps. An answer in flight arrives sooner than a sleeping thread wakes up.
 
     `spin_s` 0: it sleeps at once, as it must where cores are few. After `spin_s` without a message it sleeps too.
     """
@@ -48,7 +48,7 @@ class SpinPolicy:
         self._until = 0.0
 
     def renew(self) -> None:
-        """Something happened: the next thing may follow soon."""
+        """Note an event: the next one may follow soon."""
         if self._spin_s:
             self._until = self._clock() + self._spin_s
 
@@ -59,7 +59,7 @@ class SpinPolicy:
 
 
 class StepOutlet(Generic[T]):
-    """The sending end of a step link. What a reader that has gone misses is lost: the supervisor ends the run."""
+    """The sending end of a step link. Messages to a reader that is gone are lost: the supervisor ends the run."""
 
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -81,11 +81,11 @@ class StepOutlet(Generic[T]):
                 self._send_in_file(payload)
         except (ConnectionError, FileNotFoundError) as error:
             if not self._has_lost:
-                log.info("nobody reads %s any more (%s): what is sent there is lost", self._path, error)
+                log.info("the reader of %s is gone (%s): messages to it are lost", self._path, error)
             self._has_lost = True
 
     def close(self) -> None:
-        """What was sent still arrives."""
+        """Messages already sent still arrive."""
         self._socket.close()
 
     def _send_in_file(self, payload: bytes) -> None:
@@ -123,8 +123,8 @@ class StepInbox(Generic[T]):
         return self._take()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until something can be read, or for `timeout_s`; the next `poll` looks everywhere."""
-        if not has_message(self._others.socket):  # its descriptor tells only of what comes after this question
+        """Sleep until something can be read, or for `timeout_s`; the next `poll` reads every source."""
+        if not has_message(self._others.socket):  # its descriptor signals only messages that arrive after this check
             select.select(self._descriptors(), (), (), timeout_s)
         self._polls = 0
 
@@ -138,7 +138,7 @@ class StepInbox(Generic[T]):
         return self._ready.popleft()
 
     def close(self) -> None:
-        """The ZeroMQ inbox is its owner's to close."""
+        """Close the step links; the owner of the ZeroMQ inbox closes that."""
         for sender in self._senders:
             sender.close()
         self._listener.close()
@@ -172,7 +172,7 @@ class StepInbox(Generic[T]):
         return [self._others.socket.fileno(), self._listener.fileno(), *(sender.fileno() for sender in self._senders)]
 
     async def _readable(self) -> None:
-        """Wait until something can be read. What is new is found by the next poll, which looks everywhere."""
+        """Wait until something can be read; the next poll reads every source."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
         descriptors = self._descriptors()

@@ -1,4 +1,4 @@
-"""Typed one-way links between actors: ZeroMQ between processes, a queue inside one (for tests).
+"""Typed one-way links between actors, over ZeroMQ.
 
 A send never blocks, so the ring of actors cannot deadlock; what bounds it is the tokenizer's count of open requests. An
 inbox is bound by its reader and lives as long as the actor; outlets connect. Never pickle.
@@ -6,7 +6,6 @@ inbox is bound by its reader and lives as long as the actor; outlets connect. Ne
 
 import asyncio
 from collections import deque
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
@@ -15,12 +14,12 @@ import zmq
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
-LAST_WORDS_MS = 500  # how long a closed link may still send: time for a last ActorFailed to leave
+LAST_SEND_MS = 500  # how long a closed link may still send, so that an ActorFailed leaves
 RECONNECT_MS = 20  # actors start in parallel: an outlet often connects before its reader has bound
 
 
 class Inbox(Protocol[T]):
-    """Where one actor's messages arrive, of one union type. One reader: `recv` is not called twice at once."""
+    """One actor's messages, of one union type. One reader: `recv` is not called twice at once."""
 
     def drain(self) -> list[T]:
         """Everything that has arrived; never waits."""
@@ -86,7 +85,7 @@ class ZmqOutlet(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
+        self._socket.setsockopt(zmq.LINGER, LAST_SEND_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(address)
 
@@ -124,50 +123,3 @@ def has_message(socket: zmq.Socket[bytes]) -> bool:
 def _settle(woken: asyncio.Future[None]) -> None:
     if not woken.done():
         woken.set_result(None)
-
-
-class MemoryLink(Generic[T]):
-    """Inbox and outlet in one, inside one event loop. Messages still pass the codec, so types are checked."""
-
-    def __init__(self, union: Any) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
-        self._ready: deque[T] = deque()
-        self._arrived = asyncio.Event()
-
-    def send(self, message: T) -> None:
-        self._ready.append(self._decoder.decode(self._encoder.encode(message)))
-        self._arrived.set()
-
-    def drain(self) -> list[T]:
-        messages = list(self._ready)
-        self._ready.clear()
-        return messages
-
-    async def recv(self) -> T:
-        while not self._ready:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._ready.popleft()
-
-    def close(self) -> None:
-        self._ready.clear()
-
-
-class Endpoints:
-    """Addresses of one run: sockets in its private directory (0700), one inbox per actor."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-
-    def inbox(self, actor: str) -> str:
-        """Where an actor (or the supervisor) reads."""
-        return f"ipc://{self.run_dir / actor}.sock"
-
-    def steps(self, actor: str) -> Path:
-        """Where an actor reads plans or results (`step_link.py`)."""
-        return self.run_dir / f"{actor}.steps"
-
-    def client(self) -> str:
-        """The client link, where no public address is set."""
-        return f"ipc://{self.run_dir / 'client.sock'}"

@@ -1,9 +1,8 @@
-"""What travels on each link: tagged, array-like, frozen msgspec structs, one union type per link.
+"""The messages of each link: tagged, array-like, frozen msgspec structs, one union type per link.
 
 A struct is named for where it goes. Times are seconds as float (monotonic clock of the machine), sizes are counts of
-tokens unless the name says otherwise. A new field goes last, with a default, so that old payloads still decode. Whoever
-uses one imports it from here; which file it stands in says only which link it travels on, and an actor's inbox takes
-the union of its links.
+tokens unless the name tells otherwise. A new field goes last, with a default, so that old payloads still decode. Import
+them from this package: each file holds the messages of one link, and an actor's inbox takes the union of its links.
 
     client ==Generate,Cancel,..==> tokenizer --Admit,Abort--> scheduler --StepPlan--> worker
     client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker
@@ -35,6 +34,16 @@ from overlap_spec.messages.client import (
     Tokenize,
     Tokenized,
     ToTokenizerFromClient,
+)
+from overlap_spec.messages.facts import (
+    ActorFacts,
+    CpuFacts,
+    CudaFacts,
+    EngineFacts,
+    MemorySaving,
+    SchedulerFacts,
+    TokenizerFacts,
+    WorkerFacts,
 )
 from overlap_spec.messages.request import (
     MAX_STOP_IDS,
@@ -78,15 +87,19 @@ ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
 __all__ = [
     "Abort",
     "AbortReason",
+    "ActorFacts",
     "ActorFailed",
     "ActorProgress",
     "ActorReady",
     "Admit",
     "Cancel",
     "ChatPrompt",
+    "CpuFacts",
+    "CudaFacts",
     "Detokenize",
     "Detokenized",
     "Drained",
+    "EngineFacts",
     "EngineLimits",
     "ErrorCode",
     "Finish",
@@ -100,6 +113,7 @@ __all__ = [
     "GetStats",
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
+    "MemorySaving",
     "Message",
     "Phase",
     "Ping",
@@ -110,6 +124,7 @@ __all__ = [
     "ResetSlot",
     "Roofline",
     "SamplingParams",
+    "SchedulerFacts",
     "Shutdown",
     "SlotWork",
     "Stats",
@@ -129,6 +144,8 @@ __all__ = [
     "TokenPrompt",
     "Tokenize",
     "Tokenized",
+    "TokenizerFacts",
     "Usage",
+    "WorkerFacts",
     "WorkerReady",
 ]

@@ -1,4 +1,4 @@
-"""What every link shares: the base of all messages and the words that several of them use."""
+"""What every link shares: the base of all messages, and the enums that several of them use."""
 
 import enum
 
@@ -10,7 +10,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class Phase(enum.StrEnum):
-    """A step is one or the other, never both."""
+    """The kind of a step: prompts or decoding, never both."""
 
     PREFILL = "prefill"
     DECODE = "decode"

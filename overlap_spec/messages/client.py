@@ -1,4 +1,4 @@
-"""The client link: between the tokenizer and whoever asks for text."""
+"""The client link: between the tokenizer and its clients."""
 
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
@@ -16,7 +16,7 @@ class Generate(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End a request of this client; an unknown id is ignored. `everyone` ends it whoever owns it (all if id is '')."""
+    """End a request of this client; an unknown id is ignored. `everyone`: of every client (all if id is '')."""
 
     request_id: str
     everyone: bool = False
@@ -87,7 +87,7 @@ class Rejected(Message, frozen=True):
 class Pong(Message, frozen=True):
     """Answer to Ping. `ready` is False until the engine is warm.
 
-    `session` changes when the tokenizer has given this client up and then heard of it again: whatever was
+    `session` changes when the tokenizer has given this client up and then heard of it again: every request that was
     open before is gone.
     """
 

@@ -1,4 +1,4 @@
-"""What one request asks for: its prompt, and how its tokens are drawn."""
+"""One request: its prompt, and how its tokens are drawn."""
 
 import math
 from typing import Any

@@ -105,7 +105,7 @@ class WorkerReady(Message, frozen=True):
     pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
-    results have lookaheads, and every window is filled whole, whatever the width of the step before.
+    results have `levels`, and every window is filled whole, whatever the width of the step before.
     """
 
     num_slots: int
@@ -127,24 +127,26 @@ class WorkerReady(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
-    `num_proposed`: how many guesses might have been accepted. `gpu_time`: seconds the device worked on the step.
-    `gpu_gap`: seconds the device had nothing to do between the step before and this one, whatever the reason.
-    `launch_time`: seconds the host took to launch it; 0 where the host is the device. `lookaheads`: of methods that
-    fill whole windows, by slot, what was guessed beyond the step's width too: levels of guesses in bits 0-7, how many
-    tokens they rest on in bits 8-15, and from bit 16 on the column of the guess after the accepted run that was right,
-    0 for none. Empty: no slot had a guess. `paths`: of windows whose guesses are no chain, by slot, what narrower steps
-    would have committed: bit i - 1 for every column i > 0 that stood, and above them bit k, k being the last column
-    with a guess; 64 bits, with a sign. Empty: guess i stood in column i.
+    Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
+    this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
+
+    The other columns help to choose widths. Windows are columns: 0 is the root, guesses follow. A column without rows
+    is left empty.
     """
 
     step_id: int
     tokens: list[list[int]]
-    num_proposed: list[int]
+    num_proposed: list[int]  # guesses that might have been accepted: of a tree, its levels
     gpu_time: float
     gpu_gap: float = 0.0
     launch_time: float = 0.0
-    lookaheads: list[int] = []
-    paths: list[int] = []
+    # Of trees. A step of width w would have committed those columns of the path that are below w.
+    paths: list[list[int]] = []  # window columns of the accepted guesses; of chains column i holds guess i
+    last_guesses: list[int] = []  # the last window column with a guess, 0 without one
+    # Of methods that are self-drafting, whose windows are whole whatever the step's width; empty: no slot had a guess.
+    levels: list[int] = []  # of guesses in the whole window
+    strengths: list[int] = []  # how many tokens the guesses rest on
+    next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
-"""What bounds a decode step from below: what its forwards move and compute, and how fast the device could.
+"""The lower bound of a decode step's time: what its forwards move and compute, and the device's ceilings.
 
-It travels in WorkerReady, so that the scheduler, which knows how long every
-sequence is, can say how far a step is from its floor.
+It travels in WorkerReady: the scheduler knows the sequence lengths, and computes how far a step is from its floor.
 """
 
 import msgspec

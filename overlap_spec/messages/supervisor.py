@@ -1,6 +1,7 @@
-"""Between the supervisor and every actor: life, death and progress."""
+"""Between the supervisor and every actor: ready, failed, progress, shutdown."""
 
 from overlap_spec.messages.base import Message
+from overlap_spec.messages.facts import ActorFacts
 
 
 class Shutdown(Message, frozen=True):
@@ -10,10 +11,10 @@ class Shutdown(Message, frozen=True):
 
 
 class ActorReady(Message, frozen=True):
-    """An actor is warm. `facts` fill the start-up table."""
+    """An actor is warm."""
 
     actor: str
-    facts: dict[str, str | int | float]
+    facts: ActorFacts
 
 
 class ActorFailed(Message, frozen=True):
@@ -25,7 +26,7 @@ class ActorFailed(Message, frozen=True):
 
 
 class ActorProgress(Message, frozen=True):
-    """A line for the person who waits: what is being loaded, done out of total (0: unknown)."""
+    """Progress of the start, for the terminal: what is being loaded, done out of total (0: unknown)."""
 
     actor: str
     what: str

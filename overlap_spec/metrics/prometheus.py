@@ -5,14 +5,15 @@ counters are those that `vllm bench serve` reads before and after a run.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from overlap_spec.messages import Stats
-from overlap_spec.metrics.histogram import WeightedHistogram
 
 PREFIX = "overlap_spec:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -149,3 +150,31 @@ def _spec_decode(stats: Stats) -> Iterator[Metric]:
     for position, accepted in enumerate(per_position):
         positions.add_metric((str(position),), accepted)
     yield positions
+
+
+class WeightedHistogram:
+    """Counts by upper bound. `bounds` ascend, in the unit of what is observed; above the last one is +Inf.
+
+    It counts one value many times at once, which prometheus-client's own cannot: a chunk of k tokens is k inter-token
+    latencies.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, weight: int = 1) -> None:
+        """Count `value` `weight` times."""
+        self._counts[bisect_left(self._bounds, value)] += weight
+        self._sum += value * weight
+
+    @property
+    def total(self) -> float:
+        """Sum of all that was observed."""
+        return self._sum
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and cumulative count, as the text format wants them."""
+        names = [*map(str, self._bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self._counts)), strict=True))

@@ -1,8 +1,8 @@
-"""What the worker and the methods need of a model.
+"""The interfaces between models and the worker or a method: row batches, targets, draft heads, profiles.
 
 A forward works on T flattened rows. Rows of one request are contiguous, at ascending positions; in
 decode every request has W rows, in prefill as many as its chunk. Rows write their K/V first, then row
-at position p attends to positions 0..p of its own request; a row of a tree, to what `TreeKeys` says.
+at position p attends to positions 0..p of its own request; a row of a tree, to the keys of `TreeKeys`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels import MASK_BITS, Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -24,23 +24,22 @@ Progress = Callable[[int, int], None]  # called with (tensors loaded, tensors in
 
 Attached = TypeVar("Attached", covariant=True)  # a draft with its cache: a `DraftHead`, or what its proposer runs
 
-MASK_BITS = 64
 NO_KV = KVShape(0, 0, 0)
 NO_WORK = ForwardWork()
 
 
 @dataclass(frozen=True)
 class TreeKeys:
-    """What the rows of trees attend to: the first keys of their request, and their own ancestors among M others."""
+    """The keys that rows of trees attend to: a prefix of their request, and their own ancestors among M other keys."""
 
     prefix: Tensor  # [B] i64: keys at places 0..prefix - 1, through the page table
-    cache_rows: Tensor  # [B, M] i64: where the others' K/V is
+    cache_rows: Tensor  # [B, M] i64: the cache rows of the other keys
     mask: Tensor  # [B, R, ceil(M / 64)] i64: bit i % 64 of word i // 64: row r of the request attends to key i
-    positions: Tensor  # [B, M] i64, of the others
-    num_levels: int  # a row and its farthest ancestor are less than so many positions apart
+    positions: Tensor  # [B, M] i64: the positions of the other keys
+    num_levels: int  # a row and its farthest ancestor are fewer than this many positions apart
 
     def near(self, positions: Tensor, window: int | None) -> Tensor:
-        """The mask of a layer with a window: ancestors may be beyond a very small one. Shapes: positions [B * R]."""
+        """The mask of a layer with a sliding window, which may exclude ancestors. Shapes: positions [B * R]."""
         if window is None or window >= self.num_levels:
             return self.mask
         num_requests, num_rows, num_words = self.mask.shape
@@ -51,21 +50,22 @@ class TreeKeys:
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Where the rows of one forward stand. `max_rows` bounds the rows of one request, `uniform` says all have it.
+    """Places of the rows of one forward. `max_rows` bounds the rows of a request; if `uniform`, all have so many.
 
-    Windows, which are uniform, short and at consecutive positions, may leave out what follows from the rest.
+    The windows of decode are uniform, short and at consecutive positions; they may leave out `cache_rows` and
+    `row_starts`, which follow from the other fields.
     """
 
     positions: Tensor  # [T] i64, absolute, also the RoPE position
-    cache_rows: Tensor | None  # [T] i64, page * page_size + offset: where the row's K/V is written
+    cache_rows: Tensor | None  # [T] i64, page * page_size + offset: the cache row that a row's K/V is written to
     page_table: Tensor  # [B, P] i32, pages of each request of this forward
     row_starts: Tensor | None  # [B + 1] i32, first row of each request
     max_rows: int
     uniform: bool  # every request has exactly max_rows rows
-    tree: TreeKeys | None = None  # rows that are no sequence; these are uniform, and have no `row_starts`
+    tree: TreeKeys | None = None  # for rows of trees, which are uniform and have no `row_starts`
 
     def placed(self, page_size: int) -> "RowBatch":
-        """Uniform rows, with nothing left out. Sync: never."""
+        """Uniform rows with all fields filled in. Sync: never."""
         pages = self.page_table.gather(1, self.positions.view(-1, self.max_rows) // page_size)
         cache_rows = pages.long().reshape(-1) * page_size + self.positions % page_size
         starts = torch.arange(len(self.page_table) + 1, dtype=torch.int32, device=pages.device) * self.max_rows
@@ -74,7 +74,7 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What a target's layers give. `aux` holds the residual after each aux layer, concatenated."""
+    """The output of a target's layers. `aux` holds the residual after each aux layer, concatenated."""
 
     final: Tensor | Normed  # [T, H], the final norm's result
     aux: Tensor  # [T, n * H]; n = 0 without aux layers
@@ -86,19 +86,19 @@ class TargetOutput:
 
     @property
     def aux_hidden(self) -> Tensor:
-        """What a draft head reads: aux hidden states, or without aux layers the final ones. Shapes: [T, n * H]."""
+        """The input of a draft head: aux hidden states, or the final ones without aux layers. Shapes: [T, n * H]."""
         return self.aux if self.aux.shape[1] else self.hidden
 
 
 class LazyLogits(Protocol):
-    """Logits of some rows, computed when asked for."""
+    """Logits of some rows, computed on demand."""
 
     def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
         ...
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
-        """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
+        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
         ...
 
 
@@ -122,7 +122,7 @@ class TargetModel(Protocol):
 
 
 class LoadedTarget(Protocol):
-    """A target's weights in memory, before its KV cache exists: what is left of the memory decides the cache's size."""
+    """A target's weights in memory, before its KV cache exists: the memory left over determines the cache's size."""
 
     @property
     def hidden_size(self) -> int:
@@ -141,7 +141,7 @@ class LoadedTarget(Protocol):
 
     @property
     def kv_shape(self) -> KVShape:
-        """What a token takes in the target's cache."""
+        """The size of a token in the target's KV cache."""
         ...
 
     @property
@@ -151,7 +151,7 @@ class LoadedTarget(Protocol):
 
     @property
     def work(self) -> ForwardWork:
-        """What a forward reads and computes."""
+        """The bytes that a forward reads, and its operations."""
         ...
 
     @property
@@ -171,7 +171,7 @@ class LoadedTarget(Protocol):
         aux_layers: tuple[int, ...] = (),
         attention: AttentionChoice = DEFAULT_ATTENTION,
     ) -> TargetModel:
-        """Make it runnable. `num_positions` bounds every row's position; the outputs of `aux_layers` are kept."""
+        """Join weights and KV cache. `num_positions` bounds rows' positions; outputs of `aux_layers` are kept."""
         ...
 
 
@@ -182,22 +182,22 @@ class DraftHead(Protocol):
     target_ids: Tensor  # [Vd] i64: draft id -> target id (the identity where the vocabulary is shared)
 
     def fuse(self, output: TargetOutput) -> Tensor:
-        """The features a target row hands to the head. Shapes: -> [T, Hd]."""
+        """The head's features, from the target's output. Shapes: -> [T, Hd]."""
         ...
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Row at position p holds (features of p, token of p + 1). Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd].
 
-        Returns the residual sum, on its way into the final norm.
+        Returns the residual sum, prepared for the final norm.
         """
         ...
 
     def enter(self, output: Tensor) -> Normed:
-        """Residual sums that were kept. Shapes: [R, Hd]."""
+        """Prepare kept residual sums for the final norm. Shapes: [R, Hd]."""
         ...
 
     def next_features(self, output: Normed) -> Tensor:
-        """What the next draft step takes as features. Shapes: [R, Hd] -> [R, Hd]."""
+        """The features of the next draft step. Shapes: [R, Hd] -> [R, Hd]."""
         ...
 
     def logits(self, output: Normed) -> LazyLogits:
@@ -207,26 +207,26 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What is static about a method's trees."""
+    """The static shape of a method's trees."""
 
-    num_levels: int  # of guesses: the most that a step can accept
+    num_levels: int  # levels of guesses: the most that a step can accept
     scratch_rows: int = 0  # rows of each slot in the draft's cache, outside its pages
-    level_rows: int = 1  # of each slot, in a draft step
+    level_rows: int = 1  # rows of each slot in a draft step
 
 
 @dataclass(frozen=True)
 class DraftProfile:
-    """What the engine has to know of a loaded draft. The defaults are those of a method that loads nothing."""
+    """The engine's facts about a loaded draft. The defaults are those of a method that loads nothing."""
 
-    kv_shape: KVShape = NO_KV  # what a token takes in the draft's own cache; no layers, no cache
-    num_bytes: int = 0  # memory that it has taken at load: weights that are not the target's, and `log_bytes`
-    log_bytes: int = 0  # the part of it that remembers what requests said
-    work: ForwardWork = NO_WORK  # what a draft step reads and computes, what it borrows of the target included
-    extend_work: ForwardWork = NO_WORK  # the same of absorbing committed tokens
+    kv_shape: KVShape = NO_KV  # the size of a token in the draft's own KV cache; no layers: no cache
+    num_bytes: int = 0  # memory taken at load: weights that are not the target's, and `log_bytes`
+    log_bytes: int = 0  # the part of `num_bytes` for the log of requests' tokens
+    work: ForwardWork = NO_WORK  # work of a draft step, including the target's weights that it reads
+    extend_work: ForwardWork = NO_WORK  # work of the extend over committed tokens
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
     tree: TreeShape | None = None  # None: it guesses chains
-    draft_vocab_size: int = 0  # tokens Vd that it can guess, where it can draw them for rejection sampling; else 0
-    token_bytes: int = 0  # what each token of the KV pool takes beside its KV
+    draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
+    token_bytes: int = 0  # bytes for each token of the KV pool beside its KV
 
 
 class LoadedDraft(Protocol[Attached]):
@@ -234,9 +234,9 @@ class LoadedDraft(Protocol[Attached]):
 
     @property
     def profile(self) -> DraftProfile:
-        """What the engine has to know of it."""
+        """The engine's facts about the draft."""
         ...
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> Attached:
-        """Make it runnable; it has the page ids of its target, in a cache of its own."""
+        """Join weights and the draft's own KV cache, which uses the target's page ids."""
         ...

@@ -13,12 +13,12 @@ import torch
 from overlap_spec_kernels import move_cache_rows
 from torch import Tensor
 
-LINE = 64  # bytes of a line of the CPU's cache
+LINE = 64  # bytes of a CPU cache line
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token takes in a model's KV cache."""
+    """The size of one token in a model's KV cache."""
 
     num_layers: int
     num_kv_heads: int
@@ -47,10 +47,10 @@ class KVCache:
         device: torch.device,
         scratch_rows: int = 0,
     ) -> "KVCache":
-        """Take the memory of `num_pages` pages, and of so many cache rows behind them that are nobody's pages.
+        """Take the memory of `num_pages` pages, and of `scratch_rows` cache rows behind them, which belong to no page.
 
-        Zeroed, not empty: a masked key weighs nothing, but nothing times NaN would be NaN. On a CPU zeroed
-        pages take no memory until they are written.
+        The memory is zeroed, because a masked key has weight 0, and 0 times a NaN in unwritten memory is NaN. On a CPU,
+        zeroed pages take no memory until they are written.
         """
         num_pages += -(-scratch_rows // page_size)
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
@@ -60,13 +60,13 @@ class KVCache:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of some tokens within all layers, as if all were read first. Sync: never.
 
-        Shapes: source, target [B, D] i64, cache rows; those of one b may overlap, those of different ones do not.
+        Shapes: source, target [B, D] i64, cache rows. Rows of one b may overlap; rows of different b do not.
         """
         move_cache_rows(*self.stacked, source, target)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch writes its zeros on a CPU too; numpy asks the system for pages that are zero when they are first read."""
+    """Zeros without writing them: on a CPU, torch writes zeros, but numpy maps pages that are zero when first read."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     num_bytes = math.prod(size) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The architectures that can be served, by the name that a config.json gives them: one line each."""
+"""The architectures that can be served, by their names in config.json: one line each."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
+from overlap_spec.models.targets import gemma3, olmo2, phi3
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 
 class TargetConfig(Protocol):
-    """What all configs say; the rest is between a family's config and its loader."""
+    """The fields that all configs have; only a family's loader reads the others."""
 
     @property
     def hidden_size(self) -> int:
@@ -33,13 +34,13 @@ class TargetConfig(Protocol):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a checkpoint of it is read. Both functions raise CheckpointError naming file and key, or file and tensor."""
+    """Readers of config and weights. Both raise CheckpointError naming file and key, or file and tensor."""
 
     read_config: Callable[[Mapping[str, Any], str], TargetConfig]  # (config.json, its file)
     load: Callable[[Any, Weights], LoadedTarget]  # (what `read_config` returned, tensors)
 
 
-LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # and its cousins, which `families.py` tells apart
+LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families in `families.py`
 
 ARCHITECTURES = {
     "LlamaForCausalLM": LLAMA,
@@ -47,11 +48,14 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": LLAMA,
     "MiMoForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
+    "Gemma3ForCausalLM": Architecture(gemma3.read_config, gemma3.load),
+    "Olmo2ForCausalLM": Architecture(olmo2.read_config, olmo2.load),
+    "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
 }
 
 
 def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
-    """The first architecture of a config.json that is known. Raises: CheckpointError naming those that are."""
+    """The first known architecture of a config.json. Raises: CheckpointError naming the known ones."""
     refuse_sparse(config, origin)
     found = config.get("architectures") or []
     if (name := next((name for name in found if name in ARCHITECTURES), None)) is not None:

@@ -1,4 +1,4 @@
-"""What a forward reads and computes, and the memory of weights. Each layer counts its own; a model adds them up."""
+"""Counts the bytes and operations of a forward, and the memory of weights. Layers count; a model adds them up."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardWork:
-    """See `messages.ForwardShape`, which this becomes once the KV dtype is known."""
+    """The work of a forward. It becomes a `messages.ForwardShape` once the KV dtype is known."""
 
     weight_bytes: int = 0
     row_flop: int = 0
@@ -36,7 +36,7 @@ def product_work(num_bytes: int, num_weights: int) -> ForwardWork:
 
 
 def attention_work(num_heads: int, head_dim: int) -> ForwardWork:
-    """Of one layer: products with a key and with its value are 2 * 2 operations for each (row, key)."""
+    """The attention of one layer: for each (row, key), products with key and value are 2 * 2 operations per column."""
     return ForwardWork(pair_flop=4 * num_heads * head_dim)
 
 
@@ -51,7 +51,7 @@ def count_bytes(weights: object) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's memory is; one in an opaque layout shares it with no other."""
+    """The address of a tensor's memory. A tensor in an opaque layout shares memory with no other."""
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 

@@ -1,1 +1,1 @@
-"""Processes and the machine they run on: actors, their supervisor, traces, what is measured once."""
+"""Processes and the machine they run on: actors, their supervisor, traces, figures that are measured once."""

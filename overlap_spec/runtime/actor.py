@@ -24,9 +24,10 @@ import zmq
 
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import LAST_WORDS_MS, Endpoints, Inbox, Outlet, ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.ipc.transport import LAST_SEND_MS, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, ToSupervisor
 from overlap_spec.runtime.tracing import recorder
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
@@ -41,7 +42,7 @@ Main = Callable[["ActorContext"], Awaitable[None]]
 
 
 class ActorContext:
-    """What an actor is given: its settings and its links. Tests give one made of memory links."""
+    """An actor's settings and links."""
 
     def __init__(self, role: str, settings: Settings, endpoints: Endpoints) -> None:
         self.role = role
@@ -73,22 +74,22 @@ class ActorContext:
         return link
 
     def step_outlet(self, actor: str) -> Outlet[Any]:
-        """Plans or results for another actor, who must have bound its inbox when the first is sent."""
+        """Plans or results for another actor; it must have bound its inbox when the first is sent."""
         link: Outlet[Any] = StepOutlet(self.endpoints.steps(actor))
         self._links.append(link)
         return link
 
-    def ready(self, facts: dict[str, str | int | float]) -> None:
-        """Tell the supervisor that this actor is warm; `facts` fill the start-up table.
+    def ready(self, facts: ActorFacts) -> None:
+        """Tell the supervisor that this actor is warm.
 
-        What is loaded by now stays, and no later garbage collection goes through it: one takes milliseconds.
+        Later garbage collections skip what is loaded by now, and so do not take milliseconds.
         """
         gc.collect()
         gc.freeze()
         self._supervisor.send(ActorReady(self.role, facts))
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Tell whoever waits for the start what is going on."""
+        """Report a part of the start to the supervisor."""
         self._supervisor.send(ActorProgress(self.role, what, done, total))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
@@ -96,10 +97,10 @@ class ActorContext:
         self._supervisor.send(message)
 
     def close(self) -> None:
-        """Close every link, then whatever socket the role left open: nothing may keep the process alive."""
+        """Close every link, then every socket that the role left open: none may keep the process alive."""
         for link in self._links:
             link.close()
-        self.zmq.destroy(linger=LAST_WORDS_MS)
+        self.zmq.destroy(linger=LAST_SEND_MS)
 
 
 def die_with_parent(expected_parent: int) -> None:
@@ -121,15 +122,15 @@ def run_actor(role: str, module: str, run_dir: Path) -> int:
         uvloop.run(_as_coroutine(main, context))
         context.trace.write()
     except Exception as error:
-        context.send_supervisor(_last_words(role, error))
+        context.send_supervisor(_failure(role, error))
         return 1
     finally:
         context.close()
     return 0
 
 
-def _last_words(role: str, error: Exception) -> ActorFailed:
-    """What the supervisor is told. An error raised on purpose explains itself; any other is logged with its trace."""
+def _failure(role: str, error: Exception) -> ActorFailed:
+    """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OverlapSpecError):
         return ActorFailed(role, str(error), trace)
@@ -147,7 +148,7 @@ def main() -> None:
     faulthandler.enable()
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor says when; it kills who does not listen
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor sends Shutdown, and kills an actor that stays
     sys.exit(run_actor(role, module, Path(run_dir)))
 
 

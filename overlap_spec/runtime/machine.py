@@ -1,4 +1,4 @@
-"""What this machine offers the engine: cores and CUDA devices, found without torch."""
+"""The machine's cores and CUDA devices, found without torch."""
 
 import ctypes
 import math
@@ -14,7 +14,7 @@ _CGROUP_V1 = tuple(Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota
 
 
 def inspect() -> Machine:
-    """Look at this machine as this process may use it."""
+    """The cores and devices that this process may use."""
     return Machine(
         num_cores=num_cores(),
         has_cuda=_num_cuda_devices() > 0,
@@ -24,7 +24,7 @@ def inspect() -> Machine:
 
 
 def processor_name() -> str:
-    """As the kernel names the processor; else its architecture."""
+    """The kernel's name of the processor; without one, its architecture."""
     lines = _read(_PROCESSORS).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
@@ -38,7 +38,7 @@ def num_cores() -> int:
 
 
 def cgroup_cores(limit: str) -> float:
-    """Cores that `quota period` stands for; infinity where nothing is limited ("max 100000", "-1 100000", "")."""
+    """Cores that a `quota period` grants; infinity where it sets no limit ("max 100000", "-1 100000", "")."""
     quota, _, period = limit.partition(" ")
     if not quota.isdigit() or not period.strip().isdigit() or int(period) == 0:
         return math.inf

@@ -1,10 +1,10 @@
-"""What was measured on this machine, kept for the next start.
+"""Figures that were measured on this machine, kept for the next start.
 
 A figure that was measured while other processes used the cores serves this start and is not kept.
 
-A small file in the cache directory for each thing measured, named after all that it depends on: the processor, how many
-cores this process may use, torch's version, and what the caller adds. A file that cannot be read, or says something
-else than expected, is as good as none; where none can be written, the next start measures again.
+Each figure has a small file in the cache directory, named after all that it depends on: the processor, how many cores
+this process may use, torch's version, and what the caller adds. A file that cannot be read or has unexpected content is
+ignored; where none can be written, the next start measures again.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 PROCESSOR_TIMES = Path("/proc/stat")
 MOST_OF_OTHERS = 0.2  # of one core
-CLOCK_S = 0.1  # what its clock may be wrong by
+CLOCK_S = 0.1  # the error of the kernel's clock, at most
 
 
 def once(
     what: str, of: object, kind: type[T], measure: Callable[[], T], makes_sense: Callable[[T], bool] = lambda _: True
 ) -> T:
-    """What was kept as `what` for `of`, or measured now; kept if the machine was quiet meanwhile."""
+    """The figure kept as `what` for `of`, or measured now; kept if the machine was quiet meanwhile."""
     found = recall(what, of, kind)
     if found is not None and makes_sense(found):
         return found
@@ -56,7 +56,7 @@ def seconds_of_others() -> float:
 
 
 def recall(what: str, of: object, kind: type[T]) -> T | None:
-    """What was kept as `what` for `of` on such a machine; None if nothing was, or nothing that makes sense."""
+    """The figure kept as `what` for `of` on such a machine; None without one, or if it has the wrong type."""
     try:
         return msgspec.json.decode(_file(what, of).read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
@@ -64,7 +64,7 @@ def recall(what: str, of: object, kind: type[T]) -> T | None:
 
 
 def keep(what: str, of: object, value: object) -> None:
-    """Keep it for `recall`. A reader meanwhile sees the whole of it, or nothing."""
+    """Keep a figure for `recall`. The file is replaced at once: a reader sees the old one or the new one."""
     path = _file(what, of)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def keep(what: str, of: object, value: object) -> None:
 
 
 def torch_version() -> str:
-    """Of the torch that would be imported."""
+    """The version of the torch that an import would load."""
     return importlib.metadata.version("torch")
 
 

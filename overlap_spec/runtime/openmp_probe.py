@@ -1,10 +1,11 @@
-"""How long OpenMP threads take to come, after pauses of several lengths: a program of its own, without torch.
+"""Measures how long an OpenMP region takes after pauses of several lengths: a program of its own, without torch.
 
-It starts in a few hundredths of a second, and how threads wait is settled when a process loads the library.
+A process reads GOMP_SPINCOUNT when it loads the library, so each value needs a process; this one starts in a few
+hundredths of a second.
 
-    GOMP_SPINCOUNT=1000 python -I -S wake_probe.py LIBGOMP NUM_THREADS      -> one line, microseconds for each pause
+    GOMP_SPINCOUNT=1000 python -I -S openmp_probe.py LIBGOMP NUM_THREADS    -> one line, microseconds for each pause
 
-A pause is that of a thread between two linears: it is as many turns of a loop, so a slow machine's pauses are longer.
+A pause is a number of turns of a loop, like the time between two linears, so a slow machine's pauses are longer.
 """
 
 import ctypes
@@ -12,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 
-PAUSES = (250, 1000, 5000)  # turns of a loop: a few operations of torch, a dozen, attention with all around it
+PAUSES = (500, 2000, 6000)  # turns of a loop: a few operations of torch, a dozen, attention with all around it
 REPEATS = 31
-SETTLE_S = 0.01  # for the threads to be on cores of their own
+SETTLE_S = 0.01  # until the threads are on cores of their own
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 def median_us(work: Callable[[], object], pause: int) -> float:
-    """What `work` takes after such a pause."""
+    """Microseconds that `work` takes after such a pause."""
     taken = []
     for _ in range(REPEATS):
         for _ in range(pause):

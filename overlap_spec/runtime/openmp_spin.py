@@ -2,8 +2,8 @@
 
 A step on a CPU is some 150 parallel regions with pauses of 10 to 100 microseconds between them. A thread that sleeps in
 each has to be woken: 10 microseconds on one machine, 400 on another. A thread that spins for long takes a core from
-whoever else could use it, and where cores are shared everything waits for it: two engines on two cores of an EPYC take
-34 ms a step each where threads sleep at once, 60 where they spin for 0.1 ms first, 113 for 0.3 ms. So the shortest spin
+other threads, and where cores are shared they all wait for it: two engines on two cores of an EPYC take 34 ms a step
+each where threads sleep at once, 60 where they spin for 0.1 ms first, 113 for 0.3 ms. So the shortest spin
 is chosen that is hardly slower than the best.
 """
 
@@ -18,9 +18,9 @@ from overlap_spec.config import own_environment
 from overlap_spec.runtime.measured import once
 
 SPINS = (0, 1000, 3000, 10_000, 30_000, 100_000)  # turns of libgomp's waiting loop: 0.03 to 0.05 us each
-WEIGHTS = (0.6, 0.25, 0.15)  # how often a pause is as long as each of the probe's
-TOLERATED_US = 2.0  # a region may take so much longer than with the best spin: 0.3 ms of a step
-TOLERATED = 1.1  # or so many times as long
+WEIGHTS = (0.3, 0.4, 0.3)  # of a step's pauses, how many are as long as each of the probe's
+TOLERATED_US = 2.0  # more than with the best spin, for a region: 0.3 ms of a step
+TOLERATED = 1.1  # or times the best
 ROUNDS = 2
 PROBE_S = 2.0
 

@@ -1,7 +1,7 @@
 """The child processes of one run: started, watched, killed.
 
-Each child leads its own session: the terminal's signals reach the parent alone, which decides, and a kill
-takes what the child itself has started (compilers) along.
+Each child leads its own session: the terminal's signals reach the parent alone, which decides, and a kill also ends
+the processes that the child has started (compilers).
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from overlap_spec.config import Settings, child_environment
 
-KILL_S = 1.0  # for killed processes to be gone: giving back much GPU memory takes a driver a while
+KILL_S = 1.0  # for killed processes to end: a driver needs a while to free much GPU memory
 
 Exited = Callable[[str, int], None]  # role, exit status (negative: the signal that ended it)
 
 
 class Children:
-    """One process per role. `on_exit` is called once per child, in the event loop, whatever ended it."""
+    """One process per role. `on_exit` is called once per child, in the event loop, for every kind of exit."""
 
     def __init__(self, roles: Mapping[str, str], on_exit: Exited) -> None:
         self._roles = roles
@@ -51,7 +51,7 @@ class Children:
                 *command,
                 env=child_environment(settings, role) | {"PYTHONPATH": _import_path()},
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__,  # what a library prints must not mix with an answer
+                stdout=sys.__stderr__,  # libraries print to stdout, which is for answers
                 start_new_session=True,
             )
             self._processes[role] = process
@@ -73,7 +73,7 @@ class Children:
         await self.wait(KILL_S)
 
     def forget(self) -> None:
-        """Stop watching. The kernel ends what was killed and not yet gone."""
+        """Stop watching. The kernel ends killed children that are still there."""
         for watcher in self._watchers:
             watcher.cancel()
 
@@ -82,7 +82,7 @@ class Children:
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended."""
+    """How a process ended, as a phrase."""
     if status >= 0:
         return f"exited with status {status}"
     with contextlib.suppress(ValueError):

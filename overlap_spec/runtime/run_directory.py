@@ -1,8 +1,8 @@
 """The private directory of one run (0700): sockets and settings, named for its owner, gone with it.
 
-An owner that was killed cannot clean up; the next start removes what it left. A directory belongs to somebody as long
-as its lock is held: the kernel lets go of the lock when the owner ends, while process numbers mislead where containers
-share a temporary directory.
+An owner that was killed cannot clean up, so the next start removes its directory. A directory has an owner as long as
+its lock is held: the kernel releases the lock when the owner ends. Process numbers would mislead where containers share
+a temporary directory.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.ipc.transport import Endpoints
+from overlap_spec.ipc.endpoints import Endpoints
 
 PREFIX = "overlap-spec"
 LOCK_FILE = "lock"
@@ -53,7 +53,7 @@ class RunDirectory:
 
 
 def remove_stale(where: Path) -> None:
-    """Delete what owners that were killed have left in `where`. What belongs to others is not touched."""
+    """Delete the directories in `where` whose owners were killed, and no other."""
     for path in where.glob(f"{PREFIX}-*-*"):
         with contextlib.suppress(OSError):  # locked, no lock file, or another start was quicker
             if path.lstat().st_uid == os.getuid() and (path / LOCK_FILE).is_file() and not path.is_symlink():

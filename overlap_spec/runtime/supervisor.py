@@ -1,7 +1,6 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
-The first failure is the one that counts: it is kept, and every other child is killed at once, for without one actor the
-ring is useless.
+The first failure is kept, and every other child is killed at once: the ring does not work without one of its actors.
 """
 
 import asyncio
@@ -14,17 +13,16 @@ import zmq
 from overlap_spec.config import Settings, encode_settings
 from overlap_spec.errors import ActorDied
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
+from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
 from overlap_spec.runtime.actor import SETTINGS_FILE
 from overlap_spec.runtime.processes import Children, describe_exit
 from overlap_spec.runtime.run_directory import RunDirectory
 
 T = TypeVar("T")
-Facts = dict[str, str | int | float]
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
 
 STOP_S = 5.0  # for an actor to leave after Shutdown
-LAST_WORDS_S = 0.2  # a child that exits by itself has said why; its message may still be on the way
+FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ class Supervisor:
 
     def __init__(self, run_dir: RunDirectory, roles: Mapping[str, str], progress: Progress) -> None:
         self.failed: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
-        self.facts: dict[str, Facts] = {}
+        self.facts: dict[str, ActorFacts] = {}  # by role, of those that are ready
         self._run_dir = run_dir
         self._roles = roles
         self._progress = progress
@@ -54,7 +52,7 @@ class Supervisor:
         return self._children.pids
 
     async def start(self, settings: Settings) -> None:
-        """Start every actor and wait until all are ready. Raises: ActorDied with the child's own words."""
+        """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
         self._run_dir.write_private(SETTINGS_FILE, encode_settings(settings))
         self._spawn(self._listen())
         await self._children.start(self._run_dir.path, settings)
@@ -71,26 +69,26 @@ class Supervisor:
         return True
 
     async def stop(self) -> None:
-        """Ask every actor to leave, kill who does not, and let go of every resource. A second call does nothing.
+        """Send every actor Shutdown, kill one that stays, and free every resource. A second call does nothing.
 
-        Cancellation: skips the asking.
+        Cancellation: skips the Shutdown.
         """
         asked = self._stopping or self.failed.done() or not self._all_ready.is_set()
         self._stopping = True
         try:
             if not asked:
-                await self._ask_to_leave()
+                await self._send_shutdown()
         finally:
             await self._close()
 
     def fail(self, error: ActorDied) -> None:
-        """Give the run up for `error`, the first one only: every child is killed at once."""
+        """End the run with `error`: every child is killed at once. Later errors are ignored."""
         if self._stopping or self.failed.done():
             return
         self.failed.set_result(error)
         self._spawn(self._children.kill())
 
-    async def _ask_to_leave(self) -> None:
+    async def _send_shutdown(self) -> None:
         for role in self._roles:
             self._tell(role, Shutdown(drain=False))
         if not await self._children.wait(STOP_S):
@@ -128,7 +126,7 @@ class Supervisor:
         try:
             while True:
                 self._dispatch(await self._inbox.recv())
-        except Exception as error:  # a progress callback, say: without this task nobody would ever be ready
+        except Exception as error:  # of a progress callback: without this task no actor would ever be ready
             log.exception("the supervisor has failed")
             self.fail(ActorDied("supervisor", f"{type(error).__name__}: {error}"))
 
@@ -157,7 +155,7 @@ class Supervisor:
             self._spawn(self._fail_later(error))
 
     async def _fail_later(self, error: ActorDied) -> None:
-        await asyncio.sleep(LAST_WORDS_S)
+        await asyncio.sleep(FAILURE_S)
         self.fail(error)
 
     def _spawn(self, work: Any) -> None:

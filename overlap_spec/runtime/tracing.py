@@ -1,4 +1,4 @@
-"""What each process did when, on one clock: records kept in memory and written to a file when the process ends.
+"""Traces: timed records of each process on one clock, kept in memory and written to a file when the process ends.
 
 Off by default: `NO_TRACE` takes every call and keeps nothing. Times are `time.monotonic()`, which all processes of a
 machine share.
@@ -13,15 +13,15 @@ import msgspec
 
 CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU = "client", "tokenizer", "scheduler", "worker host", "GPU"
 TRACKS = (CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU)  # in the order of a request's way
-LAST_STEP_SPLIT = "split of the last step"  # args: milliseconds of parts that only the last step can tell
-MOST_RECORDS = 500_000  # per process; older ones make room
+LAST_STEP_SPLIT = "split of the last step"  # args: milliseconds of parts that are known of the last step only
+MOST_RECORDS = 500_000  # per process; the oldest are dropped
 SUFFIX = ".trace"
 
 Value = int | float | str
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stretch of one track's time; an instant where `end` is `begin`. Seconds. `step` 0: of no step."""
+    """A span of one track's time; an instant where `end` is `begin`. Seconds. `step` 0: of no step."""
 
     track: str
     name: str
@@ -32,31 +32,31 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Recorder(Protocol):
-    """Where a process notes what it did."""
+    """Takes the records of one process."""
 
     def now(self) -> float:
-        """Seconds; what `span` wants back."""
+        """The clock in seconds: the `begin` of a later `span`."""
         ...
 
     def span(self, name: str, begin: float, step: int = 0, **args: Value) -> None:
-        """Note a stretch from `begin` to this moment on this process's track."""
+        """Record a span from `begin` to now on this process's track."""
         ...
 
     def instant(self, name: str, step: int = 0, **args: Value) -> None:
-        """Note this moment."""
+        """Record an instant."""
         ...
 
     def add(self, record: Record) -> None:
-        """Note anything, also for another track."""
+        """Add a record, also for another track."""
         ...
 
     def write(self) -> None:
-        """Write what was noted, if anybody wants it."""
+        """Write the records to their file, if there is one."""
         ...
 
 
 class NoTrace:
-    """Keeps nothing, asks no clock."""
+    """Keeps no record and reads no clock."""
 
     def now(self) -> float:
         return 0.0
@@ -103,7 +103,7 @@ class Trace:
 
 
 def recorder(role: str, directory: str | None) -> Recorder:
-    """A process's recorder: one that keeps nothing where no directory wants its file."""
+    """A process's recorder; without a directory, one that keeps nothing."""
     track = WORKER if role == "worker" else role
     return NO_TRACE if directory is None else Trace(track, Path(directory))
 

@@ -1,7 +1,7 @@
-"""Whom to let in: a request is refused if it can never run, and waits if it would soon push others out.
+"""Admission: a request is refused if it can never run, and waits if it would soon cause a preemption.
 
-How much of `max_new_tokens` a request will really use is a guess, the new-token ratio: it sinks while all goes well and
-jumps up after a preemption.
+The new-token ratio estimates how much of `max_new_tokens` a request will really use: it decreases with every step
+and rises after a preemption.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from overlap_spec.scheduler.requests import Request
 INITIAL_RATIO = 0.7
 MIN_RATIO = 0.14 * INITIAL_RATIO
 DECAY_STEPS = 600  # decode steps from the initial ratio down to the least
-MAX_GROWTH = 4096  # tokens: nobody is believed to need more than this in the near future
-STEPS_AHEAD = 20  # after a preemption, every remaining request shall have room for this many more tokens
+MAX_GROWTH = 4096  # tokens: no running request is expected to add more than this soon
+STEPS_AHEAD = 20  # after a preemption, every remaining request must have room for this many more tokens
 
 
 def why_refused(admit: Admit, limits: Limits) -> str:
@@ -45,11 +45,11 @@ class NewTokenRatio:
         self.value = INITIAL_RATIO
 
     def decay(self) -> None:
-        """Take note of one decode step without trouble."""
+        """Note a decode step without a preemption."""
         self.value = max(MIN_RATIO, self.value - (INITIAL_RATIO - MIN_RATIO) / DECAY_STEPS)
 
     def raise_after_preemption(self, remaining: Iterable[Request]) -> None:
-        """Be more careful: expect at least the share of their tokens that the remaining requests have used."""
+        """Expect at least the share of their tokens that the remaining requests have used."""
         num_used, num_allowed = 0, 1
         for request in remaining:
             num_used += len(request.tokens) - request.prompt_len + STEPS_AHEAD
@@ -57,7 +57,7 @@ class NewTokenRatio:
         self.value = max(self.value, min(1.0, num_used / num_allowed))
 
     def reset(self) -> None:
-        """Start over: nobody runs."""
+        """Start over, as no request runs."""
         self.value = INITIAL_RATIO
 
 
@@ -70,7 +70,7 @@ class Admission:
         self._limits = limits
 
     def admit_next(self) -> Request | None:
-        """Start the oldest waiting request, or nobody if it does not fit now."""
+        """Start the oldest waiting request; None if it does not fit now."""
         queues, memory = self._queues, self._queues.memory
         if not queues.waiting or not queues.free_slots or queues.victims_leaving:
             return None

@@ -1,4 +1,4 @@
-"""Settling: what a step committed goes to its requests' accounts, ends some of them, and becomes deltas.
+"""The ledger: adds what a step committed to its requests, finishes some of them, and returns the deltas.
 
 After every settled or aborted event, for each request with a slot:
 
@@ -11,7 +11,7 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 """
 
 from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
-from overlap_spec.metrics.roofline import step_floor
+from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
@@ -29,10 +29,10 @@ class Ledger:
         self._widths = widths
         self._speculative = limits.width > 1
         self._roofline = limits.roofline
-        self._had_work = False  # when the last step settled: an idle engine's device waits for nobody
+        self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
-        """Take the oldest step in flight off the books. Returns what its requests gained, if anything."""
+        """Apply the result of the oldest step in flight. Returns what its requests gained, if anything."""
         assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
         assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
         self._counters.timed(result, self._had_work, self._floor(step))

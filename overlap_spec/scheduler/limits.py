@@ -11,7 +11,7 @@ from overlap_spec.messages import EngineLimits, WorkerReady
 
 
 class Limits:
-    """Sizes in tokens unless the name says pages, slots or steps."""
+    """Sizes in tokens unless the name has pages, slots or steps."""
 
     def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
         self.width = ready.width
@@ -31,7 +31,7 @@ class Limits:
         self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
         self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
         # Alone and with nothing in flight, a request needs its own length, one window to commit into and one to
-        # propose into; the spare page covers rounding. Whatever passes this bound can always finish.
+        # propose into; the spare page covers rounding. A request within this bound can always finish.
         self.max_request_tokens = self.pool_tokens - 2 * ready.width - ready.page_size
         if self.max_request_tokens < 2:
             raise ConfigError("max_total_tokens", f"{self.pool_tokens} KV positions cannot hold even one request")
@@ -47,7 +47,7 @@ class Limits:
         return 1 if catch_up else deferred + 1
 
     def chunk_cost(self, start: int, num_tokens: int) -> float:
-        """What a chunk takes of a prefill step, which is 1: its tokens, and the keys that they attend to."""
+        """The share of a prefill step that a chunk takes: by its tokens, and by the keys that they attend to."""
         return num_tokens / self.chunk_tokens + num_tokens * (start + num_tokens / 2) * self._pair_cost
 
     def affordable(self, budget: float, start: int) -> int:

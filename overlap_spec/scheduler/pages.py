@@ -1,6 +1,6 @@
 """The pool of KV pages: which are free, and how many holders each of the others has.
 
-A page is free exactly when nobody holds it. Page 0 is the worker's dummy and never handed out.
+A page is free exactly when it has no holder. Page 0 is the worker's dummy and never handed out.
 """
 
 from collections.abc import Iterable

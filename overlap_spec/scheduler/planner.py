@@ -1,12 +1,12 @@
-"""What runs next: builds one step at a time from who runs, who waits and how many pages there are.
+"""The planner: builds the next step from the running batch, the waiting queue and the free pages.
 
-The planner never knows an accept length of a step in flight; it plans with upper bounds. Two promises: pages of a
-planned slot cover `reserved_len` + w positions (w: the step's own width, `reserved_len` with its window; the w more are
-for what it proposes from its end), and nothing is planned for a request that its steps in flight must finish, each of
-which commits at least one token.
+The planner does not know the accept lengths of steps in flight, so it plans with upper bounds. It keeps two promises.
+The pages of a planned slot cover `reserved_len` + w positions, w being the step's width: `reserved_len` includes the
+step's window, and the step proposes the next w positions. And no step is planned for a request that its steps in flight
+must finish; each of them commits at least one token.
 
 How wide a decode step is, is `width/policy.py`'s decision. At width 1 the draft defers a row of each slot; a step
-catches up when it is wider than that, or when somebody's deferred rows would become more than the worker keeps.
+catches up when it is wider than that, or when a slot's deferred rows would become more than the worker keeps.
 """
 
 from msgspec.structs import replace
@@ -61,7 +61,7 @@ class Planner:
         return self._step(Phase.PREFILL, work, requests, ends, self.limits.width) if work else None
 
     def _next_to_prefill(self) -> Request | None:
-        """The request whose prompt is unfinished (the youngest that runs, as nobody passes it), or a new one."""
+        """The running request whose prompt is unfinished (only the youngest can be), or a newly admitted one."""
         running = self._queues.running
         if running and running[-1].planned_len < running[-1].target:
             return running[-1]
@@ -102,7 +102,7 @@ class Planner:
     # --- decode ---------------------------------------------------------------------------------------------
 
     def _decode(self) -> Step | None:
-        """One window for everybody who can take one, oldest first: who is short of pages makes the younger wait."""
+        """One window for every request that can take one, oldest first: if pages are short, the younger wait."""
         if not self._queues.running:
             return None
         width, page_size = self.widths.choose(len(self._queues.running)), self.limits.page_size
@@ -112,7 +112,7 @@ class Planner:
         for request in tuple(self._queues.running):
             committed = len(request.tokens)
             if not request.running or request.planned_len < request.target:
-                continue  # preempted just now, or still in prefill
+                continue  # preempted by this call, or still in prefill
             if committed + request.pending_min >= request.committed_limit:
                 continue  # its steps in flight finish it
             slot_work = request.decode_work
@@ -149,11 +149,11 @@ class Planner:
         return self._queues.memory.extend(request, count) if self._make_room(request, count) else []
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Preempt the youngest until `count` pages can be had; False if they come later, or went to somebody older."""
+        """Preempt the youngest until `count` pages are free. False if that takes a step, or preempts the request."""
         queues, memory = self._queues, self._queues.memory
         while memory.num_available < count:
             if memory.num_available + sum(len(other.pages) for other in queues.leaving) >= count:
-                return False  # they come when steps in flight settle
+                return False  # pages are freed when steps in flight settle
             if queues.running == [request]:
                 assert request.in_flight, "a request that is alone always fits"
                 return False

@@ -1,8 +1,8 @@
-"""Which pages hold the KV of which token prefix: a radix tree whose edges are runs of whole pages.
+"""The prefix cache: a radix tree from token prefixes to their KV pages, whose edges are runs of whole pages.
 
 The key of a page is the tokens at its positions, and, when a position's draft KV depends on the next token (`lookahead`
 1), the token after them too: then the key of position i is the bigram (t_i, t_i+1), and n tokens make n - 1 cacheable
-positions. With more lookahead, so many more.
+positions. A larger lookahead adds as many tokens.
 
     tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, lookahead 1
     page 0   [t0 t1 t2 t3 t4]
@@ -23,7 +23,7 @@ TOKEN_BYTES = 4
 
 
 class Node:
-    """An edge of the tree and what hangs below it."""
+    """An edge of the tree and the node at its end."""
 
     __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "used_at")
 
@@ -108,7 +108,7 @@ class PrefixCache:
             node.queued = False
             if node.parent is None or node.children or node.locks:
                 continue
-            if node.used_at != used_at:  # used since: its turn comes later
+            if node.used_at != used_at:  # used since: an entry with the newer time is in the heap
                 self._queue(node)
                 continue
             dropped += self._trim(node, count - dropped)
@@ -209,7 +209,7 @@ class PrefixCache:
 
 
 class NoPrefixCache(PrefixCache):
-    """The cache that stays empty: nothing is kept, so nothing is found."""
+    """The cache of --disable-radix-cache: it stays empty."""
 
     def insert(self, tokens: "array[int]", pages: list[int]) -> Node:
         return self.root

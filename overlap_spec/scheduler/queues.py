@@ -1,6 +1,6 @@
-"""Who waits, who runs and who is on the way out, with the slots.
+"""The waiting queue, the running batch and the requests that are leaving, with the slots.
 
-Everyone is ordered by arrival, so a preempted request comes back in front of all that wait. A slot and its pages are
+Requests are ordered by arrival, so a preempted one comes back before the others that wait. A slot and its pages are
 free only when their request is done *and* in no step in flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
@@ -25,12 +25,12 @@ class RequestQueues:
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.leaving: list[Request] = []  # in flight still; nothing more is planned
+        self.leaving: list[Request] = []  # still in flight; nothing more is planned
         self.free_slots = list(range(num_slots - 1, -1, -1))
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left to do. (Whoever is leaving has a step in flight.)"""
+        """True if no request waits, runs or leaves. (One that leaves has a step in flight.)"""
         return not (self.waiting or self.running or self.leaving)
 
     @property
@@ -68,7 +68,7 @@ class RequestQueues:
             self.waiting.remove(request)
 
     def step_settled(self, request: Request) -> None:
-        """Let a leaving request go if that was its last step in flight."""
+        """Free the slot and pages of a leaving request if that was its last step in flight."""
         if request.in_flight:
             return
         self.leaving.remove(request)

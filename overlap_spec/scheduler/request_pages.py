@@ -1,4 +1,4 @@
-"""Pages of requests: what a request takes when it gets a slot, grows by, shares and gives back.
+"""Pages of requests: a request takes pages with its slot, adds, shares and returns them.
 
 Pages of the cached prefix come first in a request's table and are never written by it: it starts to write at
 `cached_len`, a multiple of the page size.
@@ -14,7 +14,7 @@ from overlap_spec.scheduler.requests import Request
 
 
 class RequestPages:
-    """The page pool together with the prefix cache that gives way when pages run out."""
+    """The page pool, and the prefix cache, whose unlocked pages are evicted when pages run out."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache, limits: Limits) -> None:
         self.pool = pool
@@ -32,7 +32,7 @@ class RequestPages:
         return self.pool.num_total - self.num_available
 
     def match(self, request: Request) -> Match:
-        """Find the cached prefix; at least one token is left over to compute the next from."""
+        """Find the cached prefix; at least one token is left to compute the next one from."""
         most = len(request.tokens) - max(1, self._limits.key_lookahead)
         return self.cache.match(request.tokens, max(0, most) // self._limits.page_size)
 
@@ -59,10 +59,10 @@ class RequestPages:
         return pages
 
     def share(self, request: Request) -> None:
-        """Let others find the KV of a request that still runs.
+        """Put the KV of a request that still runs into the prefix cache.
 
-        If somebody else cached the same prefix meanwhile, ours stays private until the request leaves: it
-        must not lock pages that it does not use, or one that runs alone might not fit.
+        If another request has cached the same prefix meanwhile, this one's pages stay private until it leaves: it must
+        not lock pages that it does not use, else a request that runs alone might not fit.
         """
         num_valid = self._num_valid(request)
         if num_valid <= request.num_shared:

@@ -82,7 +82,7 @@ class Request:
         return len(self.tokens) - 1 - self.unabsorbed if self.prefilled_len == self.target else self.prefilled_len
 
     def reset(self) -> ResetSlot:
-        """What tells the worker that this request takes its slot."""
+        """The message that this request takes its slot."""
         return ResetSlot(self.admit.sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len)
 
     def usage(self, speculative: bool) -> Usage:
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan in flight and whose work it holds, in plan order.
+    """A plan in flight and the requests whose work it holds, in plan order.
 
     `chunk_ends`: in prefill, the position after each row's chunk; empty in decode.
     """

@@ -1,12 +1,14 @@
-"""The scheduler process: waits for the worker, tells the tokenizer what fits, then runs the loop.
+"""The scheduler process: waits for the worker, sends the tokenizer the engine's limits, then runs the loop.
 
-Draining is the tokenizer's: it holds Shutdown back until its requests are done.
+The tokenizer drains: it holds Shutdown back until its requests are done.
 """
 
 from overlap_spec.ipc.transport import Inbox
-from overlap_spec.messages import Shutdown, ToScheduler, WorkerReady
+from overlap_spec.messages import SchedulerFacts, Shutdown, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
-from overlap_spec.scheduler.loop import Links, Scheduler, build_scheduler
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.loop import Links
 
 
 async def main(context: ActorContext) -> None:
@@ -21,7 +23,7 @@ async def main(context: ActorContext) -> None:
     scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
     links.tokenizer.send(scheduler.limits.engine_limits())
     links.tokenizer.send(scheduler.reporter.snapshot())
-    context.ready(_facts(scheduler, settings.cache.prefix_cache))
+    context.ready(_facts(scheduler.limits, settings.cache.prefix_cache))
     for message in early:
         scheduler.dispatch(message)
     await scheduler.run()
@@ -41,16 +43,12 @@ async def _worker_ready(inbox: Inbox[ToScheduler]) -> tuple[WorkerReady | None, 
                 early.append(message)
 
 
-def _facts(scheduler: Scheduler, prefix_cache: bool) -> dict[str, str | int | float]:
-    """Lines of the start-up table."""
-    limits = scheduler.limits
-    num_tokens = limits.key_lookahead + 1
-    keys = {1: "token keys", 2: "bigram keys"}.get(num_tokens, f"keys of {num_tokens} tokens")
-    return {
-        "max_total_tokens": limits.pool_tokens,
-        "max_running_requests": limits.num_slots,
-        "context_length": limits.max_len,
-        "chunked_prefill_size": limits.chunk_tokens,
-        "steps_in_flight": limits.depth,
-        "prefix_cache": keys if prefix_cache else "off",
-    }
+def _facts(limits: Limits, prefix_cache: bool) -> SchedulerFacts:
+    return SchedulerFacts(
+        max_total_tokens=limits.pool_tokens,
+        max_running_requests=limits.num_slots,
+        context_length=limits.max_len,
+        chunked_prefill_size=limits.chunk_tokens,
+        steps_in_flight=limits.depth,
+        prefix_cache_keys=limits.key_lookahead + 1 if prefix_cache else 0,
+    )

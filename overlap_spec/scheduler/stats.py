@@ -1,6 +1,6 @@
-"""What the scheduler counts, and the reports made of it: a Stats message and the log lines.
+"""The scheduler's counters and the reports made of them: a Stats message and the log lines.
 
-There is no timer: reports leave about once a second while there is work, and once when it ends, so an idle scheduler
+There is no timer: a report is sent about once a second while there is work, and once when it ends, so an idle scheduler
 sleeps.
 """
 
@@ -42,7 +42,7 @@ class Counters:
     following_steps: int = 0  # those with a gap
     decode_steps: int = 0
     decode_time: float = 0.0  # with the gaps before them
-    decode_floor: float = 0.0  # what the device's ceilings allow (`metrics/roofline.py`)
+    decode_floor: float = 0.0  # what the device's ceilings allow (`metrics/step_floor.py`)
     # Seconds of the host.
     scheduling_time: float = 0.0
     launch_time: float = 0.0
@@ -86,7 +86,7 @@ class Counters:
 
 @dataclass
 class Interval:
-    """Counters since a moment. `started_at`: seconds on the scheduler's clock, moved on by the time spent idle."""
+    """Counters since `started_at`: seconds on the scheduler's clock, moved on by the time spent idle."""
 
     started_at: float
     before: Counters
@@ -134,15 +134,15 @@ class Reporter:
         self._idle_since = clock()
         self._logged_at = -math.inf
         self._reported, self._logged = self._interval(self._idle_since), self._interval(self._idle_since)
-        self._awake_since = self._idle_since
+        self._resumed_at = self._idle_since
 
-    def awake(self) -> None:
-        """Call when a message has come, and the scheduler has work again."""
-        self._awake_since = self._clock()
+    def resume(self) -> None:
+        """Call when a message has arrived: the scheduler works again."""
+        self._resumed_at = self._clock()
 
-    def asleep(self) -> None:
-        """Call before waiting for a message: what was done since `awake` is the host's part of a step."""
-        self._counters.scheduling_time += self._clock() - self._awake_since
+    def pause(self) -> None:
+        """Call before waiting for a message: the time since `resume` is the scheduler's part of a step."""
+        self._counters.scheduling_time += self._clock() - self._resumed_at
 
     def poll(self) -> Stats | None:
         """Call after every event. Returns a report when one is due."""

@@ -1,24 +1,30 @@
 """The Starlette app: routes, gate and error shapes together."""
 
+import hmac
+
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
-from overlap_spec.server.facts import Facts
-from overlap_spec.server.gate import Gate
+from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.probes import Health, Operations
-from overlap_spec.server.problems import HANDLERS
+from overlap_spec.server.problems import HANDLERS, Problem
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
+OPEN = "/health"  # reports the engine's health itself, and needs no key
+COUNTS = "/metrics"  # answered until the end: it gives the engine no work
+
 
 def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> Starlette:
-    """Build the app. `health` is asked before a request: while it says no, the answer is 503, but for metrics."""
+    """Build the app. While `health` returns False, every answer except that of `/metrics` is a 503."""
     metrics = ServerMetrics()
     runner = Runner(client, metrics)
     routes = [
@@ -26,7 +32,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
         Route("/v1/completions", Completions(runner, info).post, methods=["POST"]),
         Route("/generate", NativeGenerate(runner, info).post, methods=["POST"]),
         *Health(runner, info, health).routes(),
-        *Facts(client, info).routes(),
+        *InfoEndpoints(client, info).routes(),
         *Tokens(client, info).routes(),
         *Operations(client, runner, metrics, info).routes(),
     ]
@@ -34,3 +40,33 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=HANDLERS)
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
+
+
+class Gate:
+    """ASGI middleware: checks the API key, then whether the engine takes requests. It ends no admitted request."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, health: EngineHealth) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+        self._health = health
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        problem = self._check(scope) if scope["type"] == "http" and scope["path"] != OPEN else None
+        if problem is None:
+            await self._app(scope, receive, send)
+            return
+        headers = {"www-authenticate": "Bearer"} if problem.status == 401 else None
+        await problem.response(headers)(scope, receive, send)
+
+    def _check(self, scope: Scope) -> Problem | None:
+        if not self._may_enter(Headers(scope=scope).get("authorization", "")):
+            return Problem(401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key")
+        ok, reason = (True, "") if scope["path"] == COUNTS else self._health()
+        return None if ok else Problem(503, reason or "the engine is not ready", code="not_ready")
+
+    def _may_enter(self, authorization: str) -> bool:
+        if self._key is None:
+            return True
+        scheme, _, key = authorization.partition(" ")
+        # Starlette decodes headers as latin-1: encoded the same way, the bytes are those that were sent.
+        return hmac.compare_digest(key.strip().encode("latin-1"), self._key) and scheme.lower() == "bearer"

@@ -16,7 +16,7 @@ from overlap_spec.server.problems import ClientGone, Problem
 T = TypeVar("T")
 Json = dict[str, Any]
 
-SMALL_BODY_BYTES = 64 << 10  # the second, slower look at what msgspec refuses must not stall the loop
+SMALL_BODY_BYTES = 64 << 10  # larger bodies get no second, slower parse of what msgspec refuses
 MISSING = re.compile(r"missing required field `(\w+)`")
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
 
@@ -37,7 +37,7 @@ async def read_json(request: Request, max_bytes: int) -> Json:
 
 
 def without_nulls(fields: Json) -> Json:
-    """Drop what is null: every client library has its own opinion on sending what was not set."""
+    """Drop null fields: some client libraries send null for what was not set."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -50,7 +50,7 @@ def convert(fields: Json, shape: type[T]) -> T:
 
 
 def _bad_field(text: str) -> Problem:
-    """msgspec says ``Expected `int`, got `str` - at `$.max_tokens` ``; the field is the path's first part."""
+    """An error of msgspec is ``Expected `int`, got `str` - at `$.max_tokens` ``; the field is the path's first part."""
     found = PLACE.search(text)
     path = found[1] if found else ""
     what = PLACE.sub("", text)
@@ -84,7 +84,7 @@ def _parse(body: bytes) -> Any:
     if len(body) <= SMALL_BODY_BYTES:
         try:
             return _parse_leniently(body)
-        except (ValueError, RecursionError) as error:  # these say where, and what is wrong with a lone surrogate
+        except (ValueError, RecursionError) as error:  # these name the place, and what is wrong with a lone surrogate
             why = str(error)
     raise Problem(400, f"the body is not valid JSON: {why}", code="invalid_json")
 

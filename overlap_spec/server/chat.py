@@ -83,7 +83,7 @@ def _choice(answer: Collected) -> MessageChoice:
 
 
 def _opening(head: ReplyHead, usage: Usage) -> bytes:
-    """The first event says who speaks; no token is out yet."""
+    """The first event holds the role; no token has been sent yet."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
     return event(head.chunk(DeltaChoice(0, Text(role="assistant", content="")), start))
 

@@ -1,4 +1,4 @@
-"""What the HTTP server is given: a client of the engine, facts to print and a way to ask whether the engine lives.
+"""What the HTTP server is given: a client of the engine, facts to print and the engine's health.
 
 `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
 """
@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from overlap_spec.messages import ChatPrompt, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
+from overlap_spec.config import EngineConfig, Settings
+from overlap_spec.config.resolve import settled_flags
+from overlap_spec.messages import ChatPrompt, EngineFacts, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
+from overlap_spec.version import __version__
 
-# (True, "") or (False, why not): asked before every request, so it must not wait.
+# (True, "") or (False, the reason). It is called before every request, so it must not wait.
 EngineHealth = Callable[[], tuple[bool, str]]
 
 MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms
@@ -58,3 +61,27 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     max_body_bytes: int = MAX_BODY_BYTES
+
+
+def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
+    """What the endpoints print of one engine."""
+    model = settings.model
+    return ServerInfo(
+        model_name=model.name,
+        model_path=config.model_path,
+        tokenizer_path=model.files.tokenizer_dir,
+        max_model_len=model.max_len,
+        max_running_requests=settings.scheduler.max_running_requests,
+        version=__version__,
+        architectures=tuple(model.files.config.get("architectures", ())),
+        model_type=str(model.files.config.get("model_type", "")),
+        skip_tokenizer_init=settings.skip_tokenizer_init,
+        api_key=settings.server.api_key,
+        settings=settled_flags(config, settings) | _verification(settings, facts),
+        facts=facts.report(),
+    )
+
+
+def _verification(settings: Settings, facts: EngineFacts) -> dict[str, str]:
+    """How guesses are judged, as the worker reports: flags do not tell that of a method with a verifier of its own."""
+    return {"verification": facts.worker.verification} if settings.spec.width > 1 else {}

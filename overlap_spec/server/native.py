@@ -135,7 +135,7 @@ class NativeGenerate:
 
 
 def _refuse_misplaced(fields: Json) -> None:
-    """What would sample otherwise than the user thinks. Raises: Problem."""
+    """Raises: Problem for a sampling parameter outside `sampling_params`, which would have no effect."""
     for name in fields:
         if name in SAMPLING:
             raise Problem(400, f"{name} belongs in sampling_params", name, "invalid_value")

@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints answer: completions, chat completions and their chunks. Only encoded, never decoded."""
+"""Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -30,7 +30,7 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MessageChoice(msgspec.Struct, frozen=True):
-    """Of a chat's whole answer."""
+    """The choice of a chat's whole answer."""
 
     index: int
     message: Text
@@ -40,7 +40,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
-    """Of a chat's chunk. What ended it is in the last one only."""
+    """The choice of a chat's chunk. Only the last one has a finish reason."""
 
     index: int
     delta: Text
@@ -50,7 +50,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
 
 
 class TextChoice(msgspec.Struct, frozen=True):
-    """Of a completion, whole or chunk."""
+    """The choice of a completion, whole or chunk."""
 
     index: int
     text: str
@@ -60,7 +60,7 @@ class TextChoice(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """An answer or a chunk of one; `object` says which."""
+    """An answer or a chunk of one, as `object` tells."""
 
     id: str
     object: str
@@ -79,7 +79,7 @@ def wire_usage(*usages: Usage) -> WireUsage:
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
-    """What all chunks of one answer share."""
+    """The fields that all chunks of one answer share."""
 
     id: str
     object: str

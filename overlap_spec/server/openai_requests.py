@@ -1,4 +1,4 @@
-"""What OpenAI's endpoints take, with the extensions of SGLang and vLLM that are built.
+"""Bodies of OpenAI's endpoints, with the extensions of SGLang and vLLM that are built.
 
 A field that is missing here is unknown (accepted) or in `unsupported.py` (refused).
 """
@@ -29,7 +29,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class CommonRequest(msgspec.Struct, kw_only=True):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: str = "default"
     stream: bool = False
@@ -76,7 +76,7 @@ R = TypeVar("R", bound=CommonRequest)
 
 
 async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
-    """Read and check a body, but for its prompt and the ranges. Raises: Problem naming the field."""
+    """Read and check a body, except its prompt and ranges. Raises: Problem naming the field."""
     fields = await read_json(request, info.max_body_bytes)
     refuse_unsupported(fields)
     if isinstance(options := fields.get("stream_options"), dict):

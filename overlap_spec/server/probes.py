@@ -1,4 +1,4 @@
-"""Health, metrics and aborts: what an operator and a load balancer ask."""
+"""Health, metrics and aborts: the endpoints for operators and load balancers."""
 
 import asyncio
 import uuid
@@ -13,7 +13,7 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 from overlap_spec.server.bodies import convert, read_json
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
-from overlap_spec.server.facts import newest_stats
+from overlap_spec.server.info import newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
 from overlap_spec.server.prompts import read_ids
 from overlap_spec.server.running import EngineRequest, Group, Runner
@@ -35,7 +35,7 @@ class Health:
         return [Route("/health", self.shallow), Route("/health_generate", self.deep)]
 
     async def shallow(self, request: Request) -> Response:
-        """200 without a body, or 503 with the reason. It asks nobody, so a busy engine is a healthy one."""
+        """200 without a body, or 503 with the reason. It sends the engine no message, so a busy engine is healthy."""
         ok, reason = self._health()
         return Response() if ok else _unhealthy(reason)
 
@@ -68,7 +68,7 @@ class Operations:
         return [Route("/metrics", self.metrics), Route("/abort_request", self.abort, methods=["POST"])]
 
     async def metrics(self, request: Request) -> Response:
-        """Everything that is counted, in Prometheus' text format."""
+        """All counters, in Prometheus' text format."""
         text = self._metrics.render(await newest_stats(self._client))
         return Response(text, headers={"content-type": CONTENT_TYPE})
 

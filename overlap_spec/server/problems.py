@@ -14,7 +14,7 @@ from starlette.responses import Response
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
 
 RETRY_AFTER_S = 1
-CLIENT_GONE = 499  # nobody reads it; it is what logs of other servers show
+CLIENT_GONE = 499  # no client reads it; logs of other servers show this status
 CONTEXT_WORDS = "maximum context length"
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
@@ -33,12 +33,12 @@ class Problem(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        """The JSON that says so, in OpenAI's shape."""
+        """The JSON body, in OpenAI's shape."""
         error = {"message": str(self), "type": self._type(), "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """The whole answer. A 503 says when to come back."""
+        """The whole answer. A 503 has a Retry-After header."""
         extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
         return Response(self.body(), self.status, {**extra, **(headers or {})}, "application/json")
 
@@ -51,7 +51,7 @@ class Problem(Exception):
 
 
 def as_problem(error: Exception) -> Problem:
-    """Map an error of the engine. What nobody foresaw is a 500 without details."""
+    """Map an error of the engine. An unexpected one is a 500 without details."""
     match error:
         case Problem():
             return error
@@ -81,7 +81,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
-    """There is nobody to answer."""
+    """The client is gone: answer with a status for the log."""
     return Response(status_code=CLIENT_GONE)
 
 

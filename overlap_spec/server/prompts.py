@@ -1,4 +1,4 @@
-"""From a body's prompt to the engine's prompt messages."""
+"""Turns a body's prompt into the engine's prompt messages."""
 
 import struct
 from typing import Annotated, Any
@@ -48,7 +48,7 @@ def read_prompts(value: Any, field: str, info: ServerInfo) -> tuple[list[Prompt]
 def read_chat(
     messages: list[Json], tools: list[Json], template_kwargs: Json, add_generation_prompt: bool, info: ServerInfo
 ) -> ChatPrompt:
-    """Check a conversation; the template has the last word on roles."""
+    """Check a conversation; the chat template checks the roles."""
     need_tokenizer("messages", info)
     if not messages:
         raise Problem(400, "messages: at least one message is needed", "messages", "invalid_value")
@@ -59,7 +59,7 @@ def read_chat(
     prompt = ChatPrompt(flat, tools or None, template_kwargs, add_generation_prompt)
     try:
         msgspec.msgpack.encode(prompt)
-    except (OverflowError, ValueError, RecursionError) as error:  # an integer beyond 64 bits, lists in lists in lists
+    except (OverflowError, ValueError, RecursionError) as error:  # an integer beyond 64 bits, or nested too deep
         raise Problem(400, f"messages: {error}", "messages", "invalid_value") from None
     return prompt
 

@@ -27,7 +27,7 @@ NOTHING = Usage(0, 0, 0, 0)
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """One request for the engine. `names`: what its fields are called in the API that it came through."""
+    """One request for the engine. `names`: by our names, those of its fields in the API that it came through."""
 
     request_id: str
     prompt: Prompt
@@ -52,7 +52,7 @@ class LastWord(msgspec.Struct, frozen=True):
 
 
 class Collected:
-    """All that one request was given."""
+    """The whole answer to one request so far."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -142,7 +142,7 @@ class Runner:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error with the name that the API has for the field; a sentence that is about it begins with it."""
+    """The same error with the API's name for the field, also at the beginning of its message."""
     name, text = names.get(error.field, error.field), str(error)
     return RequestError(name, name + text.removeprefix(error.field) if text.startswith(error.field) else text)
 

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, and what ends work nobody waits for.
+"""Answers as server-sent events, and the end of work whose client is gone.
 
 Framing: `data: <one line of JSON>`, a blank line; `data: [DONE]` last. No comments, no pings, no event names: clients
 parse every line that is not empty.

@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from overlap_spec.server.bodies import Json, convert, read_json
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
-from overlap_spec.server.facts import as_json
+from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import check_batch, need_tokenizer, parse_ids, read_chat, read_text

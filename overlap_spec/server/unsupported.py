@@ -1,7 +1,6 @@
 """The parameters of OpenAI's, SGLang's and vLLM's APIs that are known here and not built.
 
-A parameter of this table is refused with a 400 that names it, unless its value asks for nothing: it is never ignored
-silently.
+A parameter of this table is refused with a 400 that names it, unless its value has no effect: none is ignored silently.
 """
 
 import json
@@ -10,7 +9,7 @@ from typing import Any
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.problems import Problem
 
-# Field -> the values that ask for nothing. Null always does, and a list of such values does.
+# Field -> the values without an effect. Null never has one, and neither has a list of such values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are drawn
     "frequency_penalty": (0,),
@@ -91,7 +90,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def refuse_unsupported(fields: Json) -> None:
-    """Raise a Problem for the first parameter that asks for something that is not built."""
+    """Raise a Problem for the first parameter whose value asks for something that is not built."""
     for name, value in fields.items():
         neutral = UNSUPPORTED.get(name)
         if neutral is None or _asks_for_nothing(value, neutral):

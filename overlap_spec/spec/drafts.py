@@ -25,7 +25,13 @@ from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.spec.proposers.multi_layer import Layers, MultiLayerProposer, RecentRows, rows_to_remember
 from overlap_spec.spec.proposers.none import NoProposer
-from overlap_spec.spec.proposers.standalone import RecentTokens, RereadingProposer, SmallModel, StandaloneProposer
+from overlap_spec.spec.proposers.standalone import (
+    LastTokens,
+    RecentTokens,
+    RereadingProposer,
+    SmallModel,
+    StandaloneProposer,
+)
 from overlap_spec.spec.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 
@@ -57,7 +63,7 @@ class LoadedProposer(Protocol):
         """What the engine has to know of it: it sizes memory and caches by that."""
         ...
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         """Make it runnable. `cache` has the pages of the target's, and holds `profile.kv_shape` for each token."""
         ...
 
@@ -66,10 +72,10 @@ class LoadedProposer(Protocol):
 class NoDraft:
     """No weights: plain decoding, or guesses that need none. `make` gives the proposer."""
 
-    make: Callable[[EngineShape], Proposer] = lambda shape: NoProposer()
+    make: Callable[[EngineShape], Proposer[Any]] = lambda shape: NoProposer()
     profile: DraftProfile = NOTHING
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         return self.make(shape)
 
 
@@ -92,7 +98,7 @@ class ChainDraft:
             shape.probs.allocate(shape.num_rows, self.num_steps, head.target_ids)
         return AutoregressiveProposer(head, shape.page_size, deferred, shape.probs)
 
-    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Normed]:
+    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Tensor, Normed]:
         return self.attach(cache, shape)
 
 
@@ -114,7 +120,7 @@ class SmallModelDraft:
     def attach(self, cache: KVCache, shape: EngineShape) -> StandaloneProposer:
         return self._attach(StandaloneProposer, cache, shape)
 
-    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Tensor | Normed]:
+    def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[LastTokens, Tensor | Normed]:
         return self._attach(RereadingProposer, cache, shape)
 
     def _attach(self, kind: type[StandaloneProposer], cache: KVCache, shape: EngineShape) -> StandaloneProposer:
@@ -137,8 +143,8 @@ class TreeDraft:
         """A tree reads every row that a step may commit; its guesses are not drawn for rejection sampling."""
         return replace(self.chain.draft.profile, tree=self.branching.shape, draft_vocab_size=0)
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
-        drafter: Drafter[Any] = self.chain.drafter(cache, shape)
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
+        drafter: Drafter[Any, Any] = self.chain.drafter(cache, shape)
         if self.branching.topk > len(drafter.target_ids):
             raise ConfigError(
                 "speculative_eagle_topk", f"a draft of {len(drafter.target_ids)} tokens has no more children for a node"
@@ -156,7 +162,7 @@ class MultiLayerDraft:
     def profile(self) -> DraftProfile:
         return self.layers.profile
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         layers = self.layers.attach(cache, shape.num_positions, shape.attention)
         num_rows = rows_to_remember(layers.num_layers, layers.num_layers + 1, shape.max_deferred)
         recent = RecentRows.allocate(shape.num_rows, num_rows, shape.hidden_size, shape.dtype, shape.device)

@@ -1,45 +1,55 @@
 """The two roles of speculation and what the worker hands them.
 
-One decode step calls verify, then extend, then propose; a prefill calls `prefill` for every chunk and `propose`
-for the prompts that it completed; what they learnt goes to `propose` as it is. A step of width 1, which needs no
-guesses, calls `defer` instead of the last two, and `catch_up` comes before the step that needs them again. None of them
-asks the device a question (Sync: never).
+One decode step calls verify, then extend, then propose. A prefill calls `prefill` for every chunk and `propose` for the
+prompts that it completed. What `extend` and `prefill` have learnt goes to `propose` as it is. A step of width 1, which
+needs no guesses, calls `defer` instead of `extend` and `propose`, and `catch_up` comes before the step that needs
+guesses again. None of them asks the device a question (Sync: never).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The chunks of a prefill step, flattened."""
+    """The chunks of a prefill step, flattened: B chunks of different requests, T rows (tokens) in all.
+
+    Rows `rows.row_starts[b]` to `rows.row_starts[b + 1] - 1` are chunk b's, at consecutive positions. A prompt may come
+    in several steps, and begin behind a cached prefix, whose tokens are not here. A captured step may have more chunks
+    than there are requests, and more rows in its last chunk: those that are left over belong to the dummy slot, which
+    is the last row of every table with `EngineShape.num_rows` rows. It may be written to, and nothing reads it.
+    """
 
     tokens: Tensor  # [T] i64
     next_tokens: Tensor  # [T] i64: the token that follows each row; at a prompt's end the one just drawn
-    last_rows: Tensor  # [F] i64: last row of each prompt that this step completes
-    slots: Tensor  # [F] i64: their slots
-    seats: Tensor  # [B] i64: the slot of every chunk
-    fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot
+    last_rows: Tensor  # [B] i64: last row of each chunk
+    slots: Tensor  # [B] i64: the slot whose prompt ends with the chunk, the dummy where the prompt goes on
+    chunk_slots: Tensor  # [B] i64: the slot of every chunk
+    fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot: forget what the slot held before
 
 
-class Proposer(Protocol):
+Learnt = TypeVar("Learnt")  # what a proposer hands from `prefill` and `extend` to `propose`, of each slot; its own
+
+
+class Proposer(Protocol[Learnt]):
     """Makes guesses; what it remembers from step to step it keeps in rows indexed by slot."""
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
-        """Absorb prompt chunks. Shapes: -> [F, n], learnt of the prompts that the step completes."""
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Learnt:
+        """Absorb prompt chunks. Returns what it has learnt of each; of prompts that go on it is not used."""
         ...
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
-        """Learn what was committed. Shapes: -> [B, n].
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Learnt:
+        """Learn what was committed.
 
         `batch`, `rows` and `output` are those of the verify forward; of a tree, D rows for each slot at consecutive
-        positions from its length: those of the path that stands, first.
+        positions from its length: those of the accepted path, first.
         """
         ...
 
@@ -51,16 +61,23 @@ class Proposer(Protocol):
         """Absorb the last `counts` rows before `batch.lengths`, which were deferred. Shapes: counts [B] i64."""
         ...
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
-        """Guess what follows the roots at `batch.lengths`. Shapes: learnt [B, n]; K = num_guesses."""
+    def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:
+        """Guess what follows the roots at `batch.lengths`. K = num_guesses."""
         ...
 
 
 class Verifier(Protocol):
-    """Decides which guesses stand, without changing the target's distribution."""
+    """Decides which guesses are accepted. `Verification.is_lossy` marks one that changes the target's distribution."""
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
-        """Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j."""
+        """Give a token for each column of the window: the one to commit after it, if the guesses up to it are accepted.
+
+        A guess is accepted while it is the token after the column before it (a tree's: after its parent), unless
+        `Drawn.accept_len` gives their number. `batch.sampling.work` is known to the host: a step of greedy requests
+        alone needs no logits. Steps are captured as CUDA graphs: no branch may go by the values of a tensor.
+
+        Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j.
+        """
         ...
 
 
@@ -68,14 +85,15 @@ class Verifier(Protocol):
 class SelfDrafting(Protocol):
     """A proposer whose guesses cost next to nothing. It fills a whole window after every step, whatever its width.
 
-    `extend` and `propose` are called after steps of width 1 too, `defer` and `catch_up` never.
+    `extend` and `propose` are called after steps of width 1 too, `defer` and `catch_up` never. Its guesses are the same
+    however a request's tokens are drawn.
     """
 
-    def lookahead(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
-        """What the whole windows of a step promised, and what the verdict says of it
-        (`messages.StepResult.lookaheads`).
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
+        """Write what the whole windows of a step promised and which guess was right next, to help to choose widths.
 
-        Called before `extend`. Shapes: last [B] i64, the window columns where accepted runs end -> [B] i64.
+        The three columns are `levels`, `strengths` and `next_columns` of `messages.StepResult`. Called before `extend`.
+        Shapes: out [B, 3] i64, rows of any stride.
         """
         ...
 
@@ -96,6 +114,16 @@ class Tree:
 class SpecMethod:
     """A method, loaded: who guesses, who judges, and what is kept of a window that is a tree."""
 
-    proposer: Proposer
+    proposer: Proposer[Any]
     verifier: Verifier
-    tree: Tree | None = None  # None: windows are chains, whose KV stands where it belongs
+    tree: Tree | None = None  # None: windows are chains, whose KV is where it belongs
+
+    def draft_work(self, work: SamplingWork) -> SamplingWork:
+        """What guesses take of a step's kind of sampling: one captured draft serves all kinds that agree in it.
+
+        A guess meets the processors, the filters and the noise that the target's draw will meet, so that it is accepted
+        more often. Nothing else of a kind of sampling changes it.
+        """
+        if isinstance(self.proposer, SelfDrafting):
+            return SAMPLING_WORK[0]
+        return SamplingWork(work.sampled, work.filtered, work.processed)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from overlap_spec_kernels import MAX_WIDTH
+from overlap_spec_kernels import MAX_CHAIN_WIDTH
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TreeKeys
@@ -15,7 +15,7 @@ def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch
 
     On a GPU the kernel that attends finds their cache rows itself.
     """
-    if positions.is_cuda and positions.shape[1] <= MAX_WIDTH:
+    if positions.is_cuda and positions.shape[1] <= MAX_CHAIN_WIDTH:
         return RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
     return _uniform_rows(batch, positions, page_size)
 

@@ -10,9 +10,12 @@ Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
 
 from dataclasses import dataclass
 
+from overlap_spec_kernels import Verdict
 from torch import Tensor
 
 from overlap_spec.sampling.types import Sampling
+
+__all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,6 @@ class Drawn:
 
     tokens: Tensor  # [B, W] i64, the token after each column of the window, if the guesses up to it stand
     accept_len: Tensor | None = None  # [B] i64; None: while a guess is what was drawn
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a step commits: accepted guesses and one bonus. D = W; of a tree, its levels and the root."""
-
-    tokens: Tensor  # [B, D] i64, committed, left-aligned, padded with -1
-    follow: Tensor  # [B * D] i64, the token committed after each row that is kept; 0 where none was
-    accept_len: Tensor  # [B] i64, 0..D - 1: guesses accepted, the bonus not counted
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class VerifierInputs:
     accept: AcceptSettings
     token_ids: Tensor  # [V] i64: 0..V - 1, on the device
     has_trees: bool = False  # guesses are trees
-    draw: Draw = draw_columns  # draws tokens from logits
+    draw: Draw = draw_columns  # draws tokens from logits; compiled with --enable-torch-compile
     probs: DraftProbs | None = None  # what each guess was drawn from, where rejection sampling is asked for
 
 
@@ -33,7 +33,7 @@ class Verification:
     """A way to judge guesses.
 
     `flags`: those that ask for it; none: it runs where no flag asks for another. `name`: what start table, log and
-    `/server_info` call it; none: what `AcceptSettings` says. `is_lossy`: it changes the output's distribution, which
+    `/server_info` call it; none: the text of `AcceptSettings`. `is_lossy`: it changes the output's distribution, which
     the name is then followed by.
     """
 
@@ -44,7 +44,7 @@ class Verification:
     judges_trees: bool = False
 
     def describe(self, accept: AcceptSettings) -> str:
-        """What every output says of a run with it."""
+        """How log, start table and `/server_info` name it."""
         if self.name is None:
             return str(accept)
         return f"{self.name}: {LOSSY}" if self.is_lossy else f"{self.name} (exact)"

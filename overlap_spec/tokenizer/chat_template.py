@@ -25,7 +25,7 @@ ChatMessage = dict[str, Any]
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only stands for its body."""
+    """`{% generation %}` marks the assistant's words for training; here it renders its body."""
 
     tags = {"generation"}
 
@@ -73,13 +73,13 @@ class ChatTemplate:
         parts = [{"type": "text", "text": PROBE}]
         try:
             text = self._render([{"role": "user", "content": parts}], ChatPrompt([]))
-        except Exception:  # whatever it dislikes, it cannot read parts
+        except Exception:  # an error of any kind means that it cannot read parts
             return False
         return PROBE in text and str(parts) not in text and json.dumps(parts) not in text
 
 
 class NoChatTemplate:
-    """Stands for the template of a model that has none."""
+    """The template of a model that has none: it refuses every chat."""
 
     def render(self, prompt: ChatPrompt) -> str:
         """Raises: RequestError, always."""

@@ -25,7 +25,7 @@ ZAP_DOMAIN = "overlap-spec"
 
 
 class ClientEndpoint:
-    """The bound endpoint: `address` is where clients connect, `router` what they are heard on. Needs a running loop."""
+    """The bound endpoint: clients connect to `address`, and `router` reads them. Needs a running loop."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings, default: str) -> None:
         asked = settings.client_endpoint or default
@@ -47,7 +47,7 @@ class ClientEndpoint:
         self.close()
 
     def close(self) -> None:
-        """Stop listening; last words have a moment to leave."""
+        """Stop listening; the router sends what is queued before it closes."""
         self.router.close()
         self._stop_authenticator()
         if self.address.startswith("ipc://"):
@@ -71,7 +71,7 @@ class _Authenticator(AsyncioAuthenticator):
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool) -> zmq.Socket[bytes]:
-    """Raises: ConfigError if the address cannot be had."""
+    """Raises: ConfigError if the address cannot be bound."""
     if endpoint.startswith("ipc://"):
         remove_stale_file(Path(endpoint.removeprefix("ipc://")))
     router = context.socket(zmq.ROUTER)
@@ -83,7 +83,7 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool)
         router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     if "[" in endpoint:
         router.setsockopt(zmq.IPV6, 1)
-    old_mask = os.umask(0o177)  # the file is private from its first moment
+    old_mask = os.umask(0o177)  # the file is created private
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
@@ -97,7 +97,7 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool)
 def remove_stale_file(path: Path) -> None:
     """Remove the socket file of an engine that is gone. ZeroMQ would remove any file, also one in use.
 
-    Raises: ConfigError if it is something else, or somebody listens there.
+    Raises: ConfigError if it is something else, or a process listens there.
     """
     try:
         mode = path.lstat().st_mode

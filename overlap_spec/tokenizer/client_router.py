@@ -1,8 +1,8 @@
 """The tokenizer's end of the public link: a ROUTER that no client can slow down.
 
 A client is known by a number that is never used twice. It is gone when it closes its connection, is silent
-for too long, or leaves more than `max_queued_bytes` unread; the service then hears `Gone`, once, and what
-is sent to it afterwards is dropped.
+for too long, or leaves more than `max_queued_bytes` unread; the service then receives `Gone`, once, and what
+is sent to that client afterwards is dropped.
 
     send -> [ZeroMQ: SEND_QUEUE messages] -> [backlog: max_queued_bytes] -> Gone
 """
@@ -67,7 +67,7 @@ class ClientRouter:
         return self._arrivals.popleft()
 
     def close(self) -> None:
-        """Let go of the socket; what is queued inside ZeroMQ has a moment to leave."""
+        """Close the socket; messages that ZeroMQ has queued have LINGER_MS to leave."""
         self._watcher.cancel()
         for timer in self._timers.values():
             timer.cancel()
@@ -98,7 +98,7 @@ class ClientRouter:
             return Malformed("", "", f"expected one frame, got {len(frames)}")
         try:
             return self._decoder.decode(frames[0])
-        except Exception as error:  # bytes of a stranger: also broken UTF-8, or nested too deep
+        except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
             return _malformed(frames[0], error)
 
     def _push(self, client: ConnectedClient, payload: bytes) -> None:
@@ -140,7 +140,7 @@ class ClientRouter:
         self._duplex.wake()
 
     def _drop_silent(self) -> None:
-        """Runs twice per timeout while there are clients. What waits to be read counts as heard."""
+        """Runs twice per timeout while there are clients. Unread messages count as signs of life."""
         while self._read():
             pass
         oldest = time.monotonic() - self._timeout_s
@@ -151,7 +151,7 @@ class ClientRouter:
         self._duplex.wake()
 
     async def _watch_connections(self) -> None:
-        """A ROUTER does not say whose connection broke, but it refuses to send there: ask it for each client."""
+        """A ROUTER does not report whose connection broke, but it refuses to send there: try each client."""
         while True:
             await self._monitor.readable()
             while self._monitor.read() is not None:

@@ -23,7 +23,7 @@ class Codec(Protocol):
     """What the service needs of a tokenizer."""
 
     name: str  # for the start-up table
-    longest_token: int  # characters; one token never stands for more; 0 if there are none
+    longest_token: int  # characters; no token's text is longer; 0 if there are none
     eos_token_ids: tuple[int, ...]
 
     def render(self, prompt: ChatPrompt) -> str:
@@ -31,7 +31,7 @@ class Codec(Protocol):
         ...
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. It leaves the interpreter lock, so it may run in a thread. Raises: RequestError."""
+        """Token ids. Releases the interpreter lock, so it may run in a thread. Raises: RequestError."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -53,7 +53,7 @@ class TextCodec:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | NoChatTemplate, eos_token_ids: tuple[int, ...]
     ) -> None:
-        tokenizer.no_truncation()  # tokenizer.json may carry the settings of somebody's training run
+        tokenizer.no_truncation()  # tokenizer.json may carry the settings of its training run
         tokenizer.no_padding()
         self.name = f"{type(tokenizer.model).__name__}, {tokenizer.get_vocab_size()} tokens"
         self.eos_token_ids = eos_token_ids
@@ -140,7 +140,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _load_template(directory: Path, config: dict[str, Any], tokens: dict[str, str]) -> ChatTemplate | NoChatTemplate:
-    """chat_template.jinja wins over tokenizer_config.json, as in transformers."""
+    """chat_template.jinja takes precedence over tokenizer_config.json, as in transformers."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return _read(path, lambda file: ChatTemplate(file.read_text(encoding="utf-8"), tokens))

@@ -42,9 +42,9 @@ class StreamDetokenizer:
         self._pieces: list[str] = []
         self._ids = [i for i in before if not is_silent(i)]
         self._before = self._decode(self._ids) if self._ids else ""
-        if self._before.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character is nothing to go on from
+        if self._before.endswith("\N{REPLACEMENT CHARACTER}"):  # a decoder cannot continue half a character
             self._ids, self._before = [], ""
-        self._pending: list[int] = []  # ids whose text is not out yet
+        self._pending: list[int] = []  # ids whose text has not been returned yet
         self._stream = DecodeStream(ids=list(self._ids), skip_special_tokens=skip_special_tokens)
 
     def push(self, ids: Sequence[int]) -> str:

@@ -74,5 +74,5 @@ class OpenRequests:
         return [] if request is None else [request]
 
     def find_everywhere(self, request_id: str) -> list[OpenRequest]:
-        """Requests of that id whoever owns them; all if it is empty."""
+        """Every client's requests of that id; all requests if it is empty."""
         return [request for request in self if not request_id or request.request_id == request_id]

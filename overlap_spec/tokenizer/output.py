@@ -1,6 +1,6 @@
 """Decides where one request's output ends, and what its text and ids are.
 
-The scheduler proposes, this has the last word. A run is walked token by token; for each token the order is
+The scheduler's finish is provisional, this one is final. A run is walked token by token; for each token the order is
 stop token, stop string, length, and everything is cut at the same token:
 
     ends by       text                            ids, completion_tokens

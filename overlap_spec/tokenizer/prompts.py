@@ -60,7 +60,7 @@ def is_long(prompt: Prompt) -> bool:
         case ChatPrompt():
             try:
                 return sum(map(_weight, prompt.messages)) + len(str(prompt.tools)) > LONG
-            except RecursionError:  # whoever nests like that may wait
+            except RecursionError:  # nested this deep: encode it in the thread
                 return True
         case _:
             assert_never(prompt)

@@ -1,4 +1,4 @@
-"""Questions that are no requests: tokenize, detokenize, flush the cache, statistics."""
+"""Queries of clients beside requests: tokenize, detokenize, flush the cache, statistics."""
 
 from collections import deque
 from typing import assert_never
@@ -26,7 +26,7 @@ Query = Tokenize | Detokenize | Flush | GetStats
 
 
 class Queries:
-    """Answers clients; what only the scheduler knows is asked there or remembered from its last report."""
+    """Answers clients; the scheduler flushes its cache, and its last report has the statistics."""
 
     def __init__(
         self, prompts: PromptReader, checks: RequestChecks, scheduler: Outlet[ToScheduler], clients: ClientLink
@@ -36,7 +36,7 @@ class Queries:
         self._scheduler = scheduler
         self._clients = clients
         self._stats = Stats()
-        self._flushing: deque[tuple[int, str]] = deque()  # who asked, oldest first, as the scheduler answers
+        self._flushing: deque[tuple[int, str]] = deque()  # client and request id, in the order of answers
 
     async def answer(self, client: int, query: Query) -> None:
         """Raises: RequestError. Cancellation: no answer is sent."""
@@ -56,10 +56,10 @@ class Queries:
                 assert_never(query)
 
     def flushed(self, message: Flushed) -> None:
-        """The scheduler has answered the oldest Flush."""
+        """Pass the scheduler's answer to the client of the oldest Flush."""
         client, request_id = self._flushing.popleft()
         self._clients.send(client, FlushDone(request_id, message.success))
 
     def reported(self, stats: Stats) -> None:
-        """The scheduler's newest report."""
+        """Keep the scheduler's newest report."""
         self._stats = stats

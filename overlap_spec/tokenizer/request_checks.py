@@ -1,4 +1,4 @@
-"""Checks a request against the engine's limits and settles what it left open."""
+"""Checks a request against the engine's limits and fills in the fields that it left out."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ ANY_ID = 1 << 31
 
 
 class Refusal(Exception):
-    """The engine does not take any request now. `code` says why."""
+    """The engine takes no request now. `code` is the reason."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class Refusal(Exception):
 
 
 class RequestChecks:
-    """The rules of one engine. `limits` are unknown until it is warm."""
+    """The rules that one engine checks requests by. `limits` are unknown until it is warm."""
 
     def __init__(self, eos_token_ids: Sequence[int], max_open_requests: int, seed: int | None) -> None:
         self.limits: EngineLimits | None = None
@@ -31,7 +31,7 @@ class RequestChecks:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model; before it is known, whatever an id can be."""
+        """The model's; before it is known, a bound of every id."""
         return self.limits.vocab_size if self.limits is not None else ANY_ID
 
     def check_open(self, num_open: int) -> EngineLimits:
@@ -53,7 +53,7 @@ class RequestChecks:
         return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed)
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """What ends the request. Raises: RequestError if there are too many."""
+        """Ids that end the request. Raises: RequestError if there are too many."""
         eos = () if sampling.ignore_eos else self._eos_token_ids
         ids = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
         if len(ids) > MAX_STOP_IDS:
@@ -68,7 +68,7 @@ def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises: RequestError naming `field` if an id is none of the model's."""
+    """Raises: RequestError naming `field` if an id is outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")

@@ -1,8 +1,7 @@
-"""What the tokenizer does with each message.
+"""The tokenizer's service: what it does with each message.
 
-It owns every open request from Generate to its last row, and has the last word on finish, text, ids and
-usage. A request that ends here while the scheduler still runs it costs an Abort; rows that the scheduler
-sends afterwards find no request and are dropped.
+It owns every open request from Generate to its last row, and decides finish, text, ids and usage. When a request ends
+here while the scheduler still runs it, the service sends an Abort and drops the rows that still arrive.
 """
 
 import asyncio
@@ -70,7 +69,7 @@ class TokenizerService:
         self._scheduler = scheduler
         self._clients = clients
         self._tell_supervisor = tell_supervisor
-        self.trace: Recorder = NO_TRACE  # replaced by who wants to know
+        self.trace: Recorder = NO_TRACE  # an actor replaces it
         self._prompts = PromptReader(codec)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
@@ -96,7 +95,7 @@ class TokenizerService:
         while not self._stopped:
             for message in inbox.drain() or (await inbox.recv(),):
                 self._from_engine(message)
-            await asyncio.sleep(0)  # a busy engine must not keep clients unheard
+            await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
         match message:
@@ -163,7 +162,7 @@ class TokenizerService:
         while True:
             client, message = await self._clients.recv()
             await self._from_client(client, message)
-            await asyncio.sleep(0)  # a chatty client must not keep the engine waiting
+            await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
@@ -187,7 +186,7 @@ class TokenizerService:
                 assert_never(message)
 
     async def _attempt(self, client: int, message: Generate | Query) -> None:
-        """Do what a client asked; whatever goes wrong is that client's answer, and nobody else's trouble."""
+        """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
@@ -207,11 +206,12 @@ class TokenizerService:
             sampling = self._checks.settle(message.sampling, ids, limits)
         except Exception:
             if request not in self._requests:
-                return  # cancelled while it was read: it has had its last row
+                return  # cancelled while its prompt was read: its last row has been sent
             self._close(request)
             raise
         if request in self._requests:
-            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]  # an answer begins a text of its own
+            # A completion continues its prompt's text, an assistant's answer does not.
+            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
             request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
             self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
@@ -261,7 +261,7 @@ class TokenizerService:
 
 
 def _counted(usage: Usage, num_tokens: int) -> Usage:
-    """The scheduler's counts, except what this process has cut."""
+    """The scheduler's counts, with the completion tokens that are left after a cut."""
     if usage.completion_tokens == num_tokens:
         return usage
     return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)

@@ -28,7 +28,7 @@ class StopStrings:
         return text[:keep], None
 
     def flush(self) -> str:
-        """What is held back, when the request ends for another reason."""
+        """The text held back, when the request ends for another reason."""
         held, self._held = self._held, ""
         return held
 

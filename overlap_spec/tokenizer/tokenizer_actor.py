@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from overlap_spec.config import Settings
-from overlap_spec.messages import ToTokenizer
+from overlap_spec.messages import TokenizerFacts, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
@@ -20,7 +20,7 @@ async def main(context: ActorContext) -> None:
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         service = TokenizerService(codec, checks, context.outlet("scheduler"), endpoint.router, context.send_supervisor)
         service.trace = context.trace
-        context.ready({"tokenizer": codec.name, "client_endpoint": endpoint.address})
+        context.ready(TokenizerFacts(codec.name, endpoint.address))
         await service.serve(inbox)
 
 
@@ -33,6 +33,6 @@ def make_codec(settings: Settings) -> Codec:
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
-    """The model says what ends a sequence; where it does not, its tokenizer does."""
+    """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
     return RequestChecks(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)

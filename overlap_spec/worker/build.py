@@ -13,7 +13,7 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
-from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
@@ -22,8 +22,11 @@ from overlap_spec.spec.methods import method_of
 from overlap_spec.spec.verification import VerifierInputs
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
 from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
@@ -69,12 +72,15 @@ def build_executor(
     simulated_accept_len: float | None = None,
     compile_max_batch: int = 0,
     attention: AttentionSettings | None = None,
+    own_processors: tuple[LogitProcessor, ...] = (),
+    traced: bool = False,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
-    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest.
-    Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` says.
+    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
+    processors of one's own, for every request. `traced`: decode steps leave profiling marks.
+    Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
@@ -85,7 +91,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    processors = LogitProcessors(target.vocab_size, pool)
+    processors = LogitProcessors(target.vocab_size, pool, own_processors)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -109,7 +115,10 @@ def build_executor(
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    return Executor(_device(place), slots, target, method, geometry.page_size)
+    device = _device(place)
+    marks = TimedMarks(device) if traced else NO_MARKS
+    decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
+    return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size))
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
@@ -122,6 +131,7 @@ def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, Att
 
 def build(settings: Settings, progress: Progress, measured: bool = False) -> tuple[Executor, Geometry, LoadedModels]:
     """Everything, from settings to an executor that is not warm yet. `measured`: linears are as is fastest here."""
+    own = () if settings.logit_processor is None else (load_processor(settings.logit_processor),)
     place = prepare_place(settings)
     models = load_models(settings, place, progress)
     if measured:
@@ -136,6 +146,8 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         spec.simulated_accept_len,
         settings.compile_max_batch,
         settings.attention,
+        own,
+        traced=settings.trace_dir is not None,
     )
     return executor, geometry, models
 

@@ -1,31 +1,31 @@
-"""Decode steps as CUDA graphs: what a step launches is recorded once and replayed.
+"""Decode steps as CUDA graphs (`step_graphs.py`), for every batch size and width.
 
-Two graphs a step, cut where tokens leave, so that an ordinary event between them tells the host that results are out;
-one captured event could not tell replay N from N + 1. Everything is on one stream: the copy of slots into a graph's
-input for step N + 1 runs after step N, and so does whatever overwrites its output.
-
-    launch:  slots -> input | verify graph | published -> pinned, event | draft graph
-
-There is a pair for every batch size, width and kind of sampling; at width 1 there is no draft. One more graph per batch
-size lets the draft catch up after steps of width 1. A graph has a fixed number of rows. A smaller batch is padded with
-the dummy slot, whose page table is all page 0 and whose length is put back to 0 by every step.
+One more graph per batch size lets the draft catch up after steps of width 1. A graph has a fixed number of rows. A
+smaller batch is padded with the dummy slot, whose page table is all page 0 and whose length every step puts back to 0.
 """
 
 import bisect
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.decode import DecodeStep
-from overlap_spec.worker.profile_marks import GraphMarks
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.windows import Verified
+from overlap_spec.worker.step_graphs import (
+    LAYERS_APART,
+    GraphRecorder,
+    KindGraphs,
+    PartGraphs,
+    Parts,
+    Replay,
+    capture_parts,
+    no_garbage_collection,
+)
+from overlap_spec.worker.windows import Forwarded
 
 
 @dataclass(frozen=True)
@@ -34,47 +34,54 @@ class CatchUpGraph:
 
     slots: Tensor  # [B] i64, an input
     counts: Tensor  # [B] i64, an input
-    graph: torch.cuda.CUDAGraph
+    replay: Replay
 
 
 @dataclass(frozen=True)
 class StepGraphs:
-    """One batch size, width and kind of sampling, captured."""
+    """One batch size and width, captured."""
 
     slots: Tensor  # [B] i64, the input
-    verify: torch.cuda.CUDAGraph
-    verified: Verified  # fixed addresses
-    draft: Callable[[], None]
-    marks: GraphMarks  # in the order of time; none unless a trace is wanted
+    parts: PartGraphs[Forwarded]
 
 
 class GraphDecoder:
-    """Replays the smallest captured batch that holds the step's; what none holds is launched operation by operation."""
+    """Replays the smallest captured batch that holds the step's; what none holds is launched operation by operation.
 
-    def __init__(self, step: DecodeStep, slots: SlotRows, widths: Sequence[int], batch_sizes: Sequence[int]) -> None:
+    What is replayed is overwritten by the next step; its first len(slots) rows are the step's batch.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        slots: SlotRows,
+        widths: Sequence[int],
+        batch_sizes: Sequence[int],
+        layers_apart: bool = LAYERS_APART,
+    ) -> None:
         self._step = step
         self._rows = slots
         self._widths = sorted(widths)
         self._sizes = sorted(batch_sizes)
-        self._graphs: dict[tuple[int, int, SamplingWork], StepGraphs] = {}
+        self._layers_apart = layers_apart
+        self._graphs: dict[tuple[int, int], StepGraphs] = {}
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last
-        self._running: StepGraphs | None = None
+        self._running: StepGraphs | None = None  # of the step being launched
+        self._kind: KindGraphs[Forwarded] | None = None
 
-    def capture(self, pool: Any) -> None:
-        """Capture every batch size, width and kind of sampling, largest first, in one memory pool."""
+    def capture(self, recorder: GraphRecorder) -> None:
+        """Capture every batch size and width, largest first."""
         defers = self._widths[0] == 1 < self._rows.width and self._step.self_drafting is None
         with torch.inference_mode(), no_garbage_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):
-                    for sampling in SAMPLING_WORK:
-                        self._graphs[size, width, sampling] = self._capture(size, width, sampling, pool)
+                    self._graphs[size, width] = self._capture(size, width, recorder)
                 if defers:
-                    self._catch_up[size] = self._capture_catch_up(size, pool)
-        torch.cuda.synchronize()
+                    self._catch_up[size] = self._capture_catch_up(size, recorder)
+        recorder.finish()
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
-        """See `Decoder`."""
         captured = self._catch_up.get(self._size_for(len(slots)))
         if captured is None:
             self._step.catch_up(slots, counts)
@@ -82,24 +89,31 @@ class GraphDecoder:
         self._fill(captured.slots, slots)
         captured.counts[: len(slots)].copy_(counts)
         captured.counts[len(slots) :].zero_()
-        captured.graph.replay()
+        captured.replay()
 
-    def verify(self, slots: Tensor, width: int, sampling: SamplingWork) -> Verified:
-        """See `Decoder`. The result is overwritten by the next step; its first len(slots) rows are this batch."""
-        graphs = self._running = self._graphs.get((self._size_for(len(slots)), width, sampling))
-        self._step.parts.replayed(() if graphs is None else graphs.marks)
+    def forward(self, slots: Tensor, width: int) -> Forwarded:
+        graphs = self._running = self._graphs.get((self._size_for(len(slots)), width))
         if graphs is None:
-            return self._step.verify(slots, width, sampling)
+            return self._step.forward(slots, width)
         self._fill(graphs.slots, slots)
-        graphs.verify.replay()
-        return graphs.verified
+        graphs.parts.layers()
+        return graphs.parts.forwarded
 
-    def draft(self, verified: Verified) -> None:
-        """See `Decoder`."""
+    def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         if self._running is None:
-            self._step.draft(verified)
+            self._kind = None
+            self._step.marks.replayed(())
+            return self._step.judge(forwarded, sampling)
+        kind = self._kind = self._running.parts.kinds[sampling]
+        self._step.marks.replayed(kind.marks)
+        kind.judge()
+        return kind.forwarded.verdict
+
+    def draft(self, forwarded: Forwarded, sampling: SamplingWork) -> None:
+        if self._kind is None:
+            self._step.draft(forwarded, sampling)
         else:
-            self._running.draft()
+            self._kind.draft()
 
     def _size_for(self, num_slots: int) -> int:
         """The smallest captured batch that holds so many; 0 if there is none."""
@@ -117,45 +131,21 @@ class GraphDecoder:
     def _dummies(self, size: int) -> Tensor:
         return torch.full((size,), self._rows.dummy, dtype=torch.int64, device=self._rows.length.device)
 
-    def _capture(self, size: int, width: int, sampling: SamplingWork, pool: Any) -> StepGraphs:
-        slots = self._dummies(size)
-        self._step.draft(self._verify(slots, width, sampling))  # compiles kernels, which a capture must not
-        torch.cuda.synchronize()
-        verify = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(verify, pool=pool):
-            verified = self._verify(slots, width, sampling)
-        draft = self._capture_draft(verified, width, pool)
-        return StepGraphs(slots, verify, verified, draft, self._step.parts.captured())
+    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
+        step, slots = self._step, self._dummies(size)
+        parts = Parts(
+            forward=lambda: step.forward(slots, width),
+            judge=step.judge,
+            draft=step.draft if step.drafts_after(width) else None,
+            draft_work=step.method.draft_work,
+            marks=step.marks,
+        )
+        return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart))
 
-    def _capture_draft(self, verified: Verified, width: int, pool: Any) -> Callable[[], None]:
-        """Returns the replay. Where there are no guesses there is nothing to launch, and nothing to capture."""
-        if not self._step.drafts_after(width):
-            return lambda: None
-        draft = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(draft, pool=pool):
-            self._step.draft(verified)
-        return draft.replay
-
-    def _capture_catch_up(self, size: int, pool: Any) -> CatchUpGraph:
+    def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)
         counts = torch.zeros_like(slots)
         self._step.catch_up(slots, counts)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._step.catch_up(slots, counts)
-        return CatchUpGraph(slots, counts, graph)
-
-    def _verify(self, slots: Tensor, width: int, sampling: SamplingWork) -> Verified:
-        return self._step.verify(slots, width, sampling)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collect now, and not while a capture is under way: freeing CUDA memory would invalidate it."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+        recorder.finish()
+        replay, _ = recorder.record("catch up", lambda: self._step.catch_up(slots, counts))
+        return CatchUpGraph(slots, counts, replay)

@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.messages import Phase, StepPlan
-from overlap_spec.models.interfaces import TargetModel
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.worker.chunks import Chunks
+from overlap_spec.worker.chunks import Chunks, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.packing import Packer
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 
@@ -37,19 +35,21 @@ class ChunkSlots:
 
 
 class Executor:
-    """The worker's one path for CPU and CUDA. `decoder` and `prefiller` may be replaced, while nothing is in flight."""
+    """The worker's one path for CPU and CUDA."""
 
-    def __init__(
-        self, device: Device, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int
-    ) -> None:
+    def __init__(self, device: Device, slots: SlotRows, decode_step: DecodeStep, prefill_step: PrefillStep) -> None:
         self.slots = slots
-        self.decode_step = DecodeStep(slots, target, method, page_size)
-        self.prefill_step = PrefillStep(slots, target, method, page_size)
-        self.decoder: Decoder = self.decode_step
-        self.prefiller: Prefiller = self.prefill_step
+        self.decode_step = decode_step
+        self.prefill_step = prefill_step
         self.device = device
+        self._decoder: Decoder = decode_step
+        self._prefiller: Prefiller = prefill_step
         self._chunk_slots: ChunkSlots | None = None
         self._before: DeviceTimes | None = None
+
+    def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
+        """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
+        self._decoder, self._prefiller = decoder, prefiller
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> StepHandle:
         """Enqueue a step. Sync: never. Raises: what the step raises.
@@ -81,28 +81,28 @@ class Executor:
     def close(self) -> None:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
-        self.decoder, self.prefiller = self.decode_step, self.prefill_step
+        self.use(self.decode_step, self.prefill_step)
 
     def _decode(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
-        plan = handle.plan
-        chunk_slots = self._seated(handle)
-        verified = self.decoder.verify(chunk_slots.on_device, plan.width, chunk_slots.sampling)
-        handle.has_paths = verified.path is not None
-        self._publish(handle, verified.committed.published[: len(plan.work)])  # tokens leave before the draft works
+        chunk_slots, decoder = self._seated(handle), self._decoder
+        forwarded = decoder.forward(chunk_slots.on_device, handle.plan.width)
+        verdict = decoder.judge(forwarded, chunk_slots.sampling)
+        self._publish(handle, verdict.published)  # tokens leave before the draft works
         on_published(handle)
-        self.decoder.draft(verified)
+        decoder.draft(forwarded, chunk_slots.sampling)
 
     def _prefill(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
-        plan, chunks = handle.plan, Chunks(handle.plan.work)
-        shape = self.prefiller.shape_for(chunks.shape)
+        chunks, prefiller = Chunks(handle.plan.work), self._prefiller
+        shape = prefiller.shape_for(chunks.shape)
         self._chunk_slots = None  # a slot may have got a new owner, who samples otherwise
         (packed,) = self._load(handle, chunks.laid_out(shape, self.slots.dummy))
-        prefilled = self.prefiller.draw(packed, shape, self.slots.sampling_work(chunks.completed_work()))
-        self._publish(handle, prefilled.published[: len(plan.work)])
+        sampling = self.slots.sampling_work(chunks.completed_work())
+        prefilled = prefiller.forward(packed, shape)
+        self._publish(handle, prefiller.draw(prefilled, sampling))
         on_published(handle)
-        self.prefiller.draft(prefilled)
+        prefiller.draft(prefilled, sampling)
 
     def _seated(self, handle: StepHandle) -> ChunkSlots:
         """The step's slots on the device, which most often they are already."""
@@ -114,7 +114,7 @@ class Executor:
         on_device, deferred = self._load(handle, slots, [item.deferred for item in work])
         self._chunk_slots = ChunkSlots(slots, on_device, self.slots.sampling_work(work))
         if handle.plan.catch_up:
-            self.decoder.catch_up(on_device, deferred)
+            self._decoder.catch_up(on_device, deferred)
         return self._chunk_slots
 
     def _load(self, handle: StepHandle, *runs: Iterable[int]) -> list[Tensor]:
@@ -132,7 +132,8 @@ class Executor:
         self.slots.apply(on_device_resets, on_device_pages)
         return loaded
 
-    def _publish(self, handle: StepHandle, published: Tensor) -> None:
-        """Start the copy out. Shapes: [B, n] i64 (`Committed.published`)."""
-        handle.download = self.device.download(published)
+    def _publish(self, handle: StepHandle, published: Published) -> None:
+        """Start the copy out of the rows that are the plan's."""
+        handle.columns = published.columns
+        handle.download = self.device.download(published.rows[: len(handle.plan.work)])
         handle.device.decided = handle.download.done

@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import dataclass
+from typing import TypedDict
+
+from overlap_spec_kernels import PublishedColumns
 
 from overlap_spec.messages import StepPlan, StepResult
 from overlap_spec.worker.devices import DeviceEvent, Download
-
-LOOKAHEAD_SHIFT = 8  # bits of the published number of guesses; above it there is the lookahead, where a method has one
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class StepHandle:
         self.host = host
         self.device = DeviceTimes()
         self.download: Download
-        self.has_paths = False  # whether the last but one of a row's numbers is a path, as windows of trees have
+        self.columns: PublishedColumns  # of what is downloaded
         self._before = before
 
     def ready(self) -> bool:
@@ -49,21 +50,20 @@ class StepHandle:
 
     def wait(self) -> StepResult:
         """Block until the tokens are on the host; at most once a step."""
-        rows = self.download.rows()
-        num_columns = -2 if self.has_paths else -1
-        tokens = [[token for token in row[:num_columns] if token >= 0] for row in rows]
+        rows, columns = self.download.rows(), self.columns
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin
         self.host.published = time.monotonic()
+        run, num_guesses = columns.tokens, columns.num_guesses  # looked up once, not for every row
+        tokens = [[token for token in row[run] if token >= 0] for row in rows]
         return StepResult(
             self.plan.step_id,
             tokens,
-            [row[-1] & (1 << LOOKAHEAD_SHIFT) - 1 for row in rows],
+            [row[num_guesses] for row in rows],
             gpu_time,
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
-            [row[-1] >> LOOKAHEAD_SHIFT for row in rows] if any(row[-1] >> LOOKAHEAD_SHIFT for row in rows) else [],
-            [row[-2] for row in rows] if self.has_paths else [],
+            **_width_columns(rows, columns),
         )
 
     def _device_seconds(self) -> tuple[float, float]:
@@ -73,3 +73,28 @@ class StepHandle:
         if before is None:
             return worked, 0.0
         return worked + before.end.since(before.decided), self.device.begin.since(before.end)
+
+
+class WidthColumns(TypedDict, total=False):
+    """The columns of a `StepResult` that help to choose widths."""
+
+    paths: list[list[int]]
+    last_guesses: list[int]
+    levels: list[int]
+    strengths: list[int]
+    next_columns: list[int]
+
+
+def _width_columns(rows: list[list[int]], columns: PublishedColumns) -> WidthColumns:
+    """Those that the step has."""
+    found = WidthColumns()
+    if columns.is_tree:
+        path, last_guess = columns.path, columns.last_guess
+        found["paths"] = [[column for column in row[path] if column >= 0] for row in rows]
+        found["last_guesses"] = [row[last_guess] for row in rows]
+    if columns.is_self_drafting:
+        lookahead = columns.lookahead
+        levels, strengths, next_columns = map(list, zip(*(row[lookahead] for row in rows), strict=True))
+        if any(levels):
+            found["levels"], found["strengths"], found["next_columns"] = levels, strengths, next_columns
+    return found

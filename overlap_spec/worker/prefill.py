@@ -1,14 +1,15 @@
 """One prefill step, as device work alone: run chunks, draw first tokens, propose first windows.
 
-It is cut in two where tokens may leave, as a decode step is (`decode.py`): `draw` ends with what is to be published,
+It has three parts, as a decode step has (`decode.py`): `forward` runs the chunks, `draw` ends with what is published,
 `draft` works after it. A seat whose prompt goes on, or that is nobody's, draws for the dummy slot: nothing comes of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
 import torch
+from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
@@ -46,38 +47,43 @@ class PromptInputs:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What `draw` leaves for `draft`. `published`: the token drawn or -1, and 0: a prefill has no guesses."""
+    """What the layers gave for the chunks of a step, whichever way tokens are drawn. `draw` writes the last two."""
 
-    prompts: Prompts
+    inputs: PromptInputs
+    batch: SlotBatch  # of `finals`, at the prompts' ends; sampling is not gathered
     rows: RowBatch
     output: TargetOutput
-    after: SlotBatch
-    published: Tensor  # [N, 2] i64
+    drawn: Tensor  # [N] i64
+    published: Published  # the token drawn, or -1 where the prompt goes on; no guesses
 
 
 class Prefiller(Protocol):
-    """Runs prefill steps, launching each operation or replaying a graph."""
+    """Runs the parts of prefill steps, launching each operation or replaying graphs. Sync: never."""
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """What to lay a step out for."""
         ...
 
-    def draw(self, packed: Tensor, shape: PromptShape, sampling: SamplingWork) -> Prefilled:
-        """Run the chunks, draw first tokens, start their slots. Sync: never."""
+    def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
+        """Run the target's layers on the chunks."""
         ...
 
-    def draft(self, prefilled: Prefilled) -> None:
-        """Absorb the prompts and propose first windows. Sync: never."""
+    def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
+        """Draw first tokens, start their slots."""
+        ...
+
+    def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
+        """Absorb the prompts and propose first windows."""
         ...
 
 
 class PrefillStep:
-    """The step itself, operation by operation."""
+    """The parts of a step, operation by operation."""
 
     def __init__(self, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int) -> None:
         self._slots = slots
         self._target = target
-        self._proposer = method.proposer
+        self.method = method
         self._page_size = page_size
         self._token_ids = torch.arange(target.vocab_size, device=slots.length.device)
 
@@ -85,32 +91,35 @@ class PrefillStep:
         """Nothing is padded."""
         return exact
 
-    def draw(self, packed: Tensor, shape: PromptShape, sampling: SamplingWork) -> Prefilled:
-        """See `Prefiller`."""
-        inputs = PromptInputs.of(packed, shape)
-        page_table = self._slots.page_table[inputs.slots]
+    def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
+        inputs, tables = PromptInputs.of(packed, shape), self._slots.page_table
         rows = chunk_rows(
-            page_table, inputs.owners, inputs.positions, inputs.row_starts, shape.max_rows, self._page_size
+            tables[inputs.slots], inputs.owners, inputs.positions, inputs.row_starts, shape.max_rows, self._page_size
         )
+        batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
         output = self._target.forward(inputs.tokens, rows)
         assert rows.cache_rows is not None, "chunks say where their rows are"
         self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
-        batch = self._slots.batch(inputs.finals, sampling)
-        lazy_logits, last = self._target.logits(output.hidden[inputs.last_rows]), inputs.lengths - 1
-        context = DrawContext(batch.sampling, self._token_ids, batch.page_table, last, last[:, None])
-        drawn = draw_after(lazy_logits, context).squeeze(1)
-        next_tokens = torch.where(inputs.next_tokens < 0, drawn[inputs.owners], inputs.next_tokens)
-        published = drawn.masked_fill(inputs.finals == self._slots.dummy, -1)
-        return Prefilled(
-            Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh),
-            rows,
-            output,
-            self._slots.start(batch, inputs.lengths, drawn),
-            torch.stack((published, torch.zeros_like(published)), 1),
-        )
+        published = Published.allocate(shape.seats, PublishedColumns(1), packed.device)
+        return Prefilled(inputs, batch, rows, output, torch.empty_like(inputs.finals), published)
 
-    def draft(self, prefilled: Prefilled) -> None:
-        """See `Prefiller`."""
-        learnt = self._proposer.prefill(prefilled.prompts, prefilled.rows, prefilled.output)
-        guesses = self._proposer.propose(prefilled.after, learnt, self._slots.width - 1)
-        self._slots.set_guesses(prefilled.after, guesses)
+    def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
+        inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
+        lazy_logits, last = self._target.logits(prefilled.output.hidden[inputs.last_rows]), inputs.lengths - 1
+        drawing = self._slots.sampling(batch.slots, sampling)
+        context = DrawContext(drawing, self._token_ids, batch.page_table, last, last[:, None])
+        drawn = draw_after(lazy_logits, context).squeeze(1)
+        self._slots.start(batch, drawn)
+        prefilled.drawn.copy_(drawn)
+        published.tokens.copy_(drawn.masked_fill(inputs.finals == self._slots.dummy, -1)[:, None])
+        published.num_guesses.zero_()
+        return published
+
+    def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
+        inputs, proposer = prefilled.inputs, self.method.proposer
+        next_tokens = torch.where(inputs.next_tokens < 0, prefilled.drawn[inputs.owners], inputs.next_tokens)
+        prompts = Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh)
+        learnt = proposer.prefill(prompts, prefilled.rows, prefilled.output)
+        drawing = self._slots.draft_sampling(inputs.finals, self.method.draft_work(sampling))
+        after = replace(prefilled.batch, sampling=drawing)
+        self._slots.set_guesses(after, proposer.propose(after, learnt, self._slots.width - 1))

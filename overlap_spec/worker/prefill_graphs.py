@@ -1,21 +1,27 @@
-"""Prefill steps of a few sizes as CUDA graphs, so that a short prompt is not bound by its launches.
+"""Prefill steps of a few sizes as CUDA graphs (`step_graphs.py`), so that a short prompt is not bound by its launches.
 
-Two graphs a step, cut where tokens leave, as in `decode_graphs.py`. What no captured size holds is launched operation
-by operation: it has enough work for the device to hide that.
+What no captured size holds is launched operation by operation: it has enough work for the device to hide that.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
-from overlap_spec.worker.decode_graphs import no_garbage_collection
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step_graphs import (
+    LAYERS_APART,
+    GraphRecorder,
+    KindGraphs,
+    PartGraphs,
+    Parts,
+    capture_parts,
+    no_garbage_collection,
+)
 
 ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
 SEATS = 8  # requests in a captured step; one more seat takes the rows that are left over
@@ -23,68 +29,68 @@ SEATS = 8  # requests in a captured step; one more seat takes the rows that are 
 
 @dataclass(frozen=True)
 class PromptGraphs:
-    """One size and one kind of sampling, captured."""
+    """One size, captured."""
 
     packed: Tensor  # i64, the input
-    draw: torch.cuda.CUDAGraph
-    prefilled: Prefilled  # fixed addresses
-    draft: Callable[[], None]
+    parts: PartGraphs[Prefilled]
 
 
 class GraphPrefiller:
-    """Replays the smallest captured size that holds the step's rows. `most_rows`: positions that a row may have."""
+    """Replays the smallest captured size that holds the step's rows. `most_rows`: positions that a row may have.
 
-    def __init__(self, step: PrefillStep, slots: SlotRows, most_rows: int) -> None:
+    What is replayed is overwritten by the next step of its size.
+    """
+
+    def __init__(self, step: PrefillStep, slots: SlotRows, most_rows: int, layers_apart: bool = LAYERS_APART) -> None:
         self._step = step
         self._slots = slots
         self._shapes = [PromptShape(rows, SEATS + 1, rows) for rows in ROWS if rows <= most_rows]
-        self._graphs: dict[tuple[PromptShape, SamplingWork], PromptGraphs] = {}
-        self._running: PromptGraphs | None = None
+        self._layers_apart = layers_apart
+        self._graphs: dict[PromptShape, PromptGraphs] = {}
+        self._running: PromptGraphs | None = None  # of the step being launched
+        self._kind: KindGraphs[Prefilled] | None = None
 
-    def capture(self, pool: Any) -> None:
-        """Capture every size and kind of sampling, largest first."""
+    def capture(self, recorder: GraphRecorder) -> None:
+        """Capture every size, largest first."""
         with torch.inference_mode(), no_garbage_collection():
             for shape in reversed(self._shapes):
-                for sampling in SAMPLING_WORK:
-                    self._graphs[shape, sampling] = self._capture(shape, sampling, pool)
-        torch.cuda.synchronize()
+                self._graphs[shape] = self._capture(shape, recorder)
+        recorder.finish()
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
         fitting = (shape for shape in self._shapes if exact.rows <= shape.rows and exact.seats <= SEATS)
         return next(fitting, exact)
 
-    def draw(self, packed: Tensor, shape: PromptShape, sampling: SamplingWork) -> Prefilled:
-        """See `Prefiller`. The result is overwritten by the next step of this size."""
-        graphs = self._running = self._graphs.get((shape, sampling))
+    def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
+        graphs = self._running = self._graphs.get(shape)
         if graphs is None:
-            return self._step.draw(packed, shape, sampling)
+            return self._step.forward(packed, shape)
         graphs.packed.copy_(packed)
-        graphs.draw.replay()
-        return graphs.prefilled
+        graphs.parts.layers()
+        return graphs.parts.forwarded
 
-    def draft(self, prefilled: Prefilled) -> None:
-        """See `Prefiller`."""
+    def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         if self._running is None:
-            self._step.draft(prefilled)
+            self._kind = None
+            return self._step.draw(prefilled, sampling)
+        kind = self._kind = self._running.parts.kinds[sampling]
+        kind.judge()
+        return kind.forwarded.published
+
+    def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
+        if self._kind is None:
+            self._step.draft(prefilled, sampling)
         else:
-            self._running.draft()
+            self._kind.draft()
 
-    def _capture(self, shape: PromptShape, sampling: SamplingWork, pool: Any) -> PromptGraphs:
-        nobody = Chunks([]).laid_out(shape, self._slots.dummy)
+    def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
+        step, nobody = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
         packed = torch.frombuffer(nobody, dtype=torch.int64).to(self._slots.length.device)
-        self._step.draft(self._step.draw(packed, shape, sampling))  # compiles kernels, which a capture must not
-        torch.cuda.synchronize()
-        draw = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(draw, pool=pool):
-            prefilled = self._step.draw(packed, shape, sampling)
-        return PromptGraphs(packed, draw, prefilled, self._capture_draft(prefilled, pool))
-
-    def _capture_draft(self, prefilled: Prefilled, pool: Any) -> Callable[[], None]:
-        """Returns the replay; without guesses there is nothing to capture."""
-        if self._slots.width == 1:
-            return lambda: None
-        draft = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(draft, pool=pool):
-            self._step.draft(prefilled)
-        return draft.replay
+        parts = Parts(
+            forward=lambda: step.forward(packed, shape),
+            judge=step.draw,
+            draft=step.draft if self._slots.width > 1 else None,
+            draft_work=step.method.draft_work,
+        )
+        return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart))

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import gather_tree, gather_window, judge_chain, judge_tree, place_guesses, place_tree
+from overlap_spec_kernels import (
+    GatheredTree,
+    GatheredWindow,
+    gather_tree,
+    gather_window,
+    judge_chain,
+    judge_tree,
+    place_guesses,
+    place_tree,
+)
 from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
@@ -32,30 +41,6 @@ class HostSlot:
     num_pages: int
 
 
-@dataclass(frozen=True)
-class Committed:
-    """What came of a step's windows. `published`: committed tokens, padded with -1, then how many guesses might stand.
-
-    Those are the guesses of a chain, and of a tree the distance of its deepest one from the root. Before them stands,
-    of a tree alone, which columns its path has (`judge_tree`).
-    """
-
-    verdict: Verdict
-    after: SlotBatch  # at the new lengths
-    published: Tensor  # [B, D + 1] i64; of trees [B, D + 2]
-
-
-@dataclass(frozen=True)
-class GatheredTrees:
-    """The windows of a step, as trees."""
-
-    batch: SlotBatch
-    window: Window
-    tokens: Tensor  # [B * W] i64, what a forward runs on
-    cache_rows: Tensor  # [B, W] i64, of each column
-    mask: Tensor  # [B, W, 1] i64: bit i of a column: column i is it, or its ancestor
-
-
 class SlotRows:
     """The device rows. `length` is the number of tokens whose KV is written, the position of the root.
 
@@ -65,7 +50,7 @@ class SlotRows:
     def __init__(self, num_slots: int, width: int, num_page_columns: int, processors: LogitProcessors) -> None:
         self.dummy = num_slots
         self.pool = processors.pool
-        self._processors = processors
+        self.processors = processors
         device = self.pool.tokens.device
         self.width = width
         self.num_rows = num_slots = num_slots + 1
@@ -81,6 +66,7 @@ class SlotRows:
         self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self._host: dict[int, HostSlot] = {}
+        self.no_sampling = self.sampling(ints(0), SAMPLING_WORK[0])  # of work that draws nothing
 
     # --- host side: what a step's plan says ----------------------------------------------------------------
 
@@ -124,64 +110,46 @@ class SlotRows:
 
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
-        return SlotBatch(slots, self.length[slots], self.page_table[slots], self._sampling(slots, work))
+        return SlotBatch(slots, self.length[slots], self.page_table[slots], self.sampling(slots, work))
 
-    def windows(
-        self, slots: Tensor, width: int, page_size: int, work: SamplingWork
-    ) -> tuple[SlotBatch, Window, Tensor]:
-        """The batch, its windows, and their tokens with 0 for no guess. Sync: never. Shapes: -> .., .., [B * W] i64."""
-        gathered = gather_window(slots, self.length, self.window, self.page_table, width, page_size)
-        batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._sampling(slots, work))
-        positions = gathered.positions.view(gathered.window_tokens.shape)
-        return batch, Window(gathered.window_tokens, positions), gathered.tokens
+    def gather(self, slots: Tensor, width: int, page_size: int) -> GatheredWindow:
+        """The windows of a step, as chains. Sync: never."""
+        return gather_window(slots, self.length, self.window, self.page_table, width, page_size)
 
-    def tree_windows(self, slots: Tensor, width: int, page_size: int, work: SamplingWork) -> GatheredTrees:
-        """The same where guesses are trees. Sync: never."""
-        gathered = gather_tree(slots, self.length, self.window, self.parents, self.page_table, width, page_size)
-        batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._sampling(slots, work))
-        positions = gathered.positions.view(gathered.window_tokens.shape)
-        window = Window(gathered.window_tokens, positions, gathered.parents)
-        return GatheredTrees(batch, window, gathered.tokens, gathered.extra_rows, gathered.mask)
+    def gather_trees(self, slots: Tensor, width: int, page_size: int) -> GatheredTree:
+        """The windows of a step, as trees. Sync: never."""
+        return gather_tree(slots, self.length, self.window, self.parents, self.page_table, width, page_size)
 
-    def _sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
-        """What greedy slots never read is not gathered."""
+    def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
+        """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
         _, seed, stop_from, top_k, output_from = self._ints[slots].unbind(1)
         read = slots if work.sampled or work.processed else slots[:0]
         temperature, top_p, min_p = self._floats[read].unbind(1)
         stop_ids = self._stop_ids[read]
-        return Sampling(
-            temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self._processors
-        )
+        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self.processors)
 
-    def commit(self, batch: SlotBatch, window: Window, drawn: Drawn) -> Committed:
-        """Judge the windows and advance the slots by what is committed; nobody has a guess after it. Sync: never."""
-        judged = judge_chain(
-            drawn.tokens, window.tokens, batch.slots, batch.lengths, self.length, self.window, self.dummy,
-            drawn.accept_len, self.pool.rows_of(batch.page_table),
-        )  # fmt: skip
-        after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
-        return Committed(Verdict(judged.tokens, judged.follow, judged.accept_len), after, judged.published)
+    def draft_sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
+        """How guesses are drawn. Nothing is gathered where a guess is the largest logit. Sync: never."""
+        needs_logits = work.sampled or self.processors.active(work)
+        return self.sampling(slots, work) if needs_logits else self.no_sampling
 
-    def commit_tree(self, batch: SlotBatch, window: Window, drawn: Drawn, longest: int) -> tuple[Committed, Tensor]:
-        """The same of trees. Returns also the columns whose KV survives, in order; past them, columns that stay put.
+    def commit(self, batch: SlotBatch, window: Window, drawn: Drawn, verdict: Verdict) -> None:
+        """Judge the windows, write the verdict, advance the slots by what is committed. Sync: never.
 
-        `longest`: D, of any run. Sync: never. Shapes: -> .., [B, D] i64.
+        No slot has a guess after it.
         """
-        assert window.parents is not None
-        judged = judge_tree(
-            drawn.tokens, window.tokens, window.parents, batch.slots, batch.lengths, self.length, self.window,
-            self.dummy, longest, drawn.accept_len, self.pool.rows_of(batch.page_table),
-        )  # fmt: skip
-        after = SlotBatch(batch.slots, judged.next_positions[0], batch.page_table, batch.sampling)
-        verdict = Verdict(judged.tokens, judged.follow, judged.accept_len)
-        return Committed(verdict, after, judged.published), judged.path
+        slots = (batch.slots, batch.lengths, self.length, self.window, self.dummy)
+        rest = drawn.accept_len, self.pool.rows_of(batch.page_table), verdict
+        if window.parents is None:
+            judge_chain(drawn.tokens, window.tokens, *slots, *rest)
+        else:
+            judge_tree(drawn.tokens, window.tokens, window.parents, *slots, verdict.tokens.shape[1], *rest)
 
-    def start(self, batch: SlotBatch, lengths: Tensor, roots: Tensor) -> SlotBatch:
-        """Put completed prompts at their first token. Shapes: lengths, roots [F] i64. Sync: never."""
-        self.length[batch.slots] = lengths
-        self.pool.write(batch.page_table, lengths, roots)
+    def start(self, batch: SlotBatch, roots: Tensor) -> None:
+        """Put completed prompts at their first token. Shapes: roots [F] i64. Sync: never."""
+        self.length[batch.slots] = batch.lengths
+        self.pool.write(batch.page_table, batch.lengths, roots)
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
-        return SlotBatch(batch.slots, lengths, batch.page_table, batch.sampling)
 
     def set_guesses(self, batch: SlotBatch, guesses: Guesses) -> None:
         """The next window's guesses; columns after the last hold -1. Sync: never."""

@@ -1,19 +1,19 @@
-"""The worker process: loads, warms up, says so, then runs its loop."""
+"""The worker process: loads, warms up, reports its facts, then runs its loop."""
 
+import logging
 import time
 from functools import partial
 
 import torch
 
-from overlap_spec.config import Settings, SpecSettings, synthetic_acceptance, waiting_fact
+from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.messages import Roofline, StepCosts, ToWorker, WorkerReady
+from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.profile_marks import TimedMarks
 from overlap_spec.worker.sizing.costs import roofline
 from overlap_spec.worker.sizing.geometry import (
     MAX_DEPTH,
@@ -25,10 +25,18 @@ from overlap_spec.worker.sizing.geometry import (
 )
 from overlap_spec.worker.sizing.memory_budget import free_bytes
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
-from overlap_spec.worker.sizing.warmup import FEW_TOKENS, ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.sizing.warmup import (
+    FEW_TOKENS,
+    ChunkSize,
+    capture_graphs,
+    cuda_prompt_lengths,
+    warm_up,
+)
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 
 NO_CEILING = Roofline()
+
+log = logging.getLogger(__name__)
 
 
 def worker_ready(
@@ -59,33 +67,24 @@ def worker_ready(
 
 
 def device_name(device: str) -> str:
-    """The device as a person would name it."""
+    """The device's name for reports."""
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
-def _cpu_facts(settings: Settings, models: LoadedModels) -> dict[str, str]:
-    """What a figure of this machine depends on, and what was chosen for it."""
-    return {
-        "processor": f"{processor_name()}, {num_cores()} cores",
-        "threads": f"{torch.get_num_threads()}, {waiting_fact()}",
-        "linears": models.linears,
-    }
+def _platform_facts(settings: Settings, models: LoadedModels, graph_bytes: int) -> CpuFacts | CudaFacts:
+    if settings.model.device == "cuda":
+        return memory_facts(demand_of(settings, models), graph_bytes)
+    return CpuFacts(processor_name(), num_cores(), torch.get_num_threads(), waiting_fact(), models.linears)
 
 
-def _graph_fact(batch_sizes: tuple[int, ...], seconds: float) -> str:
-    if not batch_sizes:
+def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
+    """How guesses are judged; the log states it where that changes the answers."""
+    if spec.width == 1:
         return "none"
-    return f"batches of 1 to {batch_sizes[-1]} ({len(batch_sizes)} sizes, captured in {seconds:.1f} s)"
-
-
-def _start_fact(batch_sizes: tuple[int, ...], seconds: float, of_captures: float) -> str:
-    said = f"{seconds:.1f} s"
-    return f"{said}, {seconds - of_captures:.1f} s without captures" if batch_sizes else said
-
-
-def _ceilings_fact(ceiling: Roofline) -> str:
-    flop = f"{ceiling.flop_per_s / 1e12:.3g} TFLOP/s" if ceiling.flop_per_s else "FLOP/s not known"
-    return f"{ceiling.bytes_per_s / 1e9:.0f} GB/s, {flop}"
+    said = models.method.verification(spec.accept).describe(spec.accept)
+    if said.endswith(LOSSY):
+        log.warning("verification: %s", said)
+    return said
 
 
 def _acceptance_fact(spec: SpecSettings) -> str:
@@ -94,47 +93,46 @@ def _acceptance_fact(spec: SpecSettings) -> str:
 
 
 async def main(context: ActorContext) -> None:
-    """Load, warm up, say so, and work until told to stop. Blocks its event loop, which has nothing else to do."""
+    """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do."""
     begun = time.perf_counter()
     settings = context.settings
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
-    if settings.trace_dir is not None:
-        executor.decode_step.parts = TimedMarks(executor.device)
     context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
     warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
     free = free_bytes(settings.model.device)
-    capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes)
+    captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
     graph_bytes = free - free_bytes(settings.model.device)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
-    executor.forget()  # what was said to warm up
+    executor.forget()  # the tokens of the warm-up
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
-    started_s = time.perf_counter() - begun
     context.ready(
-        {
-            "device": device_name(settings.model.device),
-            "tokens": (geometry.num_pages - 1) * geometry.page_size,
-            "pages": geometry.num_pages - 1,
-            "page_size": geometry.page_size,
-            "slots": geometry.num_slots,
-            "chunk_tokens": measured.chunk.tokens,
-            **(_cpu_facts(settings, models) if on_cpu else {}),
-            "graphs": _graph_fact(settings.graph_batch_sizes, capture_s),
-            "step_widths": " ".join(str(width) for width in geometry.step_widths),
-            "start_up": _start_fact(settings.graph_batch_sizes, started_s, capture_s),
-            "ceilings": _ceilings_fact(ceiling),
-            "verification": str(settings.spec.accept) if geometry.width > 1 else "none",
-            "acceptance": _acceptance_fact(settings.spec),
-            **({} if on_cpu else memory_facts(demand_of(settings, models), graph_bytes)),
-            "weights_mib": (models.target.num_bytes + models.proposer.profile.num_bytes) >> 20,
-            "draft_weights_mib": models.proposer.profile.num_bytes >> 20,
-            "kv_bytes_per_token": bytes_per_token(models, geometry.dtype),
-            "draft_kv_bytes_per_token": models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
-        }
+        WorkerFacts(
+            device=device_name(settings.model.device),
+            num_pages=geometry.num_pages - 1,
+            page_size=geometry.page_size,
+            num_slots=geometry.num_slots,
+            chunk_tokens=measured.chunk.tokens,
+            platform=_platform_facts(settings, models, graph_bytes),
+            graph_batch_sizes=settings.graph_batch_sizes,
+            graph_counts=dict(captures.counts),
+            capture_s=captures.seconds,
+            step_widths=geometry.step_widths,
+            start_s=time.perf_counter() - begun,
+            bytes_per_s=ceiling.bytes_per_s,
+            flop_per_s=ceiling.flop_per_s,
+            verification=_verification_fact(settings.spec, models),
+            acceptance=_acceptance_fact(settings.spec),
+            logit_processor=settings.logit_processor or "none",
+            weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
+            draft_weight_bytes=models.proposer.profile.num_bytes,
+            kv_bytes_per_token=bytes_per_token(models, geometry.dtype),
+            draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
+        )
     )
     tracer = _step_tracer(context, executor)
     Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer).run()
@@ -145,4 +143,4 @@ async def main(context: ActorContext) -> None:
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
     if context.settings.trace_dir is None:
         return NO_TRACER
-    return DeviceTracer(context.trace, executor.device, executor.decode_step.parts)
+    return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)

@@ -57,7 +57,7 @@ def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path:
             assert len(ids) == 16
             whole = await engine.client.complete("The sky is", GREEDY)
             assert (whole.text, whole.token_ids) == (text, ids)
-            assert engine.facts["worker"]["pages"] == 20000 // 16
+            assert engine.facts.worker.num_pages == 20000 // 16
             async with Client(engine.endpoint) as other:
                 assert (await other.complete("The sky is", GREEDY)).token_ids == ids
 

@@ -1,5 +1,7 @@
 """Every example runs as its docstring says, on the tiny model."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +53,38 @@ def test_a_method_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     assert len((EXAMPLES / "05_toy_proposer.py").read_text().splitlines()) < 60
 
 
+def test_a_verifier_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
+    output = run_example("06_typical_acceptance.py", tmp_path, str(tiny_model), str(tiny_model / "head"))
+    matching, typical, greedy = output.splitlines()
+    assert matching.startswith("match (exact, token for token): accept length ")
+    assert typical.startswith("typical acceptance: LOSSY at temperature > 0: accept length ")
+    accept_lens = [float(line.split("accept length ")[1].split()[0]) for line in (matching, typical)]
+    assert 1 < accept_lens[0] < accept_lens[1]
+    assert greedy == "greedy tokens are the same: True"
+
+
+def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
+    tiny_model: Path, tiny_flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The flags of a method that has a verifier of its own: what it does not do, it refuses."""
+    flags = ("06_typical_acceptance:TYPICAL" if flag == "EAGLE3" else flag for flag in tiny_flags)
+    said = "typical acceptance: LOSSY at temperature > 0"
+    path = f"{EXAMPLES}{os.pathsep}{environment(tmp_path)['PYTHONPATH']}"
+    with Service(tmp_path, *flags, PYTHONPATH=path) as service:
+        assert said in "\n".join(service.lines)
+        assert service.get("/server_info").json()["verification"] == said
+        log = (tmp_path / "stderr.log").read_text()
+    assert f"verification: {said}" in log
+
+
+def test_a_logit_processor_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
+    output = run_example("07_no_repeated_trigram.py", tmp_path, str(tiny_model))
+    assert ", 0 with it" in output and "trigrams: 0 without" not in output
+    assert "tokens are those of plain decoding: True" in output
+
+
 def test_every_example_is_short_and_run_here() -> None:
-    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert names == ["01_chat.py", "02_stream_client.py", "03_openai_stream.py", "04_timeline.py", "05_toy_proposer.py"]
+    run_here = set(re.findall(r'run_example\("([^"]+)"', Path(__file__).read_text()))
+    names = {path.name for path in EXAMPLES.glob("*.py")}
+    assert names == run_here
     assert all(len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES for name in names)

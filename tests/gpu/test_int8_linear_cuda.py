@@ -1,11 +1,21 @@
-"""The kernel of int8 weights on a GPU against float64 products of the same values, and as a dependent launch."""
+"""The kernel of int8 weights on a GPU: float64 products of the same values, dependent launches, a model served."""
+
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 from overlap_spec_kernels import Int8Weight, fused_linear, linear_logits
+from support.solo import Solo
 from torch import Tensor
 
-ERROR = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of a norm over a norm
+from overlap_spec.config import ModelFiles
+from overlap_spec.messages import SamplingParams
+from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.quantization.int8 import with_int8_linears
+from overlap_spec.worker import build
+
+ERROR = {torch.float32: 8e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of a norm over a norm
 
 
 def weight_of(size_n: int, size_k: int, dtype: torch.dtype) -> Int8Weight:
@@ -61,3 +71,19 @@ def test_back_to_back_in_a_graph_it_follows_its_inputs() -> None:
             y = fused_linear(y, weight)
             torch.cuda.synchronize()
         assert torch.equal(result, y)
+
+
+def test_it_is_served_in_graphs_and_speculation_changes_nothing(
+    files: ModelFiles, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SmolLM2 in float32, whose answers are nearly those of its own weights."""
+    monkeypatch.setattr(build, "load_target", lambda *given: with_int8_linears(load_target(*given)))
+    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    greedy = SamplingParams(max_new_tokens=32, temperature=0.0, seed=0)
+    answers = []
+    for flags in ({"speculative_algorithm": "NONE"}, {"speculative_algorithm": "EAGLE3", **chain}):
+        with closing(Solo(files, device="cuda", dtype="float32", graphs=True, **flags)) as solo:
+            answers.append([solo.answer(row["prompt_ids"], greedy).tokens for row in rows[:4]])
+    assert answers[0] == answers[1]
+    shared = [answer[:4] == row["tokens"][:4] for answer, row in zip(answers[0], rows, strict=False)]
+    assert sum(shared) >= 2

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from overlap_spec_kernels import (
+    PublishedColumns,
     allocate_log,
     ngram_absorb,
     ngram_lookahead,
@@ -58,9 +59,12 @@ class Steps:
 
     def step(self) -> tuple[Guesses, torch.Tensor]:
         """Absorb what is committed, guess, move on."""
-        verdict = Verdict(self.committed, self.committed, self.accept_len)
+        columns = PublishedColumns(WIDTH, is_self_drafting=True)
+        verdict = Verdict.allocate(self.batch_size, columns, self.place)
+        verdict = verdict._replace(tokens=self.committed, accept_len=self.accept_len)
         before, nothing = self.batch(self.lengths), self.committed[:0]
-        lookahead = self.proposer.lookahead(before, verdict, self.accept_len)
+        lookahead = verdict.published.lookahead
+        self.proposer.lookahead(before, verdict, lookahead)
         rows, output = RowBatch(nothing, None, self.table, None, 1, True), TargetOutput(nothing, nothing)
         store_tokens(*self.pool.rows_of(self.table), self.lengths + 1, self.committed, self.accept_len + 1)
         learnt = self.proposer.extend(before, rows, output, verdict)

@@ -116,7 +116,7 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     selected = select_rows(drawn(7, 3, 60, dtype=dtype), judged.accept_len)
     norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
     drafted = draft_input(torch.arange(7, device="cuda"), embedding, norm, selected, norm, 1e-5)
-    return [gathered.positions.float(), judged.published.float(), drafted]
+    return [gathered.positions.float(), judged.published.rows.float(), drafted]
 
 
 def tree_keys(dtype: torch.dtype) -> list[Tensor]:
@@ -155,7 +155,7 @@ def tree_step(dtype: torch.dtype) -> list[Tensor]:
     add_children(candidates, *on_gpu(*children))
     worth, tokens, mask, features, own_bits = on_gpu(*level_inputs(7, 3, 5, 70, 2))
     level = expand_tree(worth, tokens, mask, features.to(dtype), own_bits)
-    outs = [gathered.positions, judged.published, candidates.tokens]
+    outs = [gathered.positions, judged.published.rows, candidates.tokens]
     return [*(out.float() for out in outs), k, v, top.log_probs, level.features]
 
 

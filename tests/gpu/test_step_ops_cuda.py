@@ -26,6 +26,7 @@ from support.step_inputs import (
     step_slots,
     token_rows,
 )
+from support.verdicts import assert_same
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -75,8 +76,7 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     on_device = TokenRows(*on_gpu(store.pool, store.page_table), store.page_size)
     actual, expected = judge_chain(*moved, on_device), judge_chain(*arguments, store)
     same(on_device.pool[store.page_size :], store.pool[store.page_size :], "pool")
-    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
-        same(value, wanted, name)
+    assert_same(actual, expected)
     same(moved[4], state.length, "length")
     same(moved[5], state.window, "window")
 
@@ -136,7 +136,7 @@ class Steps(tuple[Tensor, ...]):
             )
             selected = select_rows(rows[step], judged.accept_len)
             place_guesses(state.window, slots, guesses[step], state.dummy)
-            published += [judged.published, judged.next_positions, gathered.positions, gathered.tokens, selected]
+            published += [judged.published.rows, judged.next_positions, gathered.positions, gathered.tokens, selected]
         return published
 
 

@@ -34,6 +34,7 @@ from support.tree_inputs import (
     tied_logits,
     tree_state,
 )
+from support.verdicts import assert_same, tensors_of
 from torch import Tensor
 
 PAGE_SIZE = 16
@@ -79,8 +80,7 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
     actual = judge_tree(*moved, *on_gpu(accept_len), on_device)
     expected = judge_tree(*arguments, accept_len, store)
     same(on_device.pool[store.page_size :], store.pool[store.page_size :], "pool")
-    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
-        same(value, wanted, name)
+    assert_same(actual, expected)
     same(moved[5], state.length, "length")
     same(moved[6], state.window, "window")
 
@@ -182,7 +182,8 @@ def run_step(state: TreeState, slots: Tensor, drawn: Tensor, scores: Tensor, k: 
     parents = torch.full_like(columns, -1)
     guesses, guess_parents = select_tree(log_probs, columns, parents, 7)
     place_tree(state.window, state.parents, slots, guesses, guess_parents, state.dummy)
-    return [*gathered[:5], *gathered[6:], *judged, columns, state.length, state.window, state.parents, k, v]
+    outs = [*gathered[:5], *gathered[6:], *tensors_of(judged).values()]
+    return [*outs, columns, state.length, state.window, state.parents, k, v]
 
 
 @sync_mode_warns

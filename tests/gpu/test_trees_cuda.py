@@ -21,7 +21,6 @@ from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult
-from overlap_spec.scheduler.width.acceptance import columns_of
 from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, NUM_REQUESTS, MOST_TOGETHER = 15, 150, 8
@@ -163,11 +162,11 @@ def test_paths_of_wide_steps_tell_what_narrow_ones_commit(files: ModelFiles, row
         runs = {width: results_of(engine, prompts_of(rows[:20]), width) for width in (8, 4, 2)}
     finally:
         engine.close()
-    paths = [columns_of(result.paths[0]) for result in runs[8]]
-    assert all(last == 7 for _, last in paths)
+    paths = [result.paths[0] for result in runs[8]]
+    assert all(result.last_guesses == [7] for result in runs[8])
     figures = {}
     for width, results in runs.items():
-        foretold = 1 + sum(column < width for columns, _ in paths for column in columns) / len(paths)
+        foretold = 1 + sum(column < width for path in paths for column in path) / len(paths)
         measured = sum(len(result.tokens[0]) for result in results) / len(results)
         assert measured == pytest.approx(foretold, rel=0.06)
         figures |= {f"width_{width}": round(measured, 4), f"width_{width}_foretold": round(foretold, 4)}

@@ -2,9 +2,11 @@
 
 import asyncio
 import functools
+import runpy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.joint_distribution import joint, p_value
@@ -16,7 +18,9 @@ from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import SamplingParams
 from overlap_spec.spec.verifiers.rejection import Rejection
 from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.worker.sizing.geometry import LoadedModels
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "06_typical_acceptance.py"
 CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)
 REJECTION = AcceptSettings(rejection=True)
 THRESHOLDS = AcceptSettings(threshold_single=0.9, threshold_acc=0.9)
@@ -26,7 +30,7 @@ TOGETHER = 500  # requests that are open at a time
 SIGNIFICANCE = 1e-3
 WRONG: dict[str, Callable[..., Tensor]] = {
     "residual": lambda self, p, guesses, slots: p,  # the guess may be drawn again, as if q had taken nothing of it
-    "stands": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
+    "accepts": lambda self, guesses, p_guess, coins, slots: coins < p_guess,  # q is forgotten
 }
 
 
@@ -97,3 +101,29 @@ def test_rejection_gone_wrong_is_noticed(wrong: str, codec: TextCodec, monkeypat
     monkeypatch.setattr(Rejection, wrong, WRONG[wrong])
     counts = Counter(answers(replace(CONFIG, accept=REJECTION), codec, sampled(range(FEW_SAMPLES))))
     assert p_value(counts, expected()) < SIGNIFICANCE
+
+
+def with_typical_acceptance(models: LoadedModels) -> LoadedModels:
+    """The same drafts, judged as examples/06_typical_acceptance.py does."""
+    typical = runpy.run_path(str(EXAMPLE))["TYPICAL"]
+    return replace(models, method=replace(models.method, verifications=typical.verifications))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_verifier_of_ones_own_keeps_greedy_answers_and_accepts_more_of_sampled_ones(
+    depth: int, codec: TextCodec
+) -> None:
+    hot = [SamplingParams(max_new_tokens=40, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(16)]
+    greedy = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
+    config = replace(CONFIG, depth=depth)
+
+    async def ask_all(models: LoadedModels) -> tuple[list[int], float]:
+        async with running(models, config, codec) as ring:
+            cold, *sampled = await asyncio.gather(*(ring.ask(PROMPT, sampling) for sampling in (greedy, *hot)))
+            steps = sum(answer.usage.spec_verify_ct for answer in sampled)
+            return cold.token_ids, 39 * len(hot) / steps
+
+    models = tiny_loaded(3, 3)
+    exact, lossy = (asyncio.run(ask_all(each)) for each in (models, with_typical_acceptance(models)))
+    assert exact[0] == lossy[0]
+    assert lossy[1] >= exact[1] > 1

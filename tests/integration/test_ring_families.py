@@ -1,20 +1,27 @@
-"""Every supported architecture in the whole ring: transformers' greedy tokens, and the storm with an EAGLE-3 head."""
+"""Every supported architecture in the whole ring: transformers' greedy tokens, and the storm with an EAGLE-3 head.
+
+Those that are not Llama with switches run every other drafting method too.
+"""
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
 import torch
-from support.ring import RingConfig, running, tiny_loaded
+from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.storm import run_storm
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.methods import EVERY_METHOD
 from support.tiny.models import tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from overlap_spec.messages import SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec
 
+OWN_LAYERS = ["gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo 2", "phi 3 in part"))]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_storm.py
+METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
 
@@ -46,6 +53,33 @@ def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) 
     expected = [greedy_tokens(family, 3, prompt) for prompt in PROMPTS]
     for num_steps in (0, 3):
         assert asyncio.run(answers(num_steps)) == expected, f"{num_steps} steps"
+
+
+def answers_of(config: RingConfig, codec: TextCodec) -> tuple[list[list[int]], int]:
+    """Tokens of greedy and of drawn answers, and the verify steps that they took."""
+    kinds = [SamplingParams(max_new_tokens=NUM_TOKENS, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.9)]
+    models = tiny_loaded(3, config.num_steps, method=config.method, family=config.family, topk=config.topk)
+
+    async def ask_all() -> list[Answer]:
+        async with running(models, config, codec) as ring:
+            return [await ring.ask(prompt, sampling) for prompt in PROMPTS for sampling in kinds]
+
+    answers = asyncio.run(ask_all())
+    return [answer.token_ids for answer in answers], sum(answer.usage.spec_verify_ct for answer in answers)
+
+
+@functools.cache
+def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
+    return answers_of(RingConfig(num_steps=0, family=family), codec)[0]
+
+
+@pytest.mark.parametrize(("method", "topk"), METHODS)
+@pytest.mark.parametrize("family", OWN_LAYERS)
+def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: int, codec: TextCodec) -> None:
+    plain = plain_answers(family, codec)
+    drafted, steps = answers_of(RingConfig(method=method, topk=topk, family=family), codec)
+    assert drafted == plain
+    assert steps < len(plain) * (NUM_TOKENS - 1), "no guess was accepted"
 
 
 @pytest.mark.slow

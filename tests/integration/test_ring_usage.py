@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.ring import CLIENT, PATIENCE_S, Answer, Ring, RingConfig, running, tiny_loaded
+from support.ring import CLIENT, TIMEOUT_S, Answer, Ring, RingConfig, running, tiny_loaded
 from support.tiny.tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 
@@ -37,7 +37,7 @@ async def ask(ring: Ring, prompt: TextPrompt | ChatPrompt, sampling: SamplingPar
     request_id = f"r{len(ring.clients.answers)}"
     answer = ring.clients.answers[request_id] = Answer()
     ring.clients.said.put_nowait((CLIENT, Generate(request_id, prompt, sampling)))
-    await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+    await asyncio.wait_for(answer.done.wait(), TIMEOUT_S)
     return answer
 
 
@@ -79,7 +79,7 @@ def test_cached_tokens_are_those_of_the_first_admission(
         await ring.ask(EARLIER, SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True))
         ring.scheduler.planner._admission.ratio.value = 0.0  # whoever fits now is let in
         older = ring.start("older", [5, 4, 3, 2], long)
-        await asyncio.wait_for(older.grew.wait(), PATIENCE_S)
+        await asyncio.wait_for(older.grew.wait(), TIMEOUT_S)
         ring.scheduler.planner._admission.ratio.value = 0.0
         newcomer = ring.start("newcomer", NEWCOMER, long)
         await asyncio.gather(older.done.wait(), newcomer.done.wait())

@@ -215,7 +215,8 @@ def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str)
     for width in (8, 8, 4, 8):
         alone.decode(width)
         with torch.inference_mode():
-            verified = step.verify(torch.tensor([0, 1, dummy, dummy]), width, work)
-            step.draft(verified)
+            forwarded = step.forward(torch.tensor([0, 1, dummy, dummy]), width)
+            step.judge(forwarded, work)
+            step.draft(forwarded, work)
         assert alone.trees() == padded.trees()
         assert torch.equal(alone.executor.slots.length, padded.executor.slots.length)

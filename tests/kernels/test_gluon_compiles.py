@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import triton
 from overlap_spec_kernels.attention import _decode_attention_gluon, _tree_attention_gluon
-from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -18,14 +17,14 @@ INTEGERS = {
     "best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64",
     "prefix_ptr": "*i64", "extra_rows_ptr": "*i64", "mask_ptr": "*i64",
 }  # fmt: skip
-MAP = {
+LINEAR = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
     "BLOCK_N": 16, "BLOCK_K": 256, "WARPS_K": 4, "WARPS_N": 1, "STAGES": 4, "BLOCK_U": 256, "SIZE_K": 4096,
 }  # fmt: skip
-SMALL = MAP | {"BLOCK_K": 64, "WARPS_K": 1, "STAGES": 8, "SIZE_K": 576, "BLOCK_U": 64, "LATE": True}
-MAPS: dict[str, dict[str, Any]] = {
-    "8B output": MAP | {"ADD": True, "STAGES": 12},
-    "8B gate, up": MAP | {"SCALED": True, "GATED": True, "STAGES": 8},
+SMALL = LINEAR | {"BLOCK_K": 64, "WARPS_K": 1, "STAGES": 8, "SIZE_K": 576, "BLOCK_U": 64, "LATE": True}
+STREAMED: dict[str, dict[str, Any]] = {
+    "8B output": LINEAR | {"ADD": True, "STAGES": 12},
+    "8B gate, up": LINEAR | {"SCALED": True, "GATED": True, "STAGES": 8},
     "SmolLM2, 64 rows": SMALL | {"SCALED": True, "ROWS": 32, "BLOCK_N": 32, "WARPS_N": 2},
     "SmolLM2 head": SMALL | {"ARGMAX": True, "BLOCK_N": 64, "WARPS_N": 4},
 }
@@ -39,16 +38,16 @@ TILED: dict[str, dict[str, Any]] = {
     "8B gate, up, 128 rows": TILES
     | {"GATED": True, "ROWS": 128, "BLOCK_N": 128, "BLOCK_K": 64, "STAGES": 4, "WARPS": 8},
     "8B head, 32 rows": TILES | {"ARGMAX": True},
-    "8B map, 17 rows": TILES | {"SCALED": True, "ROWS": 32},
+    "8B linear, 17 rows": TILES | {"SCALED": True, "ROWS": 32},
 }
 ATTENTION = {
     "WIDTH": 4, "NUM_KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "PAGE_SIZE": 16, "WARPS": 4, "KEYS": 32, "STAGES": 2,
-    "KEYS_PER_SPLIT": 128, "COMBINED": 8, "SETTLED": True, "PDL": True,
+    "KEYS_PER_SPLIT": 128, "COMBINED": 8, "READ_BEFORE_WAIT": True, "PDL": True,
 }  # fmt: skip
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "SmolLM2": ATTENTION,
     "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
-    "page size 1, not settled": ATTENTION | {"PAGE_SIZE": 1, "SETTLED": False},
+    "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},
 }
 TREE = {
     "TILE_ROWS": 16, "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "PAGE_SIZE": 16, "BLOCK_M": 64, "KEYS": 64,
@@ -64,11 +63,7 @@ TREES: dict[str, dict[str, Any]] = {
 
 def assembly(module: Any, name: str, constants: dict[str, Any], num_warps: int) -> str:
     """PTX of a kernel in bfloat16, with the alignments that its launch has."""
-    scope = vars(module)
-    kernel = scope[name]
-    if isinstance(kernel, TritonKernel):  # as its first launch would do
-        kernel.compile_module()
-    function = scope[name]
+    function = vars(module)[name].compiled
     signature = {argument: type_of(argument, constants) for argument in function.arg_names}
     aligned = [i for i, (argument, kind) in enumerate(signature.items()) if kind == "i32" and "num" not in argument]
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
@@ -95,16 +90,16 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow_but_every(3)
-@pytest.mark.parametrize("name", MAPS)
-def test_streamed_maps(name: str) -> None:
-    constants = MAPS[name]
+@pytest.mark.parametrize("name", STREAMED)
+def test_streamed_linears(name: str) -> None:
+    constants = STREAMED[name]
     ptx = assembly(streamed_linear, "_streamed_linear_kernel", constants, constants["WARPS_K"] * constants["WARPS_N"])
     check(ptx)
 
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", TILED)
-def test_tiled_maps(name: str) -> None:
+def test_tiled_linears(name: str) -> None:
     """The copy engine brings the tiles, a warpgroup multiplies, and W is asked for before the wait."""
     constants = TILED[name]
     ptx = assembly(warpgroup_linear, "_warpgroup_linear_kernel", constants, constants["WARPS"])

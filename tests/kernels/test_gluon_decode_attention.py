@@ -33,17 +33,20 @@ CASES = [
 ]
 
 
-def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, settled: bool = False) -> None:
+def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, read_before_wait: bool = False) -> None:
     """With the splits that as many programs make."""
     heads, dtype = inputs.k_cache.shape[2:], inputs.qkv.dtype
     out, k_cache, v_cache = decode_twin(inputs)
     scratch = DecodeScratch.allocate(heads[1], torch.device("cpu"), num_splits * len(inputs.page_table) * heads[0])
     scratch.outputs.fill_(torch.nan)
-    if settled:
+    if read_before_wait:
         gpu.read_before_wait |= SETTLED
     *tensors, scale = inputs
-    actual = op(*tensors, scratch, scale, settled)
-    assert gpu.kernels == ["decode_attention_gluon_kernel"] and gpu.launches[0].constants["SETTLED"] == settled
+    actual = op(*tensors, scratch, scale, read_before_wait)
+    assert (
+        gpu.kernels == ["decode_attention_gluon_kernel"]
+        and gpu.launches[0].constants["READ_BEFORE_WAIT"] == read_before_wait
+    )
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.float(), out, **CLOSE[dtype])
     torch.testing.assert_close(inputs.k_cache, k_cache, equal_nan=True, **CLOSE[dtype])
@@ -66,8 +69,8 @@ def test_more_splits_than_are_combined_at_once(gpu: Hopper, heads: HeadShape) ->
 
 
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 64), HeadShape(4, 1, 128)])
-def test_what_is_settled_is_read_before_the_wait(gpu: Hopper, heads: HeadShape) -> None:
-    check(gpu, decode_inputs(heads, 4, [300, 3], 16, BFLOAT), num_splits=2, settled=True)
+def test_what_an_ordinary_launch_wrote_is_read_before_the_wait(gpu: Hopper, heads: HeadShape) -> None:
+    check(gpu, decode_inputs(heads, 4, [300, 3], 16, BFLOAT), num_splits=2, read_before_wait=True)
 
 
 def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:

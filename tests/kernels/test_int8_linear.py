@@ -13,6 +13,7 @@ from overlap_spec_kernels import (
     linear_argmax,
     linear_logits,
 )
+from overlap_spec_kernels.linear import int8
 
 F64 = torch.float64
 VALUES = torch.randint(-127, 128, (6, 8), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
@@ -62,3 +63,22 @@ def test_logits_of_16_bit_rows_are_float32() -> None:
 def test_refused_arguments_are_named(argument: str, x: torch.Tensor, weight: LinearOperand) -> None:
     with pytest.raises(ValueError, match=f"^{argument}: expected"):
         fused_linear(x, weight)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+def test_it_compiles_for_hopper(kind: str, block_m: int) -> None:
+    """On tensor cores, but for float32, which is not multiplied as TF32; no GPU is needed."""
+    triton = pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = int8._int8_linear_kernel.compiled
+    constants = {"SIZE_K": 576, "PDL": True, "BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 64}
+    pointers = {"x_ptr": f"*{kind}", "values_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": f"*{kind}"}
+    signature = {name: pointers.get(name, "i32") for name in function.arg_names} | dict.fromkeys(constants, "constexpr")
+    by_place = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, by_place)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    assert ptx.count("griddepcontrol.wait") == 1 and ".local" not in ptx
+    assert ("mma" in ptx) == (kind != "fp32")

@@ -58,7 +58,8 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
         assert judged.follow.view(-1, width)[row].tolist() == [max(token, 0) for token in tokens]
         assert judged.accept_len[row] == accepted
         assert judged.next_positions[:, row].tolist() == list(range(length, length + width))
-        assert judged.published[row].tolist() == [*tokens, proposed]
+        assert judged.published.tokens[row].tolist() == tokens
+        assert judged.published.num_guesses[row] == proposed
         is_dummy = slot == state.dummy
         if not is_dummy:
             assert stored(store, row, int(lengths[row]), width) == tokens

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.launch import TritonKernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INT32 = dict.fromkeys(("page_table_ptr", "pages_ptr", "counters_ptr", "at_ptr"), "*i32")
-FLOATS = ("outputs_ptr", "weights_ptr", "sums_ptr", "log_probs_ptr", "values_ptr", "logs_ptr", "scores_ptr")
+FLOATS = ("outputs_ptr", "weights_ptr", "sums_ptr", "log_probs_ptr", "values_ptr", "logs_ptr")
 FLOATS += ("log_prob_ptr", "best_log_prob_ptr", "candidate_log_prob_ptr")
 MODEL = ("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr", "k_ptr", "v_ptr", "features_ptr", "best_features_ptr")
 
@@ -80,10 +79,7 @@ def assembly(
     module: str, name: str, dtype: str, scores: str, num_warps: int, constants: dict[str, Any], logits: str = ""
 ) -> str:
     """PTX, with the alignments that a launch has."""
-    scope = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))
-    if isinstance(scope[name], TritonKernel):  # as its first launch would do
-        scope[name].compile_module()
-    function = scope[name]
+    function = vars(importlib.import_module(f"overlap_spec_kernels.{module}"))[name].compiled
     types = INT32 | dict.fromkeys(FLOATS, f"*{scores}") | dict.fromkeys(MODEL, f"*{dtype}") | {"scale_log2": "fp32"}
     types["logits_ptr"] = f"*{logits or scores}"
     signature = {

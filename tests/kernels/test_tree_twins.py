@@ -126,10 +126,12 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
         assert judged.path[row].tolist() == path + list(range(len(path), depth))
         assert judged.accept_len[row] == accepted
         assert judged.next_positions[:, row].tolist() == list(range(length, length + depth))
-        *published, path_bits, deepest = judged.published[row].tolist()
+        published = judged.published
         last = max((column for column in range(1, width) if guesses[column] >= 0), default=0)
-        assert published == tokens and deepest == min(max(depths, default=0), depth - 1)
-        assert path_bits % 2**64 == sum(1 << column - 1 for column in path[1:]) + (1 << last)
+        assert published.tokens[row].tolist() == tokens
+        assert published.num_guesses[row] == min(max(depths, default=0), depth - 1)
+        assert published.last_guess[row] == last
+        assert published.path[row].tolist() == path[1:] + [-1] * (depth - len(path))
         is_dummy = slot == state.dummy
         if not is_dummy:
             assert stored(store, row, int(lengths[row]), depth) == tokens
@@ -148,16 +150,15 @@ def test_a_path_says_what_narrower_windows_would_have_committed(kind: str) -> No
     parents = state.parents[slots]
     window_tokens, drawn = draws(kind, state.window[slots], parents)
 
-    def judged(columns: int) -> tuple[list[int], list[int]]:
-        """Guesses that stand, and paths in bits."""
+    def judged(columns: int) -> tuple[list[int], list[list[int]]]:
+        """Guesses that are accepted, and published paths."""
         first = [tensor[:, :columns].contiguous() for tensor in (drawn, window_tokens, parents)]
         rows = slots, state.length[slots], state.length.clone(), state.window.clone(), state.dummy
         verdict = judge_tree(*first, *rows, min(depth, columns))
-        return verdict.accept_len.tolist(), verdict.published[:, -2].tolist()
+        return verdict.accept_len.tolist(), verdict.published.path.tolist()
 
-    for word, *narrower in zip(judged(width)[1], *(judged(columns)[0] for columns in range(1, width)), strict=True):
-        path_bits = word ^ 1 << word.bit_length() - 1
-        assert narrower == [(path_bits & (1 << columns - 1) - 1).bit_count() for columns in range(1, width)]
+    for path, *narrower in zip(judged(width)[1], *(judged(columns)[0] for columns in range(1, width)), strict=True):
+        assert narrower == [sum(0 <= column < columns for column in path) for columns in range(1, width)]
 
 
 def walked(drawn: list[int], guesses: list[int], parents: list[int], most: int, given: bool) -> list[int]:

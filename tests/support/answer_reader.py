@@ -1,4 +1,4 @@
-"""Reads answers whose tokens are known, in forwards of a given shape: how a step computes them, without deciding.
+"""Reads answers whose tokens are known, in forwards of a given shape, as a step computes them.
 
 For measuring what the shape of a batch does to logits.
 """

@@ -12,7 +12,6 @@ import zmq
 import overlap_spec
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -34,15 +33,16 @@ from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import load_codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.memory_link import MemoryLink
 
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 STEP_S = 0.002
 EOS = 2
 LIMITS = EngineLimits(max_len=4000, max_total_tokens=8000, max_running_requests=64, vocab_size=49152)
 
 
 class EchoScheduler:
-    """Repeats each prompt for ever, two tokens a step, up to the request's length; keeps what it was told."""
+    """Repeats each prompt for ever, two tokens a step, up to the request's length; keeps the messages that it got."""
 
     def __init__(self, outbox: MemoryLink[ToTokenizer]) -> None:
         self.inbox: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
@@ -105,7 +105,7 @@ class Stage:
         self.inbox.send(LIMITS)
         self.inbox.send(Stats(max_total_tokens=8000))
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.002)
@@ -129,7 +129,7 @@ def with_engine(
         serving = asyncio.create_task(stage.service.serve(stage.inbox))
         echoing = asyncio.create_task(stage.scheduler.run())
         try:
-            async with asyncio.timeout(4 * PATIENCE_S):
+            async with asyncio.timeout(4 * TIMEOUT_S):
                 await story(stage)
         finally:
             stage.inbox.send(Shutdown(drain=False))
@@ -142,14 +142,14 @@ def with_engine(
 
 
 class ScriptedTokenizer:
-    """The other end of a client's link, with the test's own answers; also to be silent on purpose."""
+    """The other end of a client's link, with the test's own answers, or none."""
 
     def __init__(self, endpoint: ClientEndpoint) -> None:
         self.endpoint = endpoint
 
     async def heard(self, kind: type[Any]) -> Any:
-        """The next message of this kind; others, as heartbeats, are passed over."""
-        async with asyncio.timeout(PATIENCE_S):
+        """The next message of this kind; others, such as heartbeats, are skipped."""
+        async with asyncio.timeout(TIMEOUT_S):
             while True:
                 _, message = await self.endpoint.router.recv()
                 if isinstance(message, kind):
@@ -169,7 +169,7 @@ def with_script(
         link = LinkSettings(client_endpoint=None, api_key=None)
         try:
             with ClientEndpoint(context, link, f"ipc://{directory}/client.sock") as endpoint:
-                async with asyncio.timeout(4 * PATIENCE_S), Client(endpoint.address, **options) as client:
+                async with asyncio.timeout(4 * TIMEOUT_S), Client(endpoint.address, **options) as client:
                     await story(ScriptedTokenizer(endpoint), client)
         finally:
             context.destroy(linger=0)
@@ -177,4 +177,4 @@ def with_script(
     asyncio.run(run())
 
 
-__all__ = ["PATIENCE_S", "ScriptedTokenizer", "Stage", "ToTokenizerFromClient", "with_engine", "with_script"]
+__all__ = ["TIMEOUT_S", "ScriptedTokenizer", "Stage", "ToTokenizerFromClient", "with_engine", "with_script"]

@@ -1,4 +1,4 @@
-"""What must not happen on a GPU once an engine is ready: a sync on the launch path, a compilation, a cudaMalloc."""
+"""Detects what must not happen on a GPU once an engine is ready: a sync at a launch, a compilation, a cudaMalloc."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

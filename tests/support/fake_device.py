@@ -2,8 +2,8 @@
 
 The token at position p of a request is a pure function of (seed, p), so every stream is known beforehand; accept
 lengths are random. KV is played row by row: the row of position p holds the token at p and the one after it (what the
-draft's row depends on), so a page that somebody else wrote to, a stale row or a wrong prefix hit is found when the rows
-are read.
+draft's row depends on), so a page that another request wrote to, a stale row or a wrong prefix hit is found when the
+rows are read.
 """
 
 import random
@@ -12,7 +12,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -34,7 +33,10 @@ from overlap_spec.messages import (
     Usage,
     WorkerReady,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.runtime.tracing import NO_TRACE
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
+from support.memory_link import MemoryLink
 from support.random_widths import RandomWidths
 from support.scheduler_invariants import check_invariants
 
@@ -56,7 +58,7 @@ def pick(seed: int, position: int, stop_ids: tuple[int, ...], stop_from: int) ->
 
 
 def expected_stream(admit: Admit) -> tuple[list[int], Finish]:
-    """What a request must get, worked out without any engine."""
+    """The tokens and the finish that a request must get, computed without an engine."""
     start = len(admit.prompt) // 4
     stop_from = start + admit.sampling.min_new_tokens
     tokens: list[int] = []
@@ -100,7 +102,7 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, when told to. `branches`: guesses are no chain, and results have paths."""
+    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths."""
 
     def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False) -> None:
         self.ready = ready
@@ -130,13 +132,14 @@ class FakeDevice:
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         tokens = [self._decode(work, plan) for work in plan.work]
-        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)] if self.branches else []
-        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths if plan.width > 1 else [])
+        if not self.branches or plan.width == 1:
+            return StepResult(plan.step_id, tokens, num_guesses, 0.001)
+        paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
 
-    def _path(self, run: list[int], num_guesses: int) -> int:
-        """Any columns: no tree is kept."""
-        stood = self.rng.sample(range(num_guesses), len(run) - 1)
-        return sum(1 << i for i in stood) + (1 << num_guesses)
+    def _path(self, run: list[int], num_guesses: int) -> list[int]:
+        """A path of any columns: this device keeps no tree."""
+        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1))
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -150,6 +153,8 @@ class FakeDevice:
         self._check_kv(row, work.start, following=chunk[0])
         row.tokens += chunk
         reset, length = row.work.reset, len(row.tokens)
+        first_output = reset.stop_from - reset.sampling.min_new_tokens
+        assert reset.output_from == first_output <= reset.prompt_len, "the output begins where it first began"
         row.prefilled = length == reset.prompt_len
         assert row.prefilled == (work.next_token == -1)
         if row.prefilled:
@@ -214,7 +219,7 @@ class FakeDevice:
             if position >= length - row.deferred:
                 assert draft == NOT_ABSORBED
                 continue
-            # A cached row may know more: that much is checked once its tokens are there.
+            # A cached row may depend on later tokens: those are checked once the request has them.
             assert draft[: len(after)] == after, f"draft KV of position {position} is stale"
 
     def _address(self, row: Row, position: int) -> int:
@@ -244,7 +249,7 @@ class Bench:
         self.tokenizer: MemoryLink = MemoryLink(ToTokenizer)
         settings = SchedulerSettings(options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None)
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
-        links = Links(self.inbox, self.worker, self.tokenizer)
+        links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
@@ -286,14 +291,14 @@ class Bench:
         self.scheduler.dispatch(message)
         check_invariants(self.scheduler, self.device.lengths())
         self.scheduler.plan_ahead()
-        self.scheduler.speak()
+        self.scheduler.send_replies()
         check_invariants(self.scheduler, self.device.lengths())
-        assert self.scheduler.inflight or self.scheduler.queues.idle, "asleep with work that nothing will wake"
+        assert self.scheduler.inflight or self.scheduler.queues.idle, "work is left and nothing in flight"
         sent = self.worker.drain()
         self.plans += sent
         self.all_plans += sent
-        for said in self.tokenizer.drain():
-            self._hear(said)
+        for message in self.tokenizer.drain():
+            self._receive(message)
 
     def finish_all(self) -> None:
         while self.plans or self.results:
@@ -302,15 +307,15 @@ class Bench:
             else:
                 self.run_device()
 
-    # --- what the tokenizer hears
+    # --- what the tokenizer receives
 
-    def _hear(self, message: ToTokenizer) -> None:
+    def _receive(self, message: ToTokenizer) -> None:
         match message:
             case TokenDeltas():
                 rows = (message.uids, message.tokens, message.finishes, message.usages)
                 assert len(message.uids) == len(set(message.uids)) > 0
                 for uid, tokens, finish, usage in zip(*rows, strict=True):
-                    assert uid not in self.finishes and uid not in self.closed, "spoke of a closed request"
+                    assert uid not in self.finishes and uid not in self.closed, "a row of a closed request"
                     self.tokens[uid] += tokens
                     self.usages[uid] = usage
                     assert usage.completion_tokens == len(self.tokens[uid])
@@ -324,7 +329,7 @@ class Bench:
                 self.stats.append(message)
 
     def check_streams(self) -> None:
-        """Everybody got exactly their tokens; who was aborted, the beginning of them."""
+        """Every request got exactly its tokens; an aborted one, the beginning of them."""
         for uid, admit in self.admits.items():
             if uid in self.refused:
                 continue

@@ -1,7 +1,7 @@
-"""A client of an engine that plays from a script, so that every answer is known by hand; and how to ask an app.
+"""A client of an engine whose answers follow a script, so that each is known; and requests to an app.
 
 A prompt of text is answered with its own words, one word a step; token ids are answered with "<id>" each.
-Words that steer: "sleep" never answers, "hang" stops answering after its first word, "fail" kills the engine
+Words that have an effect: "sleep" never answers, "hang" stops answering after its first word, "fail" kills the engine
 after the first word, "busy" is refused as overload, "dead" fails at once, "bad" is a bad prompt,
 "mute" ends without a finish after the first word.
 """
@@ -168,5 +168,5 @@ def events_of(response: httpx.Response) -> list[str]:
 
 
 def healthy() -> tuple[bool, str]:
-    """An engine that is well."""
+    """The health of a working engine."""
     return True, ""

@@ -1,4 +1,4 @@
-"""Models and proposers that can be computed by hand."""
+"""Models and proposers whose output can be computed by hand."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,12 +1,12 @@
-"""Logits that are there already, and what a step commits of a decision."""
+"""Given logits in place of a head, and what a step commits of a decision."""
 
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels.window.judge_chain import JudgedChain, judge_chain
+from overlap_spec_kernels.window.judge_chain import judge_chain
 from torch import Tensor
 
-from overlap_spec.spec.types import Drawn, Window
+from overlap_spec.spec.types import Drawn, Verdict, Window
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def window_of(tokens: Tensor, first: int = 0) -> Window:
     return Window(tokens, first + torch.arange(tokens.shape[1]).expand(tokens.shape))
 
 
-def commit(window: Tensor, drawn: Drawn) -> JudgedChain:
+def commit(window: Tensor, drawn: Drawn) -> Verdict:
     """What slots 0.. commit, from length 0. Shapes: window [B, W] i64."""
     slots = torch.arange(len(window))
     lengths = torch.zeros(len(window) + 1, dtype=torch.int64)

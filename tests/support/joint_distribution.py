@@ -1,4 +1,4 @@
-"""How often each run of tokens must come after a prompt, worked out from the logits; and a G-test of counts."""
+"""The probability of each run of tokens after a prompt, computed from the logits; and a G-test of counts."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def joint(
 
 
 def p_value(counts: Counter[Run], expected: dict[Run, float]) -> float:
-    """Of a G-test; 0 if what cannot come has come."""
+    """The p-value of a G-test; 0 if a run of probability 0 was seen."""
     if counts.keys() - expected.keys():
         return 0.0
     num_samples = sum(counts.values())

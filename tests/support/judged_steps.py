@@ -2,7 +2,7 @@
 
 The files (tests/data) hold what a loop in plain torch guessed and what it kept of that. Here the engine's ops decide
 what is kept, step by step, given the tokens that transformers decodes. Where a guess is wrong, what the target would
-draw after it is not on record; the token of the right prefix stands there, which must not be taken.
+draw after it is not on record; the token of the right prefix is there, which must not be taken.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a 16-bit request must give: at every place the best token, up to rounding, given the tokens before it.
+"""The oracle of 16-bit requests: at every position the best token, up to rounding, given the tokens before it.
 
 In 16 bits the order of sums decides near-ties, and after one the rest of an answer is another. So an answer's own
 tokens are read back in float64, with the same rounded weights, and no token may fall short of the best one by more than

@@ -29,7 +29,7 @@ class NgramOps:
     absorb: Callable[..., None]
     match: Callable[..., Tensor]
     merge: Callable[..., Any]  # the fields of `MergedGuesses`
-    lookahead: Callable[..., Tensor]
+    lookahead: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ class NgramCase:
                 rows[at] = fresh.t()
             run = tokens[:, :3].contiguous().to(place)
             levels, strength = (torch.zeros_like(guessed[0][:, 0]).scatter(0, at, value) for value in merged[2:])
-            lookahead = ops.lookahead(*guessed, levels, strength, at, run, at.clamp(max=2))
-            found += [keys[:3].topk(16, 1).values, *(row[..., :3] for row in merged), lookahead[:3]]
+            published = torch.zeros(len(at), 5, dtype=torch.int64, device=place)
+            ops.lookahead(*guessed, levels, strength, at, run, at.clamp(max=2), published[:, 1:4])
+            found += [keys[:3].topk(16, 1).values, *(row[..., :3] for row in merged), published[:3]]
         return [tensor.cpu() for tensor in (*found, *self._said(log), pool[self.page_size :])]
 
     def _said(self, log: NgramLog) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a request must give: plain decoding of one request alone, then cut where it ends.
+"""The oracle of requests: plain decoding of one request alone, then cut where it ends.
 
 Full attention over one contiguous request, one token a step. The executor is the project's own, and so is its sampler:
 every token that it draws by temperature is drawn again from the same logits by `sampling_oracle.py`, which shares no
@@ -7,7 +7,7 @@ code with it.
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from overlap_spec.models.interfaces import LazyLogits, LoadedTarget
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
+from support.own_processors import OWN_PROCESSORS
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.sampling_oracle import Filters, drawn, softmax, strictest
 from support.tiny.models import CPU
@@ -60,7 +61,7 @@ class Endings:
         return text if found is None else text[: found[0]]
 
     def _first_stop_string(self, tokens: list[int], sampling: SamplingParams) -> tuple[int, str] | None:
-        """Where the first stop string begins, and which; what the first tokens say is not searched."""
+        """Where the first stop string begins, and which; the text of the first tokens is not searched."""
         text = self._codec.decode(tokens, True)
         before = len(self._codec.decode(tokens[: max(sampling.min_new_tokens - 1, 0)], True))
         found = [(text.find(stop, before), stop) for stop in sampling.stop if text.find(stop, before) >= 0]
@@ -78,7 +79,7 @@ class OverheardTarget:
         return getattr(self._loaded, name)
 
     def attach(self, *given: Any) -> Any:
-        """Make it runnable, and listen."""
+        """Make it runnable, and keep its logits."""
         model = self._loaded.attach(*given)
         logits_of = model.logits
 
@@ -100,6 +101,7 @@ class PlainOracle:
     """Decodes one request at a time, in one slot, from an empty cache.
 
     `strictest` counts, for requests with several filters, the tokens for which each of them was the strictest.
+    `num_forbidden` counts tokens that would have been others without the `processor`, one of `OWN_PROCESSORS`.
     """
 
     def __init__(
@@ -109,12 +111,18 @@ class PlainOracle:
         dtype: torch.dtype = torch.float64,
         place: torch.device = CPU,
         family: str = "llama",
+        processor: str | None = None,
     ) -> None:
         config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
         self._geometry = config.geometry()
         models = tiny_loaded(seed, 0, dtype, place, family=family)
         self._target = OverheardTarget(models.target)
-        self._executor: Executor = build_executor(replace(models, target=self._target), self._geometry, place)
+        self._processor = None if processor is None else OWN_PROCESSORS[processor]
+        own = () if self._processor is None else (self._processor.in_tensors,)
+        self._executor: Executor = build_executor(
+            replace(models, target=self._target), self._geometry, place, own_processors=own
+        )
+        self.num_forbidden = 0
         self.strictest: Counter[str] = Counter()
         self._endings = Endings(codec)
 
@@ -139,35 +147,44 @@ class PlainOracle:
     def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
         """Decode until the request ends, token by token: stop id, stop string, length."""
         stop_ids = self._endings.stop_ids(sampling)
-        reset = ResetSlot(sampling, len(prompt), stop_ids, len(prompt) + sampling.min_new_tokens)
+        first = len(prompt)
+        reset = ResetSlot(sampling, first, stop_ids, first + sampling.min_new_tokens, first)
         chunk = array("i", prompt).tobytes()
         pages = list(range(1, self._geometry.num_page_columns + 1))
         work = SlotWork(slot=0, new_pages=pages, prompt_chunk=chunk, reset=reset)
-        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1), reset, 0)
+        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1), reset, prompt)
         while (finish := self._endings.finish(tokens, sampling)) is None:
-            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1), reset, len(tokens))
+            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1), reset, prompt + tokens)
         return Expected(tokens, self._endings.text(tokens, finish, sampling), finish)
 
-    def _step(self, plan: StepPlan, reset: ResetSlot, num_before: int) -> list[int]:
-        """One token, after so many of this answer."""
+    def _step(self, plan: StepPlan, reset: ResetSlot, before: list[int]) -> list[int]:
+        """One token, after these of prompt and answer."""
         tokens = self._executor.launch(plan).wait().tokens[0]
-        if not reset.sampling.greedy:
-            by_hand = self._drawn_by_hand(reset, reset.prompt_len + num_before)
+        if not reset.sampling.greedy or self._processor is not None:
+            by_hand = self._drawn_by_hand(reset, before)
             assert tokens == [by_hand], f"the sampler draws {tokens}, plain Python {by_hand}: {reset.sampling}"
         return tokens
 
-    def _drawn_by_hand(self, reset: ResetSlot, position: int) -> int:
-        """The token at this position, from the logits that the executor has just computed."""
+    def _drawn_by_hand(self, reset: ResetSlot, before: list[int]) -> int:
+        """The token after these, from the logits that the executor has just computed."""
         sampling, logits = reset.sampling, self._target.logits()
-        assert sampling.seed is not None
-        if position < reset.stop_from:
+        if len(before) < reset.stop_from:
             logits = masked(logits, reset.stop_ids)
+        forbidden = set() if self._processor is None else self._processor.forbidden(before, reset.prompt_len)
+        token = self._chosen(masked(logits, forbidden), sampling, len(before))
+        self.num_forbidden += bool(forbidden) and self._chosen(logits, sampling, len(before)) in forbidden
+        return token
+
+    def _chosen(self, logits: list[float], sampling: SamplingParams, position: int) -> int:
+        if sampling.greedy:
+            return max(range(len(logits)), key=logits.__getitem__)
+        assert sampling.seed is not None
         filters = Filters(sampling.top_k, sampling.top_p, sampling.min_p)
         if len(filters.names) > 1:
             self.strictest.update(strictest(softmax(logits, sampling.temperature), filters))
         return drawn(logits, sampling.temperature, filters, sampling.seed, position)
 
 
-def masked(logits: Sequence[float], forbidden: Sequence[int]) -> list[float]:
+def masked(logits: Sequence[float], forbidden: Collection[int]) -> list[float]:
     """Logits of a row in which some tokens may not be drawn."""
     return [-torch.inf if token in forbidden else logit for token, logit in enumerate(logits)]

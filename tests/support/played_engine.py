@@ -6,6 +6,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
+from msgspec import structs
+
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.policy import CostTable, MeasuredWidth
 
@@ -14,7 +16,7 @@ class Guesses(Protocol):
     """What windows hold."""
 
     def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
-        """Of the first guesses: how many stand, how many might, and the path (`StepResult.paths`), if there is one."""
+        """Of the first guesses: how many are accepted, how many might be, and of a tree the path."""
         ...
 
     def committed(self, width: int) -> float:
@@ -29,10 +31,10 @@ class Chain:
     rates: tuple[float, ...]
 
     def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
-        stood = 0
-        while stood < num_guesses and rng.random() < self.rates[stood]:
-            stood += 1
-        return stood, num_guesses, []
+        accepted = 0
+        while accepted < num_guesses and rng.random() < self.rates[accepted]:
+            accepted += 1
+        return accepted, num_guesses, []
 
     def committed(self, width: int) -> float:
         return sum(accumulate((1.0, *self.rates[: width - 1]), mul))
@@ -40,7 +42,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Tree:
-    """Column i + 1 follows column parents[i] with rates[i], if that stood."""
+    """Column i + 1 follows column parents[i] with rates[i], if that was accepted."""
 
     parents: tuple[int, ...]
     rates: tuple[float, ...]
@@ -54,14 +56,13 @@ class Tree:
             if drawn < 0:
                 node, drawn = column, rng.random()
                 path.append(node)
-        word = sum(1 << column - 1 for column in path) + (1 << num_guesses)
-        return len(path), self._deepest(num_guesses), [word] if num_guesses else []
+        return len(path), self._deepest(num_guesses), path
 
     def committed(self, width: int) -> float:
-        stands = [1.0]
+        reached = [1.0]
         for parent, rate in zip(self.parents[: width - 1], self.rates, strict=False):
-            stands.append(stands[parent] * rate)
-        return sum(stands)
+            reached.append(reached[parent] * rate)
+        return sum(reached)
 
     def _deepest(self, num_guesses: int) -> int:
         depths = [0]
@@ -97,12 +98,14 @@ class Engine:
         guessed = min(self._num_guesses, width - 1)
         self._num_guesses = width - 1
         rows = [self.guesses.judged(guessed, self._rng) for _ in range(self.batch_size)]
-        runs = [[7] * (1 + stood) for stood, _, _ in rows]
+        runs = [[7] * (1 + accepted) for accepted, _, _ in rows]
         self.widths.append(width)
         self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
         self.tokens += sum(map(len, runs))
-        paths = [word for _, _, path in rows for word in path]
-        self._flight.append(StepResult(0, runs, [most for _, most, _ in rows], 0.0, paths=paths))
+        result = StepResult(0, runs, [most for _, most, _ in rows], 0.0)
+        if isinstance(self.guesses, Tree):
+            result = structs.replace(result, paths=[path for _, _, path in rows], last_guesses=[guessed] * len(rows))
+        self._flight.append(result)
         if len(self._flight) == self._depth:
             self.policy.observe(self._flight.pop(0))
 

@@ -1,4 +1,4 @@
-"""Prefill steps that between them meet what a captured size must: chunks, several requests, exactly its rows."""
+"""Prefill steps that together test a captured size: chunks, several requests, exactly its rows."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""A proposer of random trees, to be verified by a step that knows nothing of where they come from.
+"""A proposer of random trees, to verify trees that no draft model made.
 
 A tiny target mostly maps its current token to the next one. So half of a node's children follow that map, which is
 right about every second time, and the others are any tokens; some guesses are missing.

@@ -6,7 +6,7 @@ from overlap_spec.messages import StepResult
 
 
 class RandomWidths:
-    """A width policy that follows nothing: runs of steps of one width, 1 more often than others."""
+    """A random width policy: runs of steps of one width, 1 more often than others."""
 
     def __init__(self, seed: int, width: int) -> None:
         self._rng = random.Random(seed)

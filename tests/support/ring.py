@@ -1,11 +1,11 @@
 """The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
 
-A test speaks as clients do and reads each request's rows. After every event that the scheduler handles, its invariants
-are checked from scratch (`ring_links.py`).
+A test sends messages as clients do and reads each request's rows. After every event that the scheduler handles, its
+invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,6 @@ import torch
 
 from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Cancel,
     Generate,
@@ -24,7 +23,9 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
@@ -36,14 +37,18 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.worker_actor import worker_ready
+from support.memory_link import MemoryLink
+from support.own_processors import OWN_PROCESSORS
 from support.random_widths import RandomWidths
+from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def tiny_loaded(
@@ -54,14 +59,15 @@ def tiny_loaded(
     method: str = "EAGLE3",
     family: str = "llama",
     topk: int = 1,
+    convert: Callable[[LoadedTarget], LoadedTarget] = lambda target: target,
     **shape: int,
 ) -> LoadedModels:
     """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
 
-    `shape`: of the target.
+    `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
     """
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
-    target = load_tiny_target(checkpoint, dtype, place)
+    target = convert(load_tiny_target(checkpoint, dtype, place))
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
@@ -95,6 +101,7 @@ class RingConfig:
     warm: bool = False  # warmed up before it serves, as the worker process is
     accept: AcceptSettings = AcceptSettings()  # how guesses are judged
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
+    processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
@@ -127,8 +134,9 @@ class Ring:
         self._config = config
         self.ready = asyncio.Event()
         self.executor: Executor = build_executor(
-            models, geometry, config.place, config.accept, attention=config.attention
-        )
+            models, geometry, config.place, config.accept, attention=config.attention,
+            own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
+        )  # fmt: skip
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
@@ -173,12 +181,12 @@ class Ring:
     async def ask(self, prompt: list[int], sampling: SamplingParams) -> Answer:
         """One request to its end."""
         answer = self.start(f"r{len(self.clients.answers)}", prompt, sampling)
-        await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+        await asyncio.wait_for(answer.done.wait(), TIMEOUT_S)
         return answer
 
     async def idle(self) -> None:
         """Wait until nothing runs and no step is in flight."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while self.scheduler.inflight or not self.scheduler.queues.idle:
                 await asyncio.sleep(0.001)
 
@@ -198,7 +206,8 @@ class Ring:
         geometry = self._config.geometry()
         if self._config.warm:
             warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
-        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes)
+        recorder = ReplayedParts if self._config.place == CPU else CudaRecorder
+        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes, recorder)
         loop.call_soon_threadsafe(self.ready.set)
         self.worker.run()
 
@@ -222,7 +231,7 @@ async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> Asy
     assert block is not None
     actors.add_done_callback(lambda task: None if task.cancelled() else block.cancel())
     try:
-        await ring.ready.wait()  # a capture does not bear other work on the device
+        await ring.ready.wait()  # no other work may run on the device during a capture
         yield ring
     except asyncio.CancelledError:
         if actors.done():

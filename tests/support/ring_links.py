@@ -1,6 +1,6 @@
-"""What joins the actors of a ring in one process: links that watch what passes them.
+"""The links between the actors of a ring in one process; they check the messages that pass.
 
-Whenever the scheduler comes back for more, its invariants are checked from scratch, against the lengths that the device
+Whenever the scheduler reads its inbox, its invariants are checked from scratch, against the lengths that the device
 has by then: it may be ahead of what the scheduler knows, and must not be ahead of what the scheduler reserved.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from overlap_spec.client.link import Arrival
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Finish,
     FlushCache,
@@ -30,6 +29,7 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.scheduler.loop import Scheduler
+from support.memory_link import MemoryLink
 from support.scheduler_invariants import check_invariants
 
 CLIENT = 1
@@ -38,7 +38,7 @@ DeviceLengths = Callable[[], dict[int, int]]  # by slot, tokens that the device 
 
 @dataclass
 class Answer:
-    """What a client was sent for one request."""
+    """The answer that a client was sent for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -85,7 +85,7 @@ class MemoryClients:
 
 
 class SentLengths:
-    """By slot, how many tokens the results say that the device has committed, from when the worker sends them."""
+    """By slot, how many tokens the device has committed by the results that the worker has sent."""
 
     def __init__(self) -> None:
         self.lengths: dict[int, int] = {}
@@ -103,7 +103,7 @@ class SentLengths:
 
 
 class WatchedInbox:
-    """The scheduler's inbox; checks what must hold whenever it comes back for more.
+    """The scheduler's inbox; checks its invariants whenever it reads.
 
     `on_device` reads lengths off the device; None where that would wait for it: then they are those of results sent.
     """
@@ -128,8 +128,10 @@ class WatchedInbox:
 
     def _noted(self, message: ToScheduler) -> ToScheduler:
         if isinstance(message, StepResult):
-            for path, tokens in zip(message.paths, message.tokens if message.paths else [], strict=True):
-                assert (path % 2**64).bit_count() == len(tokens), "a column for each token but the bonus, and a bit"
+            rows = zip(message.paths, message.last_guesses, message.tokens if message.paths else [], strict=True)
+            for path, last_guess, tokens in rows:
+                assert len(path) == len(tokens) - 1, "a column for each token but the bonus"
+                assert path == sorted(set(path)) and all(0 < column <= last_guess for column in path)
         return message
 
     def _check(self) -> None:
@@ -170,7 +172,7 @@ class PlanQueue:
 
 
 class FromThread:
-    """The worker's way back into the event loop."""
+    """The worker's link back into the event loop."""
 
     def __init__(self, link: MemoryLink[ToScheduler], lengths: SentLengths) -> None:
         self._link = link

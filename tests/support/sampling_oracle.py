@@ -1,11 +1,12 @@
-"""What a sampled token must be, worked out for one row in plain Python: no tensors, and no code of the sampler.
+"""The oracle of sampled tokens, for one row in plain Python: no tensors, and no code of the sampler.
 
 Order of processing: p = softmax(logits / T); top_k, top_p and min_p are each computed on p, without renormalising in
 between; the token is argmax(logits / T + g) over what all of them keep. g is Gumbel noise keyed by (seed, position,
 token id) through SplitMix64 (doi:10.1145/2660193.2660195).
 
-Each filter keeps the most probable tokens down to some rank, so of several one row feels only the strictest. A test
-of a combination therefore needs rows in which each of its filters is the strictest in turn: `strictest` says which.
+Each filter keeps the most probable tokens down to some rank, so only the strictest of several has an effect on a row.
+A test of a combination therefore needs rows in which each of its filters is the strictest in turn: `strictest` tells
+which.
 """
 
 import math

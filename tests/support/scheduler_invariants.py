@@ -1,4 +1,4 @@
-"""What must hold after every event, checked from scratch. For tests: it costs far more than a step.
+"""The scheduler's invariants after every event, checked from scratch: it costs far more than a step.
 
 Each function recomputes one account from its sources.
 """
@@ -33,17 +33,17 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
 
 
 def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
-    """Everybody is in one place, in order of arrival; slots are owned once; work never sleeps."""
+    """Every request is in one queue, in order of arrival; slots have one owner; work is never left waiting."""
     queues = scheduler.queues
     slots = [request.slot for request in placed] + queues.free_slots
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
     assert all(a.order < b.order for a, b in pairwise(queues.running)), "running out of order"
     assert all(a.order < b.order for a, b in pairwise(queues.waiting)), "waiting out of order"
     if queues.running and queues.waiting:
-        assert queues.running[-1].order < queues.waiting[0].order, "somebody was passed in the queue"
+        assert queues.running[-1].order < queues.waiting[0].order, "a younger request runs before an older one"
     for victim in queues.leaving:
         passed = victim.finish is None and any(request.order > victim.order for request in queues.running)
-        assert not passed, "somebody passed a preempted request"
+        assert not passed, "a younger request passed a preempted one"
     assert all(request.running and request.finish is None for request in queues.running)
     assert all(not request.running and request.in_flight for request in queues.leaving), "left, but not let go of"
     assert all(not request.pages and request.slot < 0 and not request.in_flight for request in queues.waiting)
@@ -52,7 +52,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
 
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
-    """What requests know of their steps in flight is what is in flight."""
+    """The counts of requests are those of the steps in flight."""
     assert len(scheduler.inflight) <= scheduler.limits.depth
     steps: Counter[int] = Counter()
     least: Counter[int] = Counter()
@@ -97,7 +97,7 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     assert len(pool.free) == len(set(pool.free)), "a page is free twice"
     allocated, cached_only = len(set(held)), len(set(cached) - set(held))
     assert allocated + cached_only + len(pool.free) == pool.num_total, "pages leaked"
-    assert cached_only == cache.num_evictable, "a cached page is locked by nobody's request, or evictable in use"
+    assert cached_only == cache.num_evictable, "a cached page is locked without a request, or evictable in use"
     tables = Counter(page for request in placed for page in request.pages[request.num_shared :])
     assert not tables.keys() & set(cached) and all(count == 1 for count in tables.values()), "a private page is shared"
 

@@ -14,7 +14,7 @@ from typing import Any
 from overlap_spec.client.calls import Delta
 from overlap_spec.messages import Finish, FinishKind, SamplingParams, Stats, Usage
 
-PATIENCE_S = 10.0  # real seconds
+DEADLINE_S = 10.0  # real seconds
 
 
 class ScriptedClock:
@@ -36,9 +36,9 @@ class ScriptedClock:
             self._now += seconds
 
     def advance_once_read(self, num_reads: int, seconds: float) -> None:
-        """Advance when it has been read more often than that; who does not read it in time sees the later time."""
+        """Advance when it has been read more often than that; a later reading sees the later time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.num_reads > num_reads, PATIENCE_S)
+            self._changed.wait_for(lambda: self.num_reads > num_reads, DEADLINE_S)
             self._now += seconds
 
 
@@ -122,7 +122,7 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(payload)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Write no log."""
 
     return Handler
 

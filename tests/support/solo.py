@@ -9,12 +9,14 @@ from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.worker.build import build
+from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.executor import Executor, StepHandle
+from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, warm_up
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included
-SEATS = 8  # prompts in a prefill step: as many as a captured one holds
+CHUNK_SLOTS = 8  # prompts in a prefill step: as many as a captured one holds
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,19 @@ class Solo:
         self.executor, self._geometry, _ = build(settings, lambda done, total: None)
         self.depth = depth
         self._eos = files.eos_token_ids
+        self._launched = self.executor.decode_step, self.executor.prefill_step
+        self._captured: tuple[Decoder, Prefiller] = self._launched
         if graphs:
             warm_up(self.executor, self._geometry, cuda_prompt_lengths(self._geometry))
-            capture_graphs(self.executor, self._geometry, settings.graph_batch_sizes)
-        self._captured = self.executor.decoder, self.executor.prefiller
+            captures = capture_graphs(self.executor, self._geometry, settings.graph_batch_sizes)
+            self._captured = captures.decoder, captures.prefiller
 
     def close(self) -> None:
         self.executor.close()
 
     def use_graphs(self, graphs: bool) -> None:
         """Replay what was captured, or launch it operation by operation; nothing may be in flight."""
-        launched = self.executor.decode_step, self.executor.prefill_step
-        self.executor.decoder, self.executor.prefiller = self._captured if graphs else launched
+        self.executor.use(*(self._captured if graphs else self._launched))
 
     def answer(self, prompt: list[int], sampling: SamplingParams) -> SoloAnswer:
         """Decode until a stop id is drawn or max_new_tokens are out."""
@@ -103,7 +106,7 @@ class Solo:
             pages = list(range(1 + slot * share, 1 + (slot + 1) * share))
             chunk = array("i", prompt).tobytes()
             work.append(SlotWork(slot=slot, new_pages=pages, prompt_chunk=chunk, reset=reset))
-        steps = [work[first : first + SEATS] for first in range(0, len(work), SEATS)]
+        steps = [work[first : first + CHUNK_SLOTS] for first in range(0, len(work), CHUNK_SLOTS)]
         return [tokens for step in steps for tokens in self._launch(Phase.PREFILL, step).wait().tokens]
 
     def _launch(self, phase: Phase, work: list[SlotWork]) -> StepHandle:

@@ -1,4 +1,4 @@
-"""Seeded random schedules over the whole ring: whatever happens around a request, it gets its plain, solo tokens.
+"""Seeded random schedules over the whole ring: every request gets its plain, solo tokens, whatever else happens.
 
 Arrivals, lengths, aborts, preemption from a tiny pool, chunks, prefix hits, stop strings, seeds, temperatures; depth
 1 and 2, one to five draft steps, page sizes 1 to 16, steps of changing width. Invariants are checked after every
@@ -61,7 +61,7 @@ class Request:
 
 
 class Oracle(Protocol):
-    """Knows what answers must be."""
+    """Checks answers."""
 
     def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
         """Raises: AssertionError beginning with `what`."""
@@ -69,7 +69,7 @@ class Oracle(Protocol):
 
 
 class Counting:
-    """Passes answers on to another oracle, and keeps what it says is wrong instead of ending at the first."""
+    """Passes answers on to another oracle, and keeps its errors instead of ending at the first."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
@@ -103,7 +103,7 @@ def random_config(rng: random.Random, crowded: bool) -> RingConfig:
 
 def with_room(config: RingConfig) -> RingConfig:
     """The windows of trees are wider: a request takes as many pages more."""
-    more = 3 * max(config.width - 6, 0)  # as many windows may be on their way
+    more = 3 * max(config.width - 6, 0)  # as many windows may be in flight
     return replace(config, num_pages=config.num_pages + -(-more // config.page_size))
 
 
@@ -142,7 +142,7 @@ def random_filters(rng: random.Random) -> dict[str, float]:
 
 def random_prompt(rng: random.Random, earlier: list[list[int]], crowded: bool) -> list[int]:
     prompt = [rng.randrange(6, 128) for _ in range(rng.randint(1, 8 if crowded else 40))]
-    if earlier and rng.random() < 0.6:  # share a prefix with somebody, or repeat them whole
+    if earlier and rng.random() < 0.6:  # share a prefix with an earlier prompt, or repeat it whole
         other = rng.choice(earlier)
         prompt = other[: rng.randint(1, len(other))] + prompt[: rng.choice([0, 0, 1, 5])]
     earlier.append(prompt)
@@ -150,9 +150,9 @@ def random_prompt(rng: random.Random, earlier: list[list[int]], crowded: bool) -
 
 
 def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, **engine: Any) -> Counter[str]:
-    """One schedule. Returns how often the things that must work did happen."""
+    """One schedule. Returns how often each tested event happened."""
     rng = random.Random(seed)
-    crowded = rng.random() < 0.25  # long answers that together exceed the pool: somebody must be preempted
+    crowded = rng.random() < 0.25  # long answers that together exceed the pool: a request must be preempted
     config = with_room(replace(random_config(rng, crowded), **engine))
     requests = random_requests(rng, rng.randint(4, 10), crowded)
     models = tiny_loaded(
@@ -234,7 +234,7 @@ def count(ring: Ring, seen: Counter[str]) -> None:
 
 
 def assert_nothing_leaked(ring: Ring) -> None:
-    """Only the cache holds pages, and it lets go of every one."""
+    """Only the cache holds pages, and it can drop every one."""
     memory = ring.scheduler.queues.memory
     memory.cache.evict(memory.cache.num_evictable)
     assert len(memory.pool.free) == memory.pool.num_total
@@ -280,7 +280,7 @@ def run_seeds_elsewhere(seeds: range, engine: dict[str, Any]) -> Counter[str]:
 
 def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter[str]:
     """These schedules, one after another."""
-    place = {name: engine[name] for name in ("dtype", "place", "family") if name in engine}
+    place = {name: engine[name] for name in ("dtype", "place", "family", "processor") if name in engine}
     models = sorted({seed % NUM_MODELS for seed in seeds})
     oracles = {which: PlainOracle(10 * which, codec, **place) for which in models}
     seen: Counter[str] = Counter()
@@ -290,6 +290,7 @@ def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter
             seen += run_schedule(seed, 10 * which, oracles[which], codec, **engine)
         for oracle in oracles.values():
             seen.update({f"{name}_strictest_of_several": count for name, count in oracle.strictest.items()})
+            seen["forbidden"] += oracle.num_forbidden
     finally:
         for oracle in oracles.values():
             oracle.close()

@@ -1,4 +1,4 @@
-"""What long runs and GPU runs leave behind: a JSON file of summaries, and of every test file how its tests ended.
+"""Summaries of long runs and GPU runs: a JSON file, with the outcome of every test file.
 
 Processes of one run (pytest-xdist) and runs beside each other add to the same file, one at a time.
 """

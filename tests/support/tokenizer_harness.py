@@ -1,4 +1,4 @@
-"""A tokenizer service on memory links: the test speaks as its clients, its scheduler and its supervisor."""
+"""A tokenizer service on memory links: the test plays its clients, its scheduler and its supervisor."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from overlap_spec.client.link import Arrival, Gone, pack_ids
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -28,10 +27,11 @@ from overlap_spec.messages import (
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2
 
 LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 
 M = TypeVar("M")
 
@@ -81,13 +81,13 @@ class Harness:
         return await self.to_scheduler(Abort)
 
     async def to_scheduler(self, kind: type[M]) -> M:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             message = await self.scheduler.recv()
         assert isinstance(message, kind), message
         return message
 
     async def heard(self, kind: type[M], client: int = 1) -> M:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             to, message = await self.clients.heard.get()
         assert to == client and isinstance(message, kind), (to, message)
         return message
@@ -104,7 +104,7 @@ class Harness:
         )
 
     async def settle(self) -> None:
-        """Let both loops handle what has been said."""
+        """Let both loops handle the messages sent so far."""
         for _ in range(20):
             await asyncio.sleep(0)
 
@@ -124,7 +124,7 @@ async def serving(codec: Codec | None = None, max_open: int = 8, warm: bool = Tr
         yield harness
     finally:
         harness.inbox.send(Shutdown(drain=False))
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await task
 
 

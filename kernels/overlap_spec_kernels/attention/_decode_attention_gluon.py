@@ -1,13 +1,13 @@
 """The kernel of `decode_attention` for few rows of 16-bit heads on Hopper.
 
-What a program does, which keys it takes and how splits combine is as in `_decode_attention_kernel`. But its keys pass
-through a ring in shared memory, and within a block each warp has keys and a softmax of its own, so that warps exchange
-nothing until they merge at the end:
+Programs divide keys and combine splits as in `_decode_attention_kernel`. Here keys pass through a ring buffer in shared
+memory, and each warp of a block has its own keys and its own softmax, so warps exchange nothing until they merge at the
+end:
 
     ring      [stage] | warps, keys of a warp, d |   K, and V; 16 bytes a thread, swizzled
     scores    [warps, 16 (row, head), keys of a warp] -> weights, without leaving the registers
 
-A stage is refilled as soon as it is in registers, so that all stages are on their way while a block is multiplied.
+A stage is refilled as soon as it is in registers, so all stages are loading while a block is multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     barrier = gl.thread_barrier
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_splits",))
 def decode_attention_gluon_kernel(
     qkv_ptr: gl.tensor, cos_sin_ptr: gl.tensor, positions_ptr: gl.tensor, page_table_ptr: gl.tensor,
     k_cache_ptr: gl.tensor, v_cache_ptr: gl.tensor, out_ptr: gl.tensor,
@@ -32,19 +32,19 @@ def decode_attention_gluon_kernel(
     scale_log2: float, qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, SETTLED: gl.constexpr, PDL: gl.constexpr,
+    KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request); m of its 16 is (row, head). KEYS_PER_SPLIT >= WARPS * KEYS."""
     BLOCK: gl.constexpr = WARPS * KEYS
     LANES: gl.constexpr = HEAD // 8
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])  # of keys
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])  # of qkv's heads
+    copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])  # keys
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])  # layout of qkv's heads
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     dtype: gl.constexpr = qkv_ptr.dtype.element_ty
     if PDL:
         cuda.gdc_launch_dependents()
-    if PDL and not SETTLED:
+    if PDL and not READ_BEFORE_WAIT:
         cuda.gdc_wait()
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], shared)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], shared)
@@ -54,22 +54,22 @@ def decode_attention_gluon_kernel(
     num_cached = gl.load(positions_ptr + first_row).to(gl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
     first = split * BLOCK
-    page = _load_pages(table_row_ptr, first, capacity, PAGE_SIZE, WARPS, KEYS, copy)  # needs no length: one wait less
+    page = _load_pages(table_row_ptr, first, capacity, PAGE_SIZE, WARPS, KEYS, copy)  # before the length: one wait less
     active = gl.minimum(gl.maximum(gl.cdiv(num_cached, KEYS_PER_SPLIT), 1), num_splits)
     k_cache_ptr += kv_head * HEAD
     v_cache_ptr += kv_head * HEAD
     stride = active * BLOCK
-    end = gl.where(split < active, num_cached, 0)  # of the keys
+    end = gl.where(split < active, num_cached, 0)  # end of the cached keys
     page = _fill_ring(
         k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
-    if PDL and SETTLED:  # only qkv was not there yet
+    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
         cuda.gdc_wait()
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD
         q = _load_rotated(q_ptr, cos_sin_ptr + (num_cached + m // GROUP) * HEAD, m < WIDTH * GROUP, HEAD)
-        # The new rows, for the last split: they are done with while the first blocks are still on their way.
+        # The last split also takes the new rows, and computes them while the first blocks are loading.
         is_last = split == active - 1
         new_live = (m < WIDTH) & is_last
         k_ptr = qkv_ptr + (first_row + m) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * HEAD
@@ -132,7 +132,7 @@ def _fill_ring(
     table_row_ptr: gl.tensor, page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """Ask for the first blocks; `page` is of the first of all. Returns that of the block after them."""
+    """Begin to load the first blocks; `page` is the first block's. Returns the page of the block after them."""
     STAGES: gl.constexpr = k_ring.shape[0]
     WARPS: gl.constexpr = k_ring.shape[1]
     KEYS: gl.constexpr = k_ring.shape[2]
@@ -153,7 +153,7 @@ def _ask_for_block(
     v_ptr: gl.tensor, page: gl.tensor, first: gl.tensor, end: gl.tensor, NUM_KV_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Begin to copy a block of keys that lie in those pages, zeros from `end` on."""
+    """Begin to copy a block of keys from the given pages, with zeros from `end` on."""
     KEYS: gl.constexpr = k_ring.shape[2]
     HEAD: gl.constexpr = k_ring.shape[3]
     copy: gl.constexpr = page.type.layout.parent
@@ -174,7 +174,7 @@ def _load_heads(x_ptr: gl.tensor, live: gl.tensor, HEAD: gl.constexpr) -> gl.ten
 
 @GluonKernel
 def _load_rotated(x_ptr: gl.tensor, angle_ptr: gl.tensor, live: gl.tensor, HEAD: gl.constexpr) -> gl.tensor:
-    """Heads rotated in float32 and rounded: every column with its partner of the other half, from the L1 cache.
+    """Load heads, rotate them in float32 and round. A column's partner in the other half comes from the L1 cache.
 
     Shapes: pointers [16] to heads and to their angles, live [16] -> [16, HEAD].
     """
@@ -217,7 +217,7 @@ def _attend_to_new(
     q: gl.tensor, k_shared: gl.shared_memory_descriptor, v_shared: gl.shared_memory_descriptor, acc: gl.tensor,
     highest: gl.tensor, denominator: gl.tensor, scale_log2: float, GROUP: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """The first warp starts its softmax with the new keys up to each row's own; all rows see the first."""
+    """Start the first warp's softmax with the new keys up to each row's own; every row attends to the first one."""
     mma: gl.constexpr = acc.type.layout
     warp, m, new = _axes(acc.shape[0], 16, 16, mma)
     k, v = _operand(k_shared.permute([1, 0]), 1, mma), _operand(v_shared, 1, mma)
@@ -233,7 +233,7 @@ def _attend_to_cache(
     page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor, scale_log2: float,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Every stride-th block of the cached keys, all of which every row sees; `page` is of the first not asked for."""
+    """Attend to every stride-th block of cached keys, unmasked; `page` is that of the first block not yet requested."""
     STAGES: gl.constexpr = k_ring.shape[0]
     WARPS: gl.constexpr = k_ring.shape[1]
     KEYS: gl.constexpr = k_ring.shape[2]
@@ -254,7 +254,7 @@ def _attend_to_cache(
         ampere.async_copy.commit_group()
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
-    # Also zeros are copied: none may arrive where the ring's memory serves as something else.
+    # Copies of zeros count too: all must arrive before the ring's memory is reused.
     ampere.async_copy.wait_group(0)
     return acc, highest, denominator
 
@@ -352,7 +352,7 @@ def _arrive(counter_ptr: gl.tensor, active: gl.tensor) -> gl.tensor:
 
     One thread counts for the program. The barrier orders the stores of the others before it; acq_rel then publishes
     them all, and makes those of the splits counted earlier visible to the thread and, through the barrier with
-    which it hands the result to the others, to the program. Nobody counts after the last one, so it may reset.
+    which it hands the result to the others, to the program. No program counts after the last, so it may reset.
     """
     barrier()
     is_last = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == active - 1
@@ -368,8 +368,8 @@ def _combine(
 ) -> gl.tensor:  # fmt: skip
     """The mean of the splits' outputs, weighted by 2^weight, summed in their order. Shapes: -> [16, HEAD].
 
-    Read past the L1 cache (.cg), where other programs' stores never arrive. A thread holds the same m and columns
-    of every split.
+    Loads bypass the L1 cache (.cg), because other programs' stores never reach it. A thread holds the same m and
+    columns of every split.
     """
     LANES: gl.constexpr = HEAD // 4
     layout: gl.constexpr = gl.BlockedLayout([1, COMBINED, 4], [32 // LANES, 1, LANES], [WARPS, 1, 1], [2, 1, 0])

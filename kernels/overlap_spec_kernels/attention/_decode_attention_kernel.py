@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_splits",))
 def decode_attention_kernel(
     qkv_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor, page_table_ptr: tl.tensor,
     k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, out_ptr: tl.tensor,
@@ -19,7 +19,7 @@ def decode_attention_kernel(
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
-    WINDOW: tl.constexpr, SETTLED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request, tile of rows); m of a block is (row, head).
 
@@ -27,7 +27,7 @@ def decode_attention_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and not SETTLED:
+    if PDL and not READ_BEFORE_WAIT:
         tl.extra.cuda.gdc_wait()
     kv_head, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     request = tl.program_id(1).to(tl.int64)
@@ -35,18 +35,18 @@ def decode_attention_kernel(
     num_cached = tl.load(positions_ptr + first_row).to(tl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
     lowest_key = 0
-    if WINDOW:  # the first row's, on whose window the others' follow
+    if WINDOW:  # the first row's window begins first
         lowest_key = tl.maximum(num_cached - (WINDOW - 1), 0)
     first_key = lowest_key + split * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
-    page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < capacity, other=0)  # needs no length: one wait less
-    # At least KEYS_PER_SPLIT >= BLOCK_N keys each, so that every active split has a block where one has.
+    page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < capacity, other=0)  # before the length: one wait less
+    # A split has at least KEYS_PER_SPLIT >= BLOCK_N keys, so if one active split has a block, every one has.
     active = tl.minimum(tl.maximum(tl.cdiv(num_cached - lowest_key, KEYS_PER_SPLIT), 1), num_splits)
     k_cache_ptr += kv_head * (2 * HALF)
     v_cache_ptr += kv_head * (2 * HALF)
     num_first = tl.where(split < active, num_cached, 0)  # keys that the first block may hold
     k, v = _load_block(k_cache_ptr, v_cache_ptr, page, key, num_first, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF)
-    if PDL and SETTLED:  # only qkv was not there yet
+    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
         tl.extra.cuda.gdc_wait()
     if split < active:
         m = tl.arange(0, BLOCK_M)
@@ -54,7 +54,7 @@ def decode_attention_kernel(
         live = (m // GROUP < TILE_ROWS) & (row < WIDTH)
         q_ptr = qkv_ptr + (first_row + row) * qkv_stride + (kv_head * GROUP + m % GROUP) * (2 * HALF)
         q = _load_rotated(q_ptr, cos_sin_ptr + (num_cached + row) * (2 * HALF), live, HALF, BLOCK_HALF)
-        # The new rows, for the last split: they are done with while the first block is still on its way.
+        # The last split also takes the new rows, and computes them while the first block is loading.
         is_last = split == active - 1
         new = tl.arange(0, BLOCK_W)
         new_live = (new < WIDTH) & is_last
@@ -87,7 +87,7 @@ def decode_attention_kernel(
 
 @TritonKernel
 def _columns(HALF: tl.constexpr, BLOCK_HALF: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Where the columns of a head with padded halves lie in memory, and which of them do."""
+    """Offsets of the columns of a head with padded halves, and which of them are not padding."""
     column = tl.arange(0, 2 * BLOCK_HALF)
     return column // BLOCK_HALF * HALF + column % BLOCK_HALF, column % BLOCK_HALF < HALF
 
@@ -110,7 +110,7 @@ def _store_heads(x_ptr: tl.tensor, x: tl.tensor, live: tl.tensor, HALF: tl.const
 def _load_rotated(
     x_ptr: tl.tensor, angle_ptr: tl.tensor, live: tl.tensor, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ) -> tl.tensor:
-    """Heads rotated in float32 and rounded: every column with its partner of the other half, from the L1 cache.
+    """Load heads, rotate them in float32 and round. A column's partner in the other half comes from the L1 cache.
 
     Shapes: pointers [n] to heads and to their angles, live [n] -> [n, 2 BLOCK_HALF].
     """
@@ -157,12 +157,11 @@ def _attend_to_new(
     scale_log2: float,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Start the softmax, in the last split with the new keys up to each row's own; without a window all rows
-    see the first.
+    """Start the softmax, in the last split with the new keys up to each row's own.
 
-    Returns the sum of p V, the highest score, the sum of p.
+    Without a window every row attends to the first new key. Returns the sum of p V, the highest score, the sum of p.
     """
-    highest = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: what is subtracted from it is no NaN
+    highest = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: with -inf a difference would be NaN
     denominator = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     if is_last:
@@ -186,7 +185,7 @@ def _load_block(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """K and V of a block of keys that lie in those pages, zero from num_cached on."""
+    """K and V of a block of keys from the given pages, zero from num_cached on."""
     column, inside = _columns(HALF, BLOCK_HALF)
     mask = (key < num_cached)[:, None] & inside[None, :]
     row = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
@@ -217,9 +216,9 @@ def _attend_to_cache(
     BLOCK_N: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Every stride-th block of the cached keys; k and v hold the first. Without a window every row sees them all.
+    """Attend to every stride-th block of cached keys; k and v hold the first. Without a window nothing is masked.
 
-    Registers hold the next block while this one is multiplied, and the pages of the one after it.
+    While a block is multiplied, registers hold the next block and the pages of the one after it.
     Returns the mean of V, weighted by 2^score, and log2 of the sum of the weights.
     """
     key = first_key + tl.arange(0, BLOCK_N)
@@ -234,7 +233,7 @@ def _attend_to_cache(
         page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
         acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
         v = next_v
-    if WINDOW:  # a split may hold no key of a row: a weight of nothing, of a number
+    if WINDOW:  # a split may have no key in a row's window: avoid 0 / 0
         denominator = tl.where(denominator > 0.0, denominator, 1.0)
     return acc / denominator[:, None], highest + tl.log2(denominator)
 
@@ -277,7 +276,7 @@ def _arrive(counter_ptr: tl.tensor, active: tl.tensor) -> tl.tensor:
 
     One thread counts for the program. The barrier orders the stores of the others before it; acq_rel then publishes
     them all, and makes those of the splits counted earlier visible to the thread and, through the barrier with
-    which it hands the result to the others, to the program. Nobody counts after the last one, so it may reset.
+    which it hands the result to the others, to the program. No program counts after the last, so it may reset.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == active - 1
@@ -300,7 +299,7 @@ def _combine(
     """The mean of the splits' outputs, weighted by 2^weight, summed in their order. Shapes: -> [BLOCK_M, d padded].
 
     Read past the L1 cache (.cg), where other programs' stores never arrive. A thread holds the same m and columns
-    of every split (the axis of splits stands in the middle, where the compiler distributes it last).
+    of every split (the axis of splits is in the middle, where the compiler distributes it last).
     """
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, 2 * BLOCK_HALF)

@@ -1,16 +1,16 @@
 """The kernel of `tree_attention` for many rows and heads of 16 bits on Hopper.
 
-A program takes the rows of a request and the query heads of a KV head, 64 or 128 pairs, and all keys that they see.
-Products are a warpgroup's, from shared memory:
+A program takes 64 or 128 pairs of a request's rows and a KV head's query heads, and all keys that they attend to. A
+warpgroup multiplies from shared memory:
 
     q         [rows and heads, d]           swizzled by 128 bytes, as is the ring
-    ring      [stage] | keys, d |           K, and V; zeros where there is no key: what was left in shared memory may
-                                            be no number, and 0 * NaN is none
+    ring      [stage] | keys, d |           K, and V; zeros where there is no key, because stale shared memory may hold
+                                            NaN, and 0 * NaN is NaN
     scores    [rows and heads, keys] -> weights, without leaving the registers
 
-Its first block is the tail: keys of the prefix that fill no block, and in the last places the extra keys (two blocks if
-they do not fit into one). All others are full of keys that every row sees. While a block's weights are computed, the
-values of the block before are multiplied, and blocks after it are on their way.
+The first block is the tail: the prefix's keys that do not fill a block, and in the last places the extra keys (two
+blocks if they do not fit into one). Every row attends to all keys of the other blocks. While a block's weights are
+computed, the previous block's values are multiplied and later blocks are loading.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
+from overlap_spec_kernels.limits import MASK_BITS
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -31,19 +32,18 @@ if TYPE_CHECKING:
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
-_MAX_EXTRA = 64  # a word of the mask
-_FEW = 5  # times fewer programs than there may be: long prefixes are split instead
-_SMALL = 64  # rows times heads of a tile: what a warpgroup multiplies
-_PAGES = (16, 32, 64)  # a block begins where a page does, and what a thread copies of it lies in one
+_FEW = 5  # with this many times fewer programs than fit, long prefixes are split instead
+_SMALL = 64  # rows times heads of a tile: one warpgroup product
+_PAGES = (16, 32, 64)  # page sizes: a block begins at a page, and each thread copies from one page
 
 
 class Tiles(NamedTuple):
-    """How rows and keys are cut up. From shapes alone."""
+    """How rows and keys are divided, chosen from shapes alone."""
 
-    block_m: int  # rows times query heads of a KV head, for each 16 a warp
-    keys: int  # of a block: 32 or 64, and no fewer than there are extra keys, or places in a page
+    block_m: int  # rows times query heads of a KV head, one warp for each 16
+    keys: int  # keys in a block: 32 or 64, no fewer than there are extra keys or places in a page
     stages: int  # at least 3
-    max_registers: int | None = None  # of a thread, so that two programs share a multiprocessor
+    max_registers: int | None = None  # per thread, so that two programs fit into a multiprocessor
 
     def run(
         self,
@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
         mask: Tensor,
         scale_log2: float,
     ) -> Tensor:
-        """Launch. Shapes: as `tree_attention`; scale_log2 is of powers of two. Sync: never."""
+        """Launch. Shapes: as `tree_attention`; scale_log2 is the scale for powers of two. Sync: never."""
         (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
         num_requests, group = page_table.shape[0], num_heads // num_kv_heads
         width, warps = num_rows // num_requests, self.block_m // 16
@@ -86,16 +86,16 @@ class Tiles(NamedTuple):
 def tiles_for(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, num_extra: int, scale: float, num_programs: int
 ) -> Tiles | None:
-    """None where this kernel does not apply, or programs are so few that splits of the keys pay. There is no window.
+    """The division for these shapes; None where this kernel does not apply, or splitting the keys is faster.
 
-    num_programs: twice as many as there are multiprocessors. Chosen on an H200 for prefixes of about 400 keys:
-    four stages leave room for one program in a multiprocessor (128 columns), three for two of them; larger tiles read
-    the keys once instead of twice, which pays as soon as there are more programs than run at once.
+    The kernel has no sliding window. num_programs: twice the number of multiprocessors. The sizes were chosen on an
+    H200 for prefixes of about 400 keys: four stages leave room for one program per multiprocessor (128 columns), three
+    for two. Larger tiles read the keys once instead of twice, which is faster with more programs than run at once.
     """
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size not in _PAGES or not runs_gluon(q.device):
         return None
-    if num_extra > _MAX_EXTRA or scale <= 0 or q.stride(0) % 16 or q.stride(1) % 16:
+    if num_extra > MASK_BITS or scale <= 0 or q.stride(0) % 16 or q.stride(1) % 16:
         return None
     if any(tensor.data_ptr() % 16 for tensor in (q, k_cache, v_cache)):
         return None
@@ -111,7 +111,7 @@ def tiles_for(
     return Tiles(2 * _SMALL, 32, 4, max_registers=128)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows",))
 def tree_attention_gluon_kernel(
     q_ptr: gl.tensor, k_cache_ptr: gl.tensor, v_cache_ptr: gl.tensor, page_table_ptr: gl.tensor,
     prefix_ptr: gl.tensor, extra_rows_ptr: gl.tensor, mask_ptr: gl.tensor, out_ptr: gl.tensor,
@@ -121,7 +121,7 @@ def tree_attention_gluon_kernel(
     PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, ALL_ROWS: gl.constexpr,
     WARPS: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (tile of rows, KV head, request); m of a tile is (row, head). num_rows are a request's."""
+    """Program (tile of rows, KV head, request); m of a tile is (row, head). num_rows: rows of a request."""
     LANES: gl.constexpr = HEAD // 8
     EACH: gl.constexpr = KEYS * LANES // (32 * WARPS)  # keys of a block that a thread copies, in one page
     copy: gl.constexpr = gl.BlockedLayout([EACH, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -141,7 +141,7 @@ def tree_attention_gluon_kernel(
     k_ptr, v_ptr = k_cache_ptr + kv_head * HEAD, v_cache_ptr + kv_head * HEAD
     mask_row_ptr = mask_ptr + request * num_rows
     extra_rows_ptr += request * num_extra
-    # Whatever needs no other is asked for first. So are the first pages, which need no length: one wait less.
+    # Loads that depend on no other load come first. The first pages do not depend on the length: one wait less.
     prefix = gl.load(prefix_ptr + request).to(gl.int32)
     pages = [_load_pages(table_row_ptr, 0, capacity, PAGE_SIZE, KEYS, split)]
     for block in gl.static_range(1, STAGES - 1):
@@ -152,7 +152,7 @@ def tree_attention_gluon_kernel(
     extra_row = gl.load(extra_rows_ptr + extra, mask=extra >= 0, other=0)
     q_ptr += request * num_rows * q_row_stride + kv_head * GROUP * q_head_stride
     _ask_for_q(q_shared, q_ptr, tile, num_rows, q_row_stride, q_head_stride, TILE_ROWS, GROUP, copy)
-    barrier()  # else the compiler puts off the copies until the first of the loads is here
+    barrier()  # otherwise the compiler delays the copies until the first of the loads has arrived
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores_layout))
     row = tile * TILE_ROWS + m // GROUP
     word = gl.load(mask_row_ptr + row, mask=(m // GROUP < TILE_ROWS) & (row < num_rows), other=0)
@@ -160,7 +160,7 @@ def tree_attention_gluon_kernel(
     tail = prefix % KEYS
     apart = tail + num_extra > KEYS
     seen = _bits_of_extra(gl.reduce(words, 0, _either), num_extra, KEYS)
-    if apart:  # the extra keys first, in stage 0; in stage 1 the prefix's
+    if apart:  # extra keys in stage 0, the prefix's tail in stage 1
         _ask_for_tail(
             k_ring.index(0), v_ring.index(0), k_ptr, v_ptr, table_row_ptr, extra_row, seen, 0, tail * 0,
             NUM_KV_HEADS, PAGE_SIZE
@@ -195,10 +195,10 @@ def _attend_to_tail(
     bits: gl.tensor, tail: gl.tensor, apart: gl.tensor, scale_log2: float, scores_layout: gl.constexpr,
     mma: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Start the softmax with the blocks in stages 0 (the extra keys, if they lie apart) and 1.
+    """Start the softmax with the blocks in stage 0 (the extra keys, if they have a block of their own) and stage 1.
 
-    Returns the weights of stage 1, whose values are still to be added, the sums so far, already made smaller to fit
-    them, the highest score and the denominator.
+    Returns the weights of stage 1, whose values are not yet added; the sums so far, already rescaled to match those
+    weights; the highest score and the denominator.
     """
     STAGES: gl.constexpr = k_ring.shape[0]
     KEYS: gl.constexpr = k_ring.shape[1]
@@ -231,7 +231,7 @@ def _attend_to_blocks(
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, scores_layout: gl.constexpr, split: gl.constexpr,
     copy: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """Go on with the blocks that the prefix fills; `page` is of the first that is not asked for. Nothing is masked."""
+    """Continue with the full blocks of the prefix, unmasked; `page` is that of the first block not yet requested."""
     STAGES: gl.constexpr = k_ring.shape[0]
     KEYS: gl.constexpr = k_ring.shape[1]
     BLOCK_M: gl.constexpr = q.shape[0]
@@ -245,7 +245,7 @@ def _attend_to_blocks(
         k = k_ring.index(stage).permute((1, 0))
         scores = hopper.warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         acc = hopper.warpgroup_mma(weights, v_ring.index(last), acc, is_async=True)
-        # The products of the stage that is free have ended. A branch here would end also these, before the weights.
+        # The free stage's products have ended. A branch here would also wait for the running ones, before the weights.
         ahead = block + STAGES - 2
         _ask_for_block(
             k_ring.index(free), v_ring.index(free), k_ptr, v_ptr, page, ahead < num_full, NUM_KV_HEADS, PAGE_SIZE,
@@ -279,7 +279,7 @@ def _ask_for_q(
     q_shared: gl.shared_memory_descriptor, q_ptr: gl.tensor, tile: gl.tensor, num_rows: int, q_row_stride: int,
     q_head_stride: int, TILE_ROWS: gl.constexpr, GROUP: gl.constexpr, copy: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Begin to copy a tile's rows and heads, zeros where there are none."""
+    """Begin to copy q's rows and heads of a tile, with zeros for padding."""
     m = gl.arange(0, q_shared.shape[0], gl.SliceLayout(1, copy))
     row = tile * TILE_ROWS + m // GROUP
     live = (m // GROUP < TILE_ROWS) & (row < num_rows)
@@ -292,9 +292,9 @@ def _ask_for_tail(
     table_row_ptr: gl.tensor, extra_row: gl.tensor, seen: gl.tensor, begin: gl.tensor, tail: gl.tensor,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Begin to copy `tail` keys of the prefix from `begin` on, and from the rows extra_row those whose bits are seen.
+    """Begin to copy `tail` keys of the prefix from `begin` on, and the extra keys whose bit in `seen` is set.
 
-    Other extra keys are not read: their memory may never have been written. Shapes: extra_row [KEYS], seen [] u64.
+    Other extra keys are not read: their memory may be unwritten. Shapes: extra_row [KEYS], seen [] u64.
     """
     t = gl.arange(0, k.shape[0], extra_row.type.layout)
     page = gl.load(table_row_ptr + (begin + t) // PAGE_SIZE, mask=t < tail, other=0).to(gl.int64)
@@ -307,20 +307,20 @@ def _ask_for_tail(
 
 @GluonKernel
 def _bits_of_extra(word: gl.tensor, num_extra: int, KEYS: gl.constexpr) -> gl.tensor:
-    """A word of the mask as bits of a block whose last keys are the extra ones. Shapes: i64, any -> u64."""
+    """Shift a mask word to the bits of a block, whose last keys are the extra ones. Shapes: any i64 -> u64."""
     bits = word.to(gl.uint64, bitcast=True) << (gl.full([], 64, gl.uint64) - num_extra)
     return bits >> (64 - KEYS)
 
 
 @GluonKernel
 def _ones(count: gl.tensor) -> gl.tensor:
-    """The lowest bits, at most 63. Shapes: [] i32 -> [] u64."""
+    """An integer whose `count` lowest bits are set, at most 63. Shapes: [] i32 -> [] u64."""
     return (gl.full([], 1, gl.uint64) << count.to(gl.uint64)) - 1
 
 
 @GluonKernel
 def _show(scores: gl.tensor, bits: gl.tensor) -> gl.tensor:
-    """Minus infinity for keys whose bits are not set. Shapes: scores [rows and heads, KEYS], bits [rows and heads]."""
+    """Set scores of keys whose bit is clear to -inf. Shapes: scores [rows and heads, KEYS], bits [rows and heads]."""
     t = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)).to(gl.uint64)
     return gl.where(((gl.expand_dims(bits, 1) >> gl.expand_dims(t, 0)) & 1) != 0, scores, float("-inf"))
 
@@ -336,7 +336,7 @@ def _ask_for_block(
     page: gl.tensor, wanted: gl.tensor, NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, split: gl.constexpr,
     copy: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Begin to copy a block of keys that lie in those pages; zeros if it is not wanted."""
+    """Begin to copy a block of keys from the given pages, or zeros if it is not wanted."""
     EACH: gl.constexpr = split.size_per_thread[1]
     thread = gl.arange(0, page.shape[0], page.type.layout) * EACH
     base = page.to(gl.int64) * PAGE_SIZE + thread % PAGE_SIZE
@@ -365,8 +365,8 @@ def _weigh(
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """One step of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in powers of two.
 
-    `highest` is not scaled yet: scale_log2 > 0. Returns the weights as a product's left operand, the new highest score
-    and denominator, and what sums so far are to be multiplied by.
+    `highest` is unscaled, which is valid because scale_log2 > 0. Returns the weights as the left operand of a product,
+    the new highest score and denominator, and the factor that rescales earlier sums.
     """
     new_highest = gl.maximum(highest, gl.max(scores, axis=1))
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(new_highest * scale_log2, 1))
@@ -382,7 +382,7 @@ def _store(
     LANES: gl.constexpr, WARPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Store the quotients, 16 bytes a thread. Shapes: acc [rows and heads, d], denominator [rows and heads]."""
-    denominator = gl.where(denominator > 0.0, denominator, 1.0)  # no key: nothing, as a number
+    denominator = gl.where(denominator > 0.0, denominator, 1.0)  # a row without keys: 0, not NaN
     acc = acc / gl.expand_dims(gl.convert_layout(denominator, gl.SliceLayout(1, acc.type.layout)), 1)
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), copy)

@@ -1,6 +1,6 @@
 """The Triton functions of `tree_attention`: one program per KV head and split, request, tile of rows.
 
-How splits are combined is decode attention's (`_decode_attention_kernel`).
+Splits are combined as in decode attention (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows", "num_splits"))
 def tree_attention_kernel(
     q_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, page_table_ptr: tl.tensor,
     prefix_ptr: tl.tensor, extra_rows_ptr: tl.tensor, mask_ptr: tl.tensor, positions_ptr: tl.tensor,
@@ -26,9 +26,9 @@ def tree_attention_kernel(
     BLOCK_D: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr, WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (KV head and split, request, tile of rows); m of a block is (row, head). num_rows are a request's.
+    """Program (KV head and split, request, tile of rows); m of a block is (row, head). num_rows: rows of a request.
 
-    Blocks of the prefix go to the active splits in turn; the extra keys to the split after the last block's.
+    Blocks of the prefix go to the active splits in turn. The extra keys go to the split after the last block's.
     """
     kv_head, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     request = tl.program_id(1).to(tl.int64)
@@ -53,7 +53,7 @@ def tree_attention_kernel(
         q = tl.load(q_ptr + q_row[:, None] + column[None, :], mask=shown, other=0.0)
         k_cache_ptr += kv_head * HEAD_DIM
         v_cache_ptr += kv_head * HEAD_DIM
-        highest = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: what is subtracted from it is no NaN
+        highest = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: with -inf a difference would be NaN
         denominator = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if split == tl.cdiv(num_keys, BLOCK_N) % active:
@@ -67,7 +67,7 @@ def tree_attention_kernel(
             lowest_key + split * BLOCK_N, prefix, active * BLOCK_N, position, scale_log2,
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_D
         )  # fmt: skip
-        denominator = tl.where(denominator > 0.0, denominator, 1.0)  # no key: a weight of nothing, of a number
+        denominator = tl.where(denominator > 0.0, denominator, 1.0)  # a split without keys: avoid 0 / 0
         output, weight = acc / denominator[:, None], highest + tl.log2(denominator)
         out_row = (request * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
         target_ptr = out_ptr + (out_row * HEAD_DIM)[:, None] + column[None, :]
@@ -101,9 +101,9 @@ def _attend_to_extra(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Go on with the softmax over the keys whose bits are set. A block lies in one word of the mask.
+    """Continue the softmax with the extra keys whose bit is set. A block's bits are in one word of the mask.
 
-    A key that no row of the tile sees is not read: its memory may never have been written.
+    A key that no row of the tile attends to is not read: its memory may be unwritten.
     """
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
@@ -143,7 +143,7 @@ def _attend_to_prefix(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Go on with the softmax over every stride-th block of the prefix. Without a window every row sees all keys."""
+    """Continue the softmax with every stride-th block of the prefix. Without a window nothing is masked."""
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
     for block in range(first_key, prefix, stride):

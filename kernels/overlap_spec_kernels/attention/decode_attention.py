@@ -1,18 +1,19 @@
 """Attention of a decode or verify step in one launch: rotates q and k, writes k and v, attends, combines the splits.
 
 Each request has the same W rows at consecutive positions p .. p + W - 1. Blocks of cached keys go to the splits in
-turn, so that which keys a split reads first does not depend on the length; the last split also takes the new rows,
-straight from qkv:
+turn, so the first keys of a split do not depend on the length. The last active split also takes the new rows, which it
+reads from qkv:
 
     keys 0 .. p - 1 in blocks | 0 | 1 | 2 | 3 | 4 |   new rows p .. p + W - 1
     3 active splits             0   1   2   0   1     2 (rotates k, writes k and v, causal mask)
 
-So no program reads from the cache what another writes in the same launch. The number of splits comes from shapes
-alone; how many of them are active, from the request's length on the device. The active split that arrives last at
-a counter combines their outputs, in the order of the splits, and puts the counter back to zero.
+So no program reads cache rows that another program writes in the same launch. The number of splits comes from shapes
+alone; the number of active splits comes from the request's length, on the device. The active split that arrives last at
+a counter combines the outputs, in the order of the splits, and resets the counter to zero.
 
-Two kernels: on Hopper, up to 16 rows and heads of a common size in 16 bits pass their keys through shared memory
-(`_decode_attention_gluon`); for all else, windows among it, keys wait in registers (`_decode_attention_kernel`).
+There are two kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
+shared memory (`_decode_attention_gluon`). In all other cases, sliding windows included, keys wait in registers
+(`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from overlap_spec_kernels.attention._decode_attention_kernel import decode_atten
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
+from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
 
-MAX_WIDTH = 16  # new rows of a request: one side of a tensor-core product
 _MAX_BLOCK_M = 64  # rows times heads of a tile
 _BLOCK_BYTES = 16384  # of K, and of V, in one block
-_KEYS_PER_SPLIT = 8  # for each row of a tile: combining a split costs as much as reading about that many more keys
-_COMBINED_AT_ONCE = 8192  # numbers of the splits' outputs that a program holds while it combines
+_KEYS_PER_SPLIT = 8  # per row of a tile: combining a split costs about as much as reading that many keys
+_COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds while it combines them
 _LOG2_E = 1.4426950408889634
 
 
 class _Ring(NamedTuple):
-    """How a program's keys pass through shared memory, where 16-bit heads and few rows allow it."""
+    """The ring in shared memory that a program's keys pass through: 16-bit heads and few rows only."""
 
     warps: int
-    keys: int  # of a warp in one block; a block is no larger than the smallest split
-    stages: int  # blocks on their way
+    keys: int  # keys of one warp in a block; a block is no larger than the smallest split
+    stages: int  # blocks that are loading at once
 
 
 _RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB and 96 KB
@@ -50,20 +51,20 @@ _RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """What the splits of `decode_attention` hand to each other. Launches on one stream may share it.
+    """Memory through which the splits of `decode_attention` combine. Launches on one stream may share it.
 
     P programs, of at most 64 rows and heads each. The counters are zero between launches.
     """
 
-    outputs: Tensor  # [P * 64, d padded] f32, attention to the split's keys alone
+    outputs: Tensor  # [P * 64, d padded] f32, attention over the split's own keys
     weights: Tensor  # [P * 64] f32, log2 of the sum of 2^score over those keys
     counters: Tensor  # [P] i32, splits that have arrived
 
     @classmethod
     def allocate(cls, head_dim: int, device: torch.device, num_programs: int | None = None) -> DecodeScratch:
-        """For every op call with heads up to that size. By default P is twice a GPU's multiprocessors, and 1 on a CPU.
+        """Scratch for heads up to `head_dim`. By default P is twice a GPU's multiprocessors, and 1 on a CPU.
 
-        A launch splits its keys into as many programs as fit into P: fewer, longer splits with a smaller P.
+        A launch has at most P programs: with a smaller P, splits are fewer and longer.
         """
         if num_programs is None and device.type != "cuda":
             num_programs = 1
@@ -86,18 +87,18 @@ def decode_attention(
     v_cache: Tensor,
     scratch: DecodeScratch,
     scale: float,
-    settled: bool = False,
+    read_before_wait: bool = False,
     window: int | None = None,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
 
-    With a window, over the last so many of them: max(0, p - window + 1)..p. Earlier keys are not read.
+    With a sliding window: over keys max(0, p - window + 1)..p. Earlier keys are not read.
 
     W = T / B consecutive rows of qkv belong to request b, at consecutive positions, with every earlier key in the
     cache. Cache row = page * page_size + offset; page-table entries beyond a request's last position are never
     followed. q and k are rotated in float32 and rounded; scores and sums are float32 (float64 for float64).
-    settled: a kernel that is no dependent launch ran after positions, page_table and the earlier keys were written, so
-    only qkv has to be waited for.
+    read_before_wait: an ordinary launch ran after positions, page_table and the earlier keys were written, so these are
+    read before the wait for the kernels before this one (PDL); only qkv is read after it.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
     page_table [B, P] i32, caches [num_pages, page_size, nkv, d] -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
@@ -109,19 +110,21 @@ def decode_attention(
     require(v_cache.dtype == qkv.dtype, "v_cache", "the dtype of qkv")
     require(qkv.dim() == 2 and qkv.stride(1) == 1, "qkv", "[T, (nq + 2 nkv) d] with a contiguous last dimension")
     group, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, num_kv_heads * head_dim)
-    require(rest == 0 and 1 <= group <= MAX_WIDTH, "qkv", "1 to 16 query heads for each head of the cache")
+    require(rest == 0 and 1 <= group <= MAX_GROUP, "qkv", "1 to 16 query heads for each head of the cache")
     require(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim and cos_sin.is_contiguous(), "cos_sin", "[P, d]")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
     require(positions.is_contiguous(), "positions", "contiguous")
     width, rest = divmod(num_rows, num_requests)
-    require(rest == 0 and 1 <= width <= MAX_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each")
+    require(
+        rest == 0 and 1 <= width <= MAX_CHAIN_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each"
+    )
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(qkv):
         return _decode_attention_triton(
-            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, settled, window
+            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window
         )
     return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window)
 
@@ -136,7 +139,7 @@ def decode_attention_reference(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """The two ops that it replaces, one after the other. Sync: reads positions and page_table on the host."""
+    """`rope_kv_write`, then `paged_attention`. Sync: reads positions and page_table on the host."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     heads = qkv.unflatten(1, (-1, head_dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -150,14 +153,14 @@ def decode_attention_reference(
 
 
 def _padded_half(head_dim: int) -> int:
-    """A head is held as two halves, each padded to a power of two, and together no smaller than a dot's side."""
+    """Columns of a padded half head: a power of two, and two halves fill the smallest side of a tensor-core product."""
     return max(next_power_of_2(head_dim // 2), 8)
 
 
 class _Tiling(NamedTuple):
-    """How the rows, heads and keys of a request are cut into programs. From shapes alone."""
+    """How the rows, heads and keys of a request are divided among programs, chosen from shapes alone."""
 
-    rows: int  # of a tile
+    rows: int  # rows of a tile
     block_m: int  # rows times query heads of a KV head, padded
     block_n: int  # cached keys read at once
     num_tiles: int
@@ -167,20 +170,20 @@ class _Tiling(NamedTuple):
 def _tiling(
     qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int, window: int | None
 ) -> _Tiling:
-    """Fill tiles with heads first, then rows; then split the keys into as many programs as may run at once."""
+    """Fill tiles with heads first, then rows; then split the keys among as many programs as run at once."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     width = qkv.shape[0] // num_requests
     largest_m = 16 if qkv.dtype == torch.float32 else _MAX_BLOCK_M
     block_m = max(min(next_power_of_2(width * group), largest_m), 16)
     rows = min(block_m // group, width)
     num_tiles = ceil_div(width, rows)
-    crowded = block_m == _MAX_BLOCK_M or qkv.dtype == torch.float32  # large sums, or operands, in registers
+    crowded = block_m == _MAX_BLOCK_M or qkv.dtype == torch.float32  # large sums or operands in registers
     block_bytes = _BLOCK_BYTES // 2 if crowded else _BLOCK_BYTES
     block_n = min(max(block_bytes // (2 * _padded_half(head_dim) * qkv.element_size()), 16), 128)
     capacity = page_table.shape[1] * page_size
     most_splits = ceil_div(capacity if window is None else min(capacity, window), _KEYS_PER_SPLIT * block_m)
     if num_requests == 1:
-        num_programs = max(num_programs // 2, 1)  # a lone request has splits enough, and idle ones are in its way
+        num_programs = max(num_programs // 2, 1)  # one request has enough splits; idle programs would slow it down
     num_splits = min(num_programs // (num_requests * num_kv_heads * num_tiles), most_splits)
     return _Tiling(rows, block_m, block_n, num_tiles, max(num_splits, 1))
 
@@ -194,7 +197,7 @@ def _decode_attention_triton(
     v_cache: Tensor,
     scratch: DecodeScratch,
     scale: float,
-    settled: bool = False,
+    read_before_wait: bool = False,
     window: int | None = None,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
@@ -207,16 +210,22 @@ def _decode_attention_triton(
         *(scratch.outputs, scratch.weights, scratch.counters),
         *(scale * _LOG2_E, qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, tiling.num_splits),
     )
-    shared = {"WIDTH": width, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "SETTLED": settled}
+    shared = {
+        "WIDTH": width,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "READ_BEFORE_WAIT": read_before_wait,
+    }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
     if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group)):
-        decode_attention_gluon_kernel[grid](  # so few rows are one tile
+        decode_attention_gluon_kernel[grid](  # so few rows make one tile
             *arguments,
             HEAD=head_dim,
             WARPS=ring.warps,
             KEYS=ring.keys,
             STAGES=ring.stages,
-            COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 numbers a thread
+            COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 elements per thread
             num_warps=ring.warps,
             **shared,
         )
@@ -228,7 +237,7 @@ def _decode_attention_triton(
         HALF=head_dim // 2,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
-        BLOCK_W=MAX_WIDTH,
+        BLOCK_W=MAX_CHAIN_WIDTH,
         BLOCK_HALF=block_half,
         WINDOW=window or 0,
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * block_half), 1),
@@ -240,8 +249,8 @@ def _decode_attention_triton(
 
 
 def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int) -> _Ring | None:
-    """For a tile of so many rows and heads; None where the Triton kernel stays."""
+    """The ring for a tile of `rows` (row, head) pairs; None where the Triton kernel runs."""
     if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not runs_gluon(qkv.device):
         return None
-    is_aligned = k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0  # what one thread copies
+    is_aligned = k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0  # one thread copies 16 bytes
     return _RINGS.get(k_cache.shape[3]) if is_aligned else None

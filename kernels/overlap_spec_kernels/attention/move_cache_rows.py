@@ -1,4 +1,4 @@
-"""Moves the KV that survives a tree's verdict to where a chain would have put it, for all layers in one launch."""
+"""Moves the KV rows of a tree's accepted path to the cache rows of consecutive positions, all layers in one launch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 if TYPE_CHECKING:
     import triton.language as tl
 
-_MAX_ROWS = 64  # of a request: a program holds them all
-_BLOCK = 4096  # numbers of K, and of V, that a program moves
+_MAX_ROWS = 64  # rows of a request: one program holds them all
+_BLOCK = 4096  # elements of K, and of V, that a program moves
 
 
 def move_cache_rows(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:
@@ -59,7 +59,7 @@ def _move_cache_rows_triton(k: Tensor, v: Tensor, source: Tensor, target: Tensor
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _move_cache_rows_kernel(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -74,7 +74,8 @@ def _move_cache_rows_kernel(
 ) -> None:
     """Program (request, part of a row, layer). num_rows: cache rows of a layer.
 
-    It reads all rows of its part before it writes one: the barrier keeps a warp from writing what another still reads.
+    A program reads all rows of its part before it writes one: the barrier keeps a warp from writing rows that another
+    warp still reads.
     """
     request = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)

@@ -1,14 +1,14 @@
 """Causal attention of new rows to their own request's K and V, read through a page table.
 
-Requests may have any number of rows each: this serves prefill, and steps with uneven or many rows. A program takes a
-tile of rows of one request with all query heads that share a KV head, so K and V are read once for them:
+Each request may have any number of rows, as in prefill and in steps with uneven or many rows. A program takes a tile of
+rows of one request and all query heads that share a KV head, so K and V are read once for them:
 
     tile, 2 rows of a GQA group of 3        keys 0 .. p of the request
       m = 0 1 2 | 3 4 5   (row, head)       |- split 0 -|- split 1 -|- split 2 -|
                                              partial     partial     partial     -> combined per row and head
 
-The launch grid comes from shapes alone (rows, heads, the capacity of a page table); the keys of a request are
-divided among its splits on the device, by its length, so nothing waits for the device and a graph can be captured.
+The launch grid comes from shapes alone (rows, heads, the capacity of a page table). The keys of a request are divided
+among its splits on the device, by its length. So the host never waits, and a CUDA graph can capture the launch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _MIN_DOT = 16  # the smallest side of a tensor-core product
 _BLOCK_BYTES = 16384  # of K, and of V, in one block: two stages of both fit in the shared memory of any recent GPU
-_PROGRAMS_PER_SM = 2  # what the split count aims at, so that enough loads are in flight
+_PROGRAMS_PER_SM = 2  # the split count aims at this many, so that enough loads are in flight
 _MAX_SPLITS = 64
-_FEW_SPLITS = 8  # combining few splits is a kernel of its own; more than two would be compiled too late for somebody
+_FEW_SPLITS = 8  # combining few splits is a kernel of its own; with more than two, one would be compiled in a step
 _LOG2_E = 1.4426950408889634
 
 
@@ -44,10 +44,10 @@ def paged_attention(
     uniform: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Let the row at position p attend to keys 0..p of its request: softmax(q K^T * scale) V.
+    """softmax(q K^T * scale) V, where the row at position p attends to keys 0..p of its request.
 
-    With a window, to the last so many of them: max(0, p - window + 1)..p (Beltagy et al. 2020, arXiv:2004.05150).
-    Keys before the first row's window are not read.
+    With a sliding window it attends to keys max(0, p - window + 1)..p (Beltagy et al. 2020, arXiv:2004.05150). Keys
+    before the first row's window are not read.
 
     Rows row_starts[b]..row_starts[b + 1] - 1 belong to request b, at ascending positions. No request has more than
     max_rows rows; uniform: each has exactly max_rows. Entries of the page table beyond a request's last position
@@ -103,7 +103,7 @@ def paged_attention_reference(
 
 
 def _read_pages(caches: tuple[Tensor, Tensor], pages: Tensor, begin: int, end: int) -> list[Tensor]:
-    """Rows begin..end - 1 of those pages, without a copy where they are consecutive."""
+    """Rows begin..end - 1 of the given pages; a view if the pages are consecutive."""
     first, count, page_size = int(pages[0]), pages.shape[0], caches[0].shape[1]
     if torch.equal(pages, torch.arange(first, first + count, dtype=pages.dtype, device=pages.device)):
         start = first * page_size
@@ -116,7 +116,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, wi
 
     Shapes: q [n, nq, d], k, v [keys, nkv, d], positions [n] -> [n, nq, d].
     """
-    visible = None  # a single row sees every key that was read
+    visible = None  # a single row attends to every key that was read
     if q.shape[0] > 1:
         key = torch.arange(k.shape[0], device=k.device)
         visible = key <= positions[:, None]
@@ -127,9 +127,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, wi
 
 
 class _Tiling(NamedTuple):
-    """How the rows, heads and keys of a request are cut into programs. From shapes alone."""
+    """How the rows, heads and keys of a request are divided among programs, chosen from shapes alone."""
 
-    rows: int  # of a tile
+    rows: int  # rows of a tile
     block_m: int  # rows times query heads of a KV head, padded
     block_n: int  # keys read at once
     block_d: int
@@ -216,7 +216,7 @@ def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_splits",))
 def _paged_attention_kernel(
     q_ptr: tl.tensor,
     k_ptr: tl.tensor,
@@ -242,9 +242,9 @@ def _paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (tile, KV head and split, request); m of a block is (row, head). SPLIT writes undivided sums, stats.
+    """Program (tile, KV head and split, request); m of a block is (row, head).
 
-    WINDOW is 0 for rows that see all keys up to their own.
+    With SPLIT it writes sums before the division by the denominator, and stats. WINDOW is 0 without a sliding window.
     """
     kv_head = tl.program_id(1) // num_splits
     split = tl.program_id(1) % num_splits
@@ -261,7 +261,7 @@ def _paged_attention_kernel(
         q_head_ptr = q_ptr + row * q_row_stride + head * q_head_stride
         q = tl.load(q_head_ptr[:, None] + column[None, :], mask=mask, other=0.0)
         position = tl.load(positions_ptr + row, mask=live, other=-1)
-        # This split's share of the keys that any row sees, in whole blocks; the last ones may have none.
+        # This split's share, in whole blocks, of the keys that some row attends to; the last splits may have none.
         num_keys = tl.load(positions_ptr + end_row - 1).to(tl.int32) + 1
         lowest_key = 0
         if WINDOW:
@@ -305,7 +305,7 @@ def _attend_to_keys(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """An online softmax over keys first_key..end_key - 1. Returns (sum of p V, highest score, sum of p).
 
-    The lowest score is finite, so that a row whose keys so far are all masked subtracts it without a NaN.
+    The lowest score is finite: a row whose keys so far are all masked subtracts it without a NaN.
     """
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
@@ -334,7 +334,7 @@ def _attend_to_keys(
     return acc, highest, denominator
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_splits",))
 def _combine_kernel(
     partial_ptr: tl.tensor,
     stats_ptr: tl.tensor,
@@ -344,7 +344,7 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per row and head: weigh the splits' sums. A split without keys has denominator 0 and wrote no sum."""
+    """One program per row and head adds the weighted sums. A split without keys has denominator 0 and wrote no sum."""
     out_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)

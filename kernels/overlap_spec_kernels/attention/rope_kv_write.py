@@ -1,7 +1,6 @@
 """Rotary position embedding of q and k, and the write of k and v into the paged cache, in one pass.
 
-The halves of a head are rotated against each other (Llama, GPT-NeoX), as one would write for each head x of a row at
-position p:
+The halves of a head are rotated against each other (Llama, GPT-NeoX). For each head x of a row at position p:
 
     (x1, x2) -> (x1 * cos[p] - x2 * sin[p],  x2 * cos[p] + x1 * sin[p])
 """
@@ -139,7 +138,7 @@ def _rope_kv_write_kernel(
 ) -> None:
     """One program per row and group of heads: q's groups first, then those of k and v.
 
-    What does not depend on the position is asked for before it is there.
+    Loads that do not depend on the position are issued before it arrives.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -1,9 +1,9 @@
 """Attention of the rows of a tree: to a shared prefix through the page table, and to extra keys by a bit mask.
 
-Every request has the same R rows and the same M extra keys:
+Every request has R rows and M extra keys:
 
-    keys of a request   | places 0 .. prefix - 1, by page table | extra keys, by their cache rows |
-    a row sees            all (with a window, those near it)      those whose bit is set
+    keys of a request    | places 0 .. prefix - 1, by page table | extra keys, by their cache rows |
+    a row attends to       all (with a window, those near it)      those whose bit is set
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ from overlap_spec_kernels.attention._tree_attention_gluon import tiles_for
 from overlap_spec_kernels.attention._tree_attention_kernel import tree_attention_kernel
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MASK_BITS, MAX_GROUP, MAX_TREE_WIDTH
 
-MAX_TREE_ROWS = 64  # of a request
-_MAX_GROUP = 16  # query heads of a KV head
-_MASK_BITS = 64
-_SHARED_M = 64  # rows times heads of a tile whose keys are split: what the scratch has room for
-_MAX_BLOCK_M = 128  # of a tile that takes all keys
-_MIN_BLOCK_M = 32  # where programs are few, tiles shrink to this
+_SHARED_M = 64  # rows times heads of a tile with split keys: the scratch has room for so many
+_MAX_BLOCK_M = 128  # the same for a tile that takes all keys
+_MIN_BLOCK_M = 32  # the smallest tile, where programs are few
 _BLOCK_BYTES = 16384  # of K, and of V, in one block
 _MAX_BLOCK_E = 32  # extra keys of a block
-_KEYS_PER_SPLIT = 4  # for each row of a tile: about as many as combining a split costs
-_STAGES = 2  # blocks of the prefix on their way
-_COMBINED_AT_ONCE = 8192  # numbers of the splits' outputs that a program holds while it combines
+_KEYS_PER_SPLIT = 4  # per row of a tile: combining a split costs about as much as reading that many keys
+_STAGES = 2  # blocks of the prefix that are loading at once
+_COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds while it combines them
 _LOG2_E = 1.4426950408889634
 
 
@@ -50,7 +48,7 @@ def tree_attention(
 
     Row b R + r of q sees extra key j, which lies in cache row extra_rows[b, j], if bit j % 64 of
     mask[b, r, j // 64] is set; bits from M on are not read. With a window, of the prefix it sees the places p with
-    positions[b R + r] - p < window; the extra keys are as near as the caller says. A row that sees nothing is 0.
+    positions[b R + r] - p < window; the extra keys are as near as the mask has them. A row that sees nothing is 0.
     Page-table entries beyond the prefix, and extra rows that no row of a request sees, are never followed. Scores,
     softmax and sums are float32 (float64 for float64). scratch: of `decode_attention`; without it, memory for splits
     of the keys is allocated and cleared.
@@ -66,16 +64,16 @@ def tree_attention(
     require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
     require(v_cache.dtype == q.dtype, "v_cache", "the dtype of q")
     group, rest = divmod(num_heads, k_cache.shape[2])
-    require(rest == 0 and 1 <= group <= _MAX_GROUP, "q", "1 to 16 query heads for each head of the cache")
+    require(rest == 0 and 1 <= group <= MAX_GROUP, "q", "1 to 16 query heads for each head of the cache")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
     width, rest = divmod(num_rows, num_requests)
-    require(rest == 0 and 1 <= width <= MAX_TREE_ROWS, "q", "the same 1 to 64 rows for each row of page_table")
+    require(rest == 0 and 1 <= width <= MAX_TREE_WIDTH, "q", "the same 1 to 64 rows for each row of page_table")
     require(prefix.shape == (num_requests,) and prefix.dtype == torch.int64, "prefix", "[B] int64")
     require(extra_rows.dim() == 2 and extra_rows.shape[0] == num_requests, "extra_rows", "[B, M]")
     num_extra = extra_rows.shape[1]
     require(extra_rows.dtype == torch.int64 and num_extra >= 1, "extra_rows", "int64, at least one column")
-    require(mask.shape == (num_requests, width, ceil_div(num_extra, _MASK_BITS)), "mask", "[B, R, ceil(M / 64)]")
+    require(mask.shape == (num_requests, width, ceil_div(num_extra, MASK_BITS)), "mask", "[B, R, ceil(M / 64)]")
     require(mask.dtype == torch.int64, "mask", "int64")
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[B * R] int64")
     for name, value in {"prefix": prefix, "extra_rows": extra_rows, "mask": mask, "positions": positions}.items():
@@ -105,7 +103,7 @@ def tree_attention_reference(
     """Attend request by request. Sync: reads prefix, mask and positions on the host."""
     num_extra, out = extra_rows.shape[1], torch.empty_like(q)
     bit = torch.arange(num_extra, device=q.device)
-    seen = (mask[:, :, bit // _MASK_BITS] >> (bit % _MASK_BITS) & 1).bool()  # [B, R, M]
+    seen = (mask[:, :, bit // MASK_BITS] >> (bit % MASK_BITS) & 1).bool()  # [B, R, M]
     rows = zip(out.chunk(len(prefix)), q.chunk(len(prefix)), positions.chunk(len(prefix)), strict=True)
     for request, (target, queries, at) in enumerate(rows):
         places = _visible_places(int(prefix[request]), at, window)
@@ -121,7 +119,7 @@ def tree_attention_reference(
 
 
 def _visible_places(prefix: int, positions: Tensor, window: int | None) -> Tensor:
-    """Places of the prefix that some row sees. Shapes: positions [R] -> [n] i64."""
+    """Places of the prefix that some row attends to. Shapes: positions [R] -> [n] i64."""
     first = 0 if window is None else min(max(int(positions.min()) - window + 1, 0), prefix)
     return torch.arange(first, prefix, device=positions.device)
 
@@ -136,14 +134,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
 
 
 def _padded(head_dim: int) -> int:
-    """No smaller than a side of a tensor-core product."""
+    """`head_dim` padded to a power of two, no smaller than a side of a tensor-core product."""
     return max(next_power_of_2(head_dim), 16)
 
 
 class _Tiling(NamedTuple):
-    """How the rows, heads and keys of a request are cut into programs. From shapes alone."""
+    """How the rows, heads and keys of a request are divided among programs, chosen from shapes alone."""
 
-    rows: int  # of a tile
+    rows: int  # rows of a tile
     block_m: int  # rows times query heads of a KV head, padded
     block_n: int  # keys of the prefix read at once
     num_tiles: int
@@ -151,7 +149,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(q: Tensor, k_cache: Tensor, page_table: Tensor, num_programs: int, window: int | None) -> _Tiling:
-    """Tiles as large as leave programs for the whole GPU; then split the keys into as many as may run at once."""
+    """Take the largest tiles that still give the whole GPU programs; then split the keys to fill what is left."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     width, group = q.shape[0] // num_requests, q.shape[1] // num_kv_heads
     full_m = max(next_power_of_2(width * group), 16)
@@ -176,7 +174,7 @@ def _tiling(q: Tensor, k_cache: Tensor, page_table: Tensor, num_programs: int, w
     capacity = page_table.shape[1] * page_size
     most_splits = ceil_div(capacity if window is None else min(capacity, window + width), _KEYS_PER_SPLIT * block_m)
     if num_requests == 1:
-        num_programs = max(num_programs // 2, 1)  # a lone request has splits enough, and idle ones are in its way
+        num_programs = max(num_programs // 2, 1)  # one request has enough splits; idle programs would slow it down
     num_splits = min(num_programs // units(block_m), most_splits) if block_m <= _SHARED_M else 1
     return _Tiling(tiles(block_m)[0], block_m, block_n, tiles(block_m)[1], max(num_splits, 1))
 

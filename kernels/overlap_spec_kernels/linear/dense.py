@@ -1,11 +1,15 @@
-"""A weight that is a matrix of the model's own type, and the kernels that multiply by it.
+"""A weight matrix in the model's own type, and the choice of the kernel that multiplies by it.
 
-With few rows a linear takes as long as reading its weight, and a launch takes as long as reading a small one. So
-nothing else is launched, and the weight is asked for before the kernel that writes the rows has ended. Four kernels:
-short rows of W wait in registers where those of x are few (`whole_rows_linear.py`), others stream through shared
-memory (`streamed_linear.py`), large weights for more rows in tiles (`warpgroup_linear.py`), and gates and maxima of
-many rows in tiles that two multiprocessors share (`wide_linear.py`). Where none of them is faster, a BLAS and the row
-kernels do: the twin.
+With few rows a linear takes as long as reading its weight, and a launch takes as long as reading a small weight. So
+each linear is one launch, and it starts to load its weight before the kernel that writes its rows has ended. The four
+kernels:
+
+    whole_rows_linear.py   few rows of x, short rows of W: W waits in registers
+    streamed_linear.py     few rows of x: W streams through shared memory
+    warpgroup_linear.py    17 to 128 rows of x, large W: tiles of warpgroup products
+    wide_linear.py         many rows of x, gated or argmax: tiles that two multiprocessors share
+
+Where none of them is faster than a BLAS followed by the row kernels, those run: the twin.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 @dataclass(frozen=True, slots=True)
 class DenseWeight(LinearOperand):
-    """W as it is."""
+    """W, unquantised."""
 
     matrix: Tensor  # [O, I]
 
@@ -92,12 +96,12 @@ def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | No
 
 
 def cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
-    """How a linear through shared memory is cut up; None where neither kernel applies."""
+    """How the streamed or the warpgroup kernel divides a linear; None if neither applies."""
     return stream_for(x, weight, gated) or tiles_for(x, weight, gated)
 
 
 def _launch(x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed | None:
-    """Run one of the kernels, or none: None."""
+    """Run the kernel that applies. Returns None, having run nothing, if none does."""
     rows = rows_of(x)
     if cut := whole_rows_for(rows, weight, gated) or cut_for(rows, weight, gated):
         call = call_of(x, weight, gated, add, dtype, cut.block_n)
@@ -112,7 +116,10 @@ def _launch(x: Tensor | Normed, weight: Tensor, gated: bool, add: Addition | Non
 
 
 def _wide_cut(rows: Tensor, weight: Tensor, gated: bool) -> Wide | None:
-    """Compile the kernel when a weight that it can multiply by is first met, so that no later step waits for that."""
+    """How the wide kernel divides a linear; None if it does not apply.
+
+    It is compiled for the first weight that it can multiply by, so that no later step waits for the compiler.
+    """
     wide = wide_for(rows, weight, gated)
     if wide is None:
         return None

@@ -1,11 +1,11 @@
-"""Linears with what surrounds them in a decoder layer: the scale of a norm, a gate, or an addition.
+"""Linears fused with their neighbours in a decoder layer: the scale of a norm, a gate, or the residual addition.
 
     fused_linear   y = scale * (x W^T)                 scale from the sums of squares of a `Normed` residual
                    y = silu(gate) * up                 if gated; W holds gate's rows first
     linear_logits  the same, in float32
-    linear_add     v = residual + x W^T                and v times the next norm's weight, and its sums of squares
+    linear_add     v = residual + x W^T                also writes v times the next norm's weight, and sums of v^2
 
-W is a `LinearOperand`, which brings the kernels: `DenseWeight` (`dense.py`), `Int8Weight` (`int8.py`).
+W is a `LinearOperand`, whose class has the kernels: `DenseWeight` (`dense.py`), `Int8Weight` (`int8.py`).
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from overlap_spec_kernels.norm.normed import Norm, Normed, rows_of
 
 
 def fused_linear(x: Tensor | Normed, weight: LinearOperand, gated: bool = False) -> Tensor:
-    """`x @ weight.T` of the normalised rows; then silu(first half) * second half, if gated. Sums are float32.
+    """`x @ weight.T` of the normalised rows; if gated, then silu(first half) * second half. Sums are float32.
 
     Shapes: x [T, I], weight [O, I] -> [T, O], or [T, O / 2] if gated. Raises: ValueError naming the argument.
     Sync: never.
@@ -29,7 +29,7 @@ def fused_linear(x: Tensor | Normed, weight: LinearOperand, gated: bool = False)
 
 
 def linear_logits(x: Tensor | Normed, weight: LinearOperand) -> Tensor:
-    """`x @ weight.T` of the normalised rows, not rounded to 16 bits: logits are compared, and ties would be common.
+    """`x @ weight.T` of the normalised rows in float32: logits rounded to 16 bits would often be equal.
 
     Shapes: x [T, I], weight [V, I] -> [T, V], float32 or wider. Raises: ValueError naming the argument. Sync: never.
     """
@@ -38,7 +38,7 @@ def linear_logits(x: Tensor | Normed, weight: LinearOperand) -> Tensor:
 
 
 def linear_add(x: Tensor, weight: LinearOperand, residual: Tensor, norm: Norm) -> Normed:
-    """`residual + x @ weight.T`, on its way into the next norm. Sums are float32.
+    """`residual + x @ weight.T`, prepared for the next norm. Sums are float32.
 
     Shapes: x [T, I], weight [O, I], residual [T, O]. Raises: ValueError naming the argument. Sync: never.
     """

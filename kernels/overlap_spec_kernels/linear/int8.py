@@ -1,8 +1,8 @@
-"""A weight of 8-bit integers with a scale for each row, in one kernel and without speed in mind.
+"""A weight of 8-bit integers with a scale for each row, and its one kernel, which is not tuned for speed.
 
     W = scales * values        y = (x values^T) * scales
 
-Both factors of a product are exact in every type that x may have, so a scale is applied to sums alone.
+Integers of 8 bits are exact in every type that x may have, so only the sums are multiplied by a scale.
 """
 
 from __future__ import annotations
@@ -39,11 +39,20 @@ class Int8Weight(LinearOperand):
 
     values: Tensor  # [O, I] i8
     scales: Tensor  # [O] f32 (f64 for a float64 model)
-    dtype: torch.dtype  # of x
+    dtype: torch.dtype  # the type of x
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def rows(self, ids: Tensor | slice) -> Int8Weight:
+        """Some rows of W: a view for a slice, a copy for [N] i64."""
+        return Int8Weight(self.values[ids], self.scales[ids], self.dtype)
 
     def check(self, x: Tensor) -> None:
         values, scales = self.values, self.scales
@@ -87,7 +96,7 @@ def int8_linear_reference(x: Tensor, values: Tensor, scales: Tensor, dtype: torc
     return (F.linear(wide, values.to(wide.dtype)) * scales).to(dtype)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _int8_linear_kernel(
     x_ptr: tl.tensor,
     values_ptr: tl.tensor,
@@ -102,7 +111,7 @@ def _int8_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One program for BLOCK_M rows of x and BLOCK_N rows of W, which become x's type in registers."""
+    """One program for BLOCK_M rows of x and BLOCK_N rows of W, which are converted to x's type in registers."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The column of the largest logit, without writing logits."""
+"""The column of each row's largest logit, found without writing the logits to memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Cut(Protocol):
-    """How a linear is cut up among programs, each of which finds the best of its columns."""
+    """How a linear is divided among programs, each of which finds the best of its columns."""
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """Programs of each row."""
+        """Number of programs that share each row."""
         ...
 
     def run(self, call: Call, programs: int) -> None:
@@ -30,7 +30,7 @@ class Cut(Protocol):
 
 
 def linear_argmax(x: Tensor | Normed, weight: LinearOperand, ids: Tensor | None = None) -> Tensor:
-    """`(x @ weight.T).argmax(1)` of the normalised rows, the first of equal logits; looked up in `ids` if given.
+    """`(x @ weight.T).argmax(1)` of the normalised rows, the first of equal logits; mapped through `ids` if given.
 
     Logits are float32, or as wide as x. Shapes: x [T, H], weight [V, H], ids [V] i64 -> [T] i64.
     Raises: ValueError naming the argument. Sync: never.
@@ -41,9 +41,9 @@ def linear_argmax(x: Tensor | Normed, weight: LinearOperand, ids: Tensor | None 
 
 
 def argmax_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Cut, by_row: bool) -> Tensor:
-    """Run `cut`, then find the best of what its programs found; `by_row` says that they leave one row's together.
+    """Run `cut`, then find the best of what its programs found; `by_row`: they leave one row's together.
 
-    A norm's scale is positive: it changes no row's order, and is left out.
+    A norm's scale is positive and does not change a row's argmax, so it is left out.
     """
     programs, num_rows = cut.num_programs(weight, False), rows.shape[0]
     best = _empty_best(programs, num_rows, rows.device, by_row)
@@ -72,7 +72,7 @@ def _empty_best(programs: int, num_rows: int, device: torch.device, by_row: bool
     return torch.empty((programs, num_rows), dtype=torch.float32, device=device)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("program_step", "row_step"))
 def _best_kernel(
     best_ptr: tl.tensor,
     best_at_ptr: tl.tensor,

@@ -1,8 +1,8 @@
-"""What a linear multiplies by: a class for each format of a weight, with the kernels of that format.
+"""The weight of a linear: a class for each format, with the kernels of that format.
 
-The ops (`fused_linear`, `linear_logits`, `linear_add`, `linear_argmax`) check what all formats have in common, and call
-the operand. A new format implements `check`, `product` and `logits`; what surrounds a product in a layer is then a
-sequence of operations, which a format replaces where it has a kernel for all of them.
+The ops (`fused_linear`, `linear_logits`, `linear_add`, `linear_argmax`) check what all formats have in common and call
+the operand. A new format implements `check`, `product` and `logits`. The defaults of `gated`, `add` and `argmax` run a
+product and then separate ops; a format overrides them where it has a fused kernel.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ class LinearOperand(ABC):
 
     @abstractmethod
     def logits(self, x: Tensor | Normed) -> Tensor:
-        """`product` that is not rounded to 16 bits. Shapes: [T, I] -> [T, O], float32 or wider."""
+        """`product` without rounding to 16 bits. Shapes: [T, I] -> [T, O], float32 or wider."""
 
     def gated(self, x: Tensor | Normed) -> Tensor:
         """silu(first half) * second half of the product. Shapes: [T, I] -> [T, O / 2]."""
         return silu_mul(self.product(x))
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        """The product's sum with the residual, on its way into the norm. Shapes: x [T, I], residual [T, O]."""
+        """`residual + product`, prepared for the norm. Shapes: x [T, I], residual [T, O]."""
         rows, values = add_rms_norm(self.product(x), residual, norm.weight, norm.eps)
         return Normed(values, rows)
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
-        """The column of each row's largest logit, the first of equal ones. Shapes: ids [O] i64 -> [T] i64."""
+        """The column of each row's largest logit, the first of equals, mapped through `ids` if given.
+
+        Shapes: x [T, I], ids [O] i64 -> [T] i64.
+        """
         columns = self.logits(x).argmax(-1)
         return columns if ids is None else ids[columns]

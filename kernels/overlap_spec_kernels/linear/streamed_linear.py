@@ -1,13 +1,14 @@
-"""The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for 16-bit weights.
+"""The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for 16-bit weights and few rows of x.
 
-A program streams its rows of W through a ring in shared memory, together with the columns of x that meet them. The
-ring is filled before x is there: nothing writes W. Each warp multiplies its own part of K, so a product is short; W is
-the left operand, whose 16 rows are the smallest that a tensor core takes, and x's rows are padded to 8 only.
+A program streams its rows of W, and the matching columns of x, through a ring buffer in shared memory. No kernel writes
+W, so the ring is filled with W before x is ready. Each warp multiplies its own part of K, so a product is short. W is
+the left operand, whose smallest tile has 16 rows; x is the right one, whose rows are padded to 8 only.
 
     ring      [stage] | parts of K, rows of W, K / parts |   16 bytes a thread, swizzled
-    product   [parts, rows of W, rows of x] -> summed over parts when a row of W has passed
+    product   [parts, rows of W, rows of x] -> summed over parts at the end of each block of rows of W
 
-It is written in Gluon because a Triton loop fills its ring after the wait (benchmarks/results/step-log.md, 3).
+The kernel is written in Gluon because a Triton loop fills its ring only after the wait for x
+(benchmarks/results/step-log.md, 3).
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.language.nvidia import ampere
     from triton.language.extra import cuda
 
-_MOST_ROWS = 64  # of x: beyond, a BLAS does as well
+_MOST_ROWS = 64  # rows of x: with more, a BLAS is as fast
 _MOST_LARGE = 16  # the same for a large weight
-_BLOCK_ROWS = 32  # of x in a program, at most
+_BLOCK_ROWS = 32  # most rows of x in a program
 _DTYPES = (torch.bfloat16, torch.float16)
-_LARGE = 8 << 20  # bytes of a weight that takes longer to read than a kernel to launch
+_LARGE = 8 << 20  # bytes: reading a weight of this size takes longer than a launch
 
 
 class Stream(NamedTuple):
-    """How a linear is cut up. From shapes alone."""
+    """How a linear is divided among programs and stages, chosen from shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
     block_k: int
     warps_k: int
     warps_n: int
     stages: int
-    late: bool = False  # the next kernel begins when the last weights have been asked for, else at once
-    per_sm: int = 16  # programs at most, which then take turns with the blocks of W
+    late: bool = False  # let the next kernel begin after the last load of W was issued, else at once
+    per_sm: int = 16  # most programs per multiprocessor; each then loops over blocks of W
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """One per block of rows of W, or fewer."""
+        """One program per block of rows of W, or fewer."""
         blocks = ceil_div(num_columns(weight, gated), self.block_n)
         return min(blocks, self.per_sm * num_multiprocessors(weight.device))
 
@@ -77,11 +78,11 @@ class Stream(NamedTuple):
 
 
 def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
-    """None where this kernel does not apply.
+    """The division for these shapes; None where this kernel does not apply.
 
-    A kernel that starts early must not find room beside some programs of the one before and none beside others: it
-    would crowd a few multiprocessors. So a large weight takes a program per multiprocessor, whose ring leaves no room
-    for another; kernels of small ones begin late instead (`benchmarks/results/step-log.md`).
+    A kernel that begins early takes the multiprocessors that have room beside programs of the kernel before it. If only
+    some have room, its programs crowd on those. So for a large weight each multiprocessor runs one program, whose ring
+    leaves no room for another; kernels of small weights begin late instead (`benchmarks/results/step-log.md`).
     """
     size_n, size_k = weight.shape
     if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not runs_gluon(x.device):
@@ -99,7 +100,7 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _streamed_linear_kernel(
     x_ptr: gl.tensor, weight_ptr: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,
@@ -116,7 +117,7 @@ def _streamed_linear_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
     copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS_K, WARPS_N, 1], [2, 1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [2, 1, 0])
-    flat: gl.constexpr = gl.SliceLayout(0, mma)  # of a result [rows of W, rows of x]
+    flat: gl.constexpr = gl.SliceLayout(0, mma)  # layout of a result [rows of W, rows of x]
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     if PDL and not LATE:
         cuda.gdc_launch_dependents()
@@ -147,12 +148,12 @@ def _streamed_linear_kernel(
         x = x_ring.index(i % STAGES).permute([0, 2, 1]).load(gl.DotOperandLayout(1, mma, 2))
         if GATED:
             w_up = up_ring.index(i % STAGES).load(gl.DotOperandLayout(0, mma, 2))
-        # The stage that was read one step ago is filled for the step STAGES - 1 ahead.
+        # Refill the stage that was read in the previous step, for the step STAGES - 1 ahead.
         ahead = i + STAGES - 1
         _ask_for_weights(w_ring, up_ring, weight_ptr, ahead, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
         _ask_for_rows(x_ring, x_ptr, ahead, num_steps, x_stride, num_rows, CHUNKS, copy)
         ampere.async_copy.commit_group()
-        if PDL and LATE and ahead >= num_steps:  # nothing is left to ask for: the next kernel may
+        if PDL and LATE and ahead >= num_steps:  # all loads are issued: let the next kernel begin
             cuda.gdc_launch_dependents()
         acc = ampere.mma_v2(w, x, acc)
         if GATED:
@@ -240,7 +241,7 @@ def _scale_of_rows(
 def _better(
     y: gl.tensor, best: gl.tensor, best_at: gl.tensor, first: gl.tensor, size_n: gl.tensor
 ) -> tuple[gl.tensor, gl.tensor]:
-    """The largest result so far and its row of W; of equal ones the first: blocks are met in ascending order."""
+    """The largest result so far and its row of W, the first of equals: blocks come in ascending order."""
     n = gl.expand_dims(first + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout)), 1)
     y = gl.where(n < size_n, y, float("-inf"))
     highest = gl.max(y, axis=0)
@@ -254,7 +255,7 @@ def _store(
     residual_ptr: gl.tensor, norm_ptr: gl.tensor, residual_stride: int, size_n: gl.tensor, num_rows: int,
     ADD: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a block of results; if they are added to a stream, what the norm after it needs besides."""
+    """Write a block of results; if they are added to a residual, what the norm after it needs besides."""
     n_flat = block * y.shape[0] + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
     m_flat = gl.program_id(1) * y.shape[1] + gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
     n, m = gl.expand_dims(n_flat, 1), gl.expand_dims(m_flat, 0)

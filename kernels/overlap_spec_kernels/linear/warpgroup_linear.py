@@ -1,9 +1,9 @@
 """The kernel of `fused_linear`, `linear_logits`, `linear_add` and `linear_argmax` for large weights and 17 to 128 rows.
 
-With so many rows, x is read from the L2 cache about as often as W from memory, so a program must take many rows of W at
-once: 64 or 128 are the left operand of a warpgroup's product, all rows of x the right one, and both are copied to
-shared memory by the copy engine, a tile a stage. What one program would leave to too few multiprocessors is split
-along K among several; the last of them to finish adds the parts, in order.
+With so many rows, reading x from the L2 cache costs about as much as reading W from memory, so a program takes many
+rows of W at once: 64 or 128 are the left operand of a warpgroup's product, and all rows of x the right one. The copy
+engine brings a tile of each into shared memory per stage. If the tiles are too few for the multiprocessors, K is split
+among several programs; the last of them to finish adds the parts, in order.
 
     ring      [stage] | rows of W, K of a stage | rows of x, K of a stage |    swizzled by 128 bytes
     product   [rows of W, rows of x] in registers, accumulated over K
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_LARGE = 8 << 20  # bytes of a weight
-_MOST_ROWS = 128  # of x
-_SPLIT_BELOW = 67  # tiles: fewer leave half of the multiprocessors of a Hopper idle
+_LARGE = 8 << 20  # bytes of the smallest weight for this kernel
+_MOST_ROWS = 128  # rows of x
+_SPLIT_BELOW = 67  # tiles: fewer leave half of a Hopper's multiprocessors idle
 
 
 class Tiles(NamedTuple):
-    """How a linear is cut up. From shapes alone."""
+    """How a linear is divided among programs and stages, chosen from shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
     block_k: int
     stages: int
-    splits: int = 1  # of K
+    splits: int = 1  # parts of K
     warps: int = 4
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """One per multiprocessor, or as many as there is work for."""
+        """One program per multiprocessor, or fewer if there are fewer tiles."""
         items = ceil_div(num_columns(weight, gated), self.block_n) * self.splits
         return min(items, num_multiprocessors(weight.device))
 
@@ -89,9 +89,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
-    """None where this kernel does not apply, or a BLAS is faster: rows are many, and tiles too few to share x's copies.
+    """The division for these shapes; None where this kernel does not apply or a BLAS is faster.
 
-    Measured on an H200: benchmarks/results/choosing/tiles_h200.json.
+    A BLAS is faster for many rows if tiles are too few to share the copies of x. The choice was measured on an H200:
+    benchmarks/results/choosing/tiles_h200.json.
     """
     num_rows, size_k = x.shape
     if x.dtype not in _DTYPES or weight.nbytes < _LARGE or num_rows > _MOST_ROWS or not runs_gluon(x.device):
@@ -108,11 +109,11 @@ def tiles_for(x: Tensor, weight: Tensor, gated: bool) -> Tiles | None:
 
 @functools.cache
 def tile_counters(device: torch.device) -> Tensor:
-    """How many programs have left their part of a tile; every kernel leaves zeros. Shapes: -> [tiles] i32."""
+    """Number of programs that have stored their part of each tile; zero between kernels. Shapes: -> [tiles] i32."""
     return torch.zeros(_SPLIT_BELOW, dtype=torch.int32, device=device)
 
 
-@GluonKernel
+@GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _warpgroup_linear_kernel(
     w_tiles: gl.tensor, x_tiles: gl.tensor, squares_ptr: gl.tensor, residual_ptr: gl.tensor, norm_ptr: gl.tensor,
     out_ptr: gl.tensor, weighted_ptr: gl.tensor, sums_ptr: gl.tensor, best_ptr: gl.tensor, best_at_ptr: gl.tensor,
@@ -160,7 +161,7 @@ def _warpgroup_linear_kernel(
             stage = step % STAGES
             hopper.mbarrier.wait(bars.index(stage), (step // STAGES) & 1)
             acc, up = _multiply(w_ring.index(stage), up_ring.index(stage), x_ring.index(stage), acc, up, GATED)
-            # The products of the step before have ended: its stage is filled for the step STAGES - 1 ahead.
+            # The previous step's products have ended: refill its stage for the step STAGES - 1 ahead.
             ahead = step + STAGES - 1
             _ask_for_tile(w_ring, up_ring, bars, w_tiles, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
             _ask_for_x(x_ring, bars, x_tiles, ahead, num_steps, SPLITS, CHUNKS)
@@ -216,7 +217,7 @@ def _ask_for_x(
     ring: gl.shared_memory_descriptor, bars: gl.shared_memory_descriptor, tiles: gl.tensor, step: gl.tensor,
     num_steps: gl.tensor, SPLITS: gl.constexpr, CHUNKS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Begin to copy a step's columns of x. Rows that x lacks come as zeros."""
+    """Begin to copy a step's columns of x. Rows past the end of x are zeros."""
     item = gl.program_id(0) + step // CHUNKS * gl.num_programs(0)
     k = (item % SPLITS * CHUNKS + step % CHUNKS) * ring.shape[2]
     stage = step % ring.shape[0]
@@ -228,7 +229,7 @@ def _multiply(
     w: gl.shared_memory_descriptor, w_up: gl.shared_memory_descriptor, x: gl.shared_memory_descriptor, acc: gl.tensor,
     up: gl.tensor, GATED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """Begin to add a step's products; returns when those of the step before have ended."""
+    """Begin to add a step's products; return when those of the previous step have ended."""
     turned = x.permute((1, 0))
     acc = hopper.warpgroup_mma(w, turned, acc, is_async=True)
     if GATED:
@@ -244,7 +245,7 @@ def _add_parts(
     acc: gl.tensor, partial_ptr: gl.tensor, counters_ptr: gl.tensor, block: gl.tensor, part: gl.tensor,
     SPLITS: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """Leave this part of a tile's sum; who is last gets all parts, in their order, and True."""
+    """Leave this part of a tile's sum; the last program gets all parts, in their order, and True."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[1]
     n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout)), 1)

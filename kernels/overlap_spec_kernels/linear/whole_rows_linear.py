@@ -1,6 +1,6 @@
-"""The kernel of `fused_linear`, `linear_logits` and `linear_add` for short rows of W and few of x.
+"""The kernel of `fused_linear`, `linear_logits` and `linear_add` for short rows of W and few rows of x.
 
-The rows of W wait in registers before those of x are there.
+A program loads whole rows of W into registers before x is ready.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _BLOCK_M = 16
-_FEW_ROWS = 2  # with more, streaming is as fast for 16-bit weights
+_FEW_ROWS = 2  # rows of x: with more, streaming is as fast for 16-bit weights
 _MOST_COLUMNS = 8192
-_SHARED_BYTES = 200 << 10  # of a program: a little less than a recent GPU has
+_SHARED_BYTES = 200 << 10  # shared memory of a program: a little less than a recent GPU has
 
 
 class WholeRows(NamedTuple):
-    """How a linear is cut up. From shapes alone."""
+    """How a linear is divided among programs and warps, chosen from shapes alone."""
 
     block_n: int  # rows of W (twice as many if gated)
     block_k: int
-    parts: int  # of K, one per warp
+    parts: int  # parts of K, one per warp
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """For 16 rows of x."""
+        """Number of programs for each 16 rows of x."""
         return ceil_div(num_columns(weight, gated), self.block_n)
 
     def run(self, call: Call, programs: int) -> None:
@@ -53,7 +53,10 @@ class WholeRows(NamedTuple):
 
 
 def whole_rows_for(x: Tensor, weight: Tensor, gated: bool) -> WholeRows | None:
-    """None off a GPU, and where rows are too many, or those of W too long. 16-bit gates are better streamed."""
+    """The division for these shapes; None off a GPU, for many rows of x or long rows of W, and for 16-bit gates.
+
+    The streamed kernel is faster for 16-bit gates.
+    """
     num_rows, size_k = x.shape
     whole_k = max(next_power_of_2(size_k), 128)
     if not runs_triton(x) or num_rows > _BLOCK_M or num_columns(weight, gated) > _MOST_COLUMNS:
@@ -64,7 +67,7 @@ def whole_rows_for(x: Tensor, weight: Tensor, gated: bool) -> WholeRows | None:
     return WholeRows(8, whole_k, 8) if shared <= _SHARED_BYTES else None
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
 def _whole_rows_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, squares_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor,
     out_ptr: tl.tensor, weighted_ptr: tl.tensor, sums_ptr: tl.tensor,
@@ -72,7 +75,7 @@ def _whole_rows_kernel(
     SIZE_K: tl.constexpr, SCALED: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, BLOCK_U: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per BLOCK_N columns and BLOCK_M rows of the output; its rows of W are there before x is.
+    """One program per BLOCK_N columns and BLOCK_M rows of the output. It loads its rows of W before x is ready.
 
     A block of W is [PARTS, K / PARTS, N]: a batched product gives each warp one part of K, and their sums are added.
     """

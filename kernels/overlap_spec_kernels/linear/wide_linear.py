@@ -1,7 +1,7 @@
-"""The kernel of `fused_linear` if gated, and of `linear_argmax`, for large weights and many rows.
+"""The kernel of gated `fused_linear` and of `linear_argmax` for large weights and many rows, in CUDA C++.
 
-A BLAS multiplies as fast, but what follows the product is then a kernel of its own, which reads again what the product
-wrote: gate and up, or all logits.
+A BLAS multiplies as fast, but then a second kernel must read the product again (gate and up, or all logits). This
+kernel computes the gate or the maximum in registers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocess
 from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
-_DEPTH = 64  # of K, a stage
-_ROWS = 128  # of x, a program
+_DEPTH = 64  # columns of K per stage
+_ROWS = 128  # rows of x per program
 _CLUSTER = 2  # programs that share a tile of W
-_THREADS = 3 * 128  # a warpgroup that copies, two that multiply
+_THREADS = 3 * 128  # one warpgroup copies, two multiply
 _DTYPES = (torch.bfloat16, torch.float16)
-_LARGE = 8 << 20  # bytes of a weight
-_FULL = 0.95  # of the rows and columns that all programs multiply: a BLAS has other tiles for what is less
+_LARGE = 8 << 20  # bytes of the smallest weight for this kernel
+_FULL = 0.95  # least share of useful rows and columns in the tiles; below it, a BLAS has tiles that fit better
 
 
 class _Work(ctypes.Structure):
@@ -43,17 +43,17 @@ class _Work(ctypes.Structure):
 
 
 class Wide(NamedTuple):
-    """How a linear is cut up. From shapes alone."""
+    """How a linear is divided among clusters, chosen from shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
     stages: int
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """Tiles of W: so many programs have a part of each row."""
+        """Number of tiles of W, which is the number of programs that share each row."""
         return ceil_div(num_columns(weight, gated), self.block_n)
 
     def run(self, call: Call, programs: int) -> None:
-        """Launch. `call.out` if gated, else `call.best` and `call.best_at`, one row's together. Sync: never."""
+        """Launch. Writes `call.out` if gated, else `call.best` and `call.best_at`, contiguous by row. Sync: never."""
         x, weight = call.x, call.weight
         out = call.out if call.gated else call.best
         assert out is not None and call.squares is None
@@ -73,14 +73,14 @@ class Wide(NamedTuple):
         self.kernel(x.dtype, x.device, call.gated).launch(clusters * _CLUSTER, (*maps, work))
 
     def is_full(self, x: Tensor, weight: Tensor, gated: bool) -> bool:
-        """Whether the result is nearly all that clusters multiply; else a BLAS and what follows it are faster."""
+        """Whether useful rows and columns nearly fill every round of tiles; else a BLAS and a second kernel win."""
         pairs, clusters, programs = _num_pairs(x), _num_clusters(x.device), self.num_programs(weight, gated)
         rounds = ceil_div(programs * pairs, clusters)
         rows = x.shape[0] / (_ROWS * _CLUSTER)
         return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= _FULL
 
     def kernel(self, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
-        """Compile it, the first time."""
+        """The kernel, which is compiled at the first call."""
         return _kernel(self._columns(gated), self.stages, dtype, device, gated)
 
     def _columns(self, gated: bool) -> int:
@@ -91,9 +91,9 @@ GATED, ARGMAX = Wide(112, 4), Wide(224, 5)
 
 
 def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
-    """For gates, or for the largest of each row. None where the kernel cannot run, whatever the number of rows.
+    """The division for a gate or an argmax; None where the kernel cannot run with any number of rows.
 
-    Measured on an H200: benchmarks/results/choosing/wide_h200.txt.
+    The choice was measured on an H200: benchmarks/results/choosing/wide_h200.txt.
     """
     if x.dtype not in _DTYPES or weight.nbytes < _LARGE or not runs_hopper(x.device):
         return None
@@ -105,12 +105,12 @@ def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
 
 
 def _num_pairs(x: Tensor) -> int:
-    """Of tiles of x: a cluster has one."""
+    """Number of pairs of tiles of x; a cluster takes one pair."""
     return ceil_div(x.shape[0], _ROWS * _CLUSTER)
 
 
 def _num_clusters(device: torch.device) -> int:
-    """That run at once."""
+    """Number of clusters that run at once."""
     return num_multiprocessors(device) // _CLUSTER
 
 
@@ -124,7 +124,7 @@ def _kernel(columns: int, stages: int, dtype: torch.dtype, device: torch.device,
 
 
 def wgmma_header(columns: int, dtype: torch.dtype) -> str:
-    """What wide_linear.cu includes: its text depends on the width of a product and the type of x."""
+    """The text of `wgmma.h`, which wide_linear.cu includes; it depends on a product's width and the type of x."""
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     sums = columns // 2
     registers = ", ".join(f"%{i}" for i in range(sums))

@@ -1,6 +1,6 @@
-"""The kernel of `ngram_merge`: one program per request builds its tree in registers, then takes node after node.
+"""The kernel of `ngram_merge`: one program per request builds its tree in registers, then picks the best nodes in turn.
 
-Paths are the rows of [C, C] and [C, L] blocks; a path's rank is how many have a larger key.
+Paths are the rows of [C, C] and [C, L] blocks; a path's rank is the number of paths with a larger key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def merge_on_device(
     lengths: Tensor,
     num_guesses: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch it. Shapes: as `ngram_merge` -> the fields of `MergedGuesses`."""
+    """Launch the kernel. Shapes: as `ngram_merge` -> the fields of `MergedGuesses`."""
     num_rows, num_keys = keys.shape
     tokens, parents = keys.new_empty(num_guesses, num_rows), keys.new_empty(num_guesses, num_rows)
     levels, strength = keys.new_empty(num_rows), keys.new_empty(num_rows)
@@ -78,7 +78,7 @@ def merge_on_device(
     return tokens, parents, levels, strength
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_merge_kernel(
     keys_ptr: tl.tensor,
     log_tokens_ptr: tl.tensor,
@@ -168,7 +168,7 @@ def _levels(
     BLOCK_C: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The tree, level by level: order of nodes (-1: none), tokens, ranks that own the nodes above. Each [C, L] i64."""
+    """The tree, level by level: order of nodes (-1: none), tokens, rank of the parent's owner. Each [C, L] i64."""
     level_of = tl.arange(0, BLOCK_L)[None, :]
     tokens = tl.full([BLOCK_C, BLOCK_L], -1, tl.int64)
     order = tl.full([BLOCK_C, BLOCK_L], -1, tl.int64)
@@ -220,7 +220,7 @@ def _take(
     BLOCK_C: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ) -> tl.tensor:
-    """Write the best nodes, one after the other. Returns the level of the deepest."""
+    """Write the best nodes, one after the other. Returns the level of the deepest one."""
     level_of = tl.arange(0, BLOCK_L)[None, :]
     column_above = tl.zeros([BLOCK_C, BLOCK_L], tl.int64)
     deepest = tl.full([], 0, tl.int64)
@@ -243,7 +243,7 @@ def _take(
 def _best_own(
     keys_ptr: tl.tensor, num_keys: int, OWN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ) -> tl.tensor:
-    """The largest keys of a row, in the first OWN places of [C]."""
+    """The largest keys of a row, in the first OWN entries of [C]."""
     path, column = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
     found = tl.load(keys_ptr + column, mask=column < num_keys, other=-1)
     key = tl.full([BLOCK_C], -1, tl.int64)
@@ -276,7 +276,7 @@ def _with_shared(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> tl.tensor:
-    """Matches in the log, from place OWN on: one for each n-gram that is indexed."""
+    """Put matches in the log into the entries from OWN on: one for each indexed n-gram size."""
     path, back = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
     here = length - back
     is_known = (here >= 0) & (back < MAX_MATCH)

@@ -1,6 +1,6 @@
-"""The entry of requests' new tokens into the log that all requests share (`ngram_log` says how it is laid out).
+"""The entry of requests' new tokens into the log that all requests share (`ngram_log` describes its layout).
 
-An n-gram is entered one token late, when something follows it: so nobody finds the end of what was said, which
+An n-gram is entered one token late, when something follows it: so no request finds the end of what was said, which
 continues nowhere.
 """
 
@@ -31,10 +31,10 @@ def ngram_absorb(
     dummy: int,
     most: int,
 ) -> None:
-    """Enter the tokens at positions starts..ends of each slot, in place; of `dummy`, and where ends < starts, nothing.
+    """Enter the tokens at positions starts..ends of each slot, in place; none for `dummy` or where ends < starts.
 
-    What was before `starts` was entered by earlier calls; a start of 0 is a new request. `most` bounds how many tokens
-    of a slot are entered at once. A slot whose page was evicted meanwhile gets a new one.
+    Earlier calls entered the tokens before `starts`; a start of 0 is a new request. A call enters at most `most` tokens
+    of a slot. A slot whose page was evicted meanwhile gets a new one.
     Shapes: pool [R] i32, page_table [B, P] i32, slots, starts, ends [B] i64. No slot but `dummy` may occur twice.
     Raises: ValueError naming the argument. Sync: never.
     """
@@ -53,17 +53,17 @@ _BLOCK_B = 64
 
 
 class _Pages(NamedTuple):
-    """Which pages each row writes; a page here is a request's n-th. Shapes: [B] i64."""
+    """The pages that each row writes, counted from the request's first page. Shapes: [B] i64."""
 
-    first_new: Tensor  # pages before it are open
+    first_new: Tensor  # pages before it are already open
     last: Tensor
-    base: Tensor  # number in the log of `first_new`
-    live_from: Tensor  # [1]: pages before it are evicted once all are opened
-    taken: Tensor  # [1]: pages that are opened
+    base: Tensor  # the number of page `first_new` in the log
+    live_from: Tensor  # [1]: pages before it are evicted once all new ones are open
+    taken: Tensor  # [1]: pages that this call opens
 
 
 def _pages(log: NgramLog, fresh: int, slots: Tensor, starts: Tensor, ends: Tensor, dummy: int) -> _Pages:
-    # A page that might be evicted by this very call does not count as open: a row opens at most two in a decode step.
+    # A page that this call might evict does not count as open: a row opens at most two pages in a decode step.
     is_open = (starts % fresh != 0) & (log.open_page[slots] >= log.opened + 2 * len(slots) - len(log.fill))
     first_new = starts // fresh + is_open
     last = torch.where((slots == dummy) | (ends < starts), -1, ends // fresh)
@@ -99,7 +99,7 @@ def ngram_absorb_reference(
         return torch.where(position >= 0, pool[cache_rows(page_table[row], position[:, None], page_size)[:, 0]], -1)
 
     written = alive[:, :, None] & (position <= end) & (is_new[:, :, None] | (position >= start))
-    row, nth, column = written.nonzero(as_tuple=True)  # most often few
+    row, nth, column = written.nonzero(as_tuple=True)  # usually few
     log.tokens[number[row, nth] % len(log.fill), column] = tokens_at(row, position[row, nth, column])
     filled = torch.minimum(ends[:, None], page * fresh + fresh - 1) - page * fresh + context + 1
     log.fill[(number % len(log.fill))[alive]] = filled[alive].int()
@@ -159,11 +159,11 @@ def _ngram_absorb_triton(
         num_warps=4,
         **dependent_launch(pool.device),
     )
-    log.open_page.index_copy_(0, slots, newest)  # not by the kernel: every program looks at every row's open page
+    log.open_page.index_copy_(0, slots, newest)  # not in the kernel, whose programs all read every row's open page
     log.opened.add_(taken)
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_absorb_kernel(
     tokens_ptr: tl.tensor,
     fill_ptr: tl.tensor,
@@ -192,7 +192,7 @@ def _ngram_absorb_kernel(
     BLOCK_B: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row, page after page; each finds out how many pages the rows before it open."""
+    """One program per row writes page after page. It computes how many pages the rows before it open."""
     row = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -201,7 +201,7 @@ def _ngram_absorb_kernel(
     count = tl.load(count_ptr)
     taken = tl.full([], 0, tl.int64)
     before, first_new, last, open_page = taken, taken, taken, taken
-    for first_row in range(0, num_rows, BLOCK_B):  # of any number of rows, so that no number means a compilation
+    for first_row in range(0, num_rows, BLOCK_B):  # a loop, so that no number of rows compiles again
         rows = first_row + tl.arange(0, BLOCK_B)
         inside = rows < num_rows
         slots = tl.load(slots_ptr + rows, mask=inside, other=dummy)
@@ -255,7 +255,7 @@ def _absorb_page(
     HASH_STEP: tl.constexpr,
     PAGE: tl.constexpr,
 ) -> None:
-    """A request's n-th page, `page`, of tokens start..end; in the log it has a `number`."""
+    """Write tokens start..end to a request's n-th page, n = `page`, whose number in the log is `number`."""
     FRESH: tl.constexpr = PAGE - CONTEXT
     offset = tl.arange(0, PAGE)
     position = page * FRESH + offset - CONTEXT

@@ -1,7 +1,7 @@
-"""What a window of n-gram guesses promised and what became of it, in one number per row, for who chooses step widths.
+"""What a window of n-gram guesses promised and what became of it, for the policy that chooses step widths.
 
-The step may have looked at fewer columns than were guessed: whether the guess after the run would have stood is known
-all the same, as the token that stands in its place is.
+The step may have looked at fewer columns than were guessed. Whether the guess after the run would have been accepted is
+known all the same: the token that takes its place is known.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_pow
 if TYPE_CHECKING:
     import triton.language as tl
 
-LEVEL_BITS, STRENGTH_BITS = 8, 8  # of the number, from below; then a column
-
 
 def ngram_lookahead(
-    guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
-) -> Tensor:
-    """levels + (strength << 8) + (column of the guess after the run that was right << 16) of each slot's whole window.
+    guesses: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    strength: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    last: Tensor,
+    out: Tensor,
+) -> None:
+    """Write of each slot's whole window its levels, its strength, and the column of the guess that was right next.
 
-    Column 0: no such guess was right. `last` is the window column where the run of accepted guesses ends, 0 the root;
-    `committed` holds the tokens of the run, and then the token after it. Shapes: guesses, parents [S, K] i64, levels,
-    strength [S] i64, slots, last [B] i64, committed [B, D] i64, padded with -1 -> [B] i64.
+    Right next is a guess after the run of accepted ones; column 0: none was. `last` is the window column where the run
+    ends, 0 the root; `committed` holds the tokens of the run, and then the token after it.
+    Shapes: guesses, parents [S, K] i64, levels, strength [S] i64, slots, last [B] i64, committed [B, D] i64, padded
+    with -1, out [B, 3] i64, rows of any stride.
     Raises: ValueError naming the argument. Sync: never.
     """
     for name, value in {"guesses": guesses, "parents": parents}.items():
@@ -36,24 +42,38 @@ def ngram_lookahead(
     for name, value in {"slots": slots, "last": last}.items():
         require(value.shape == committed.shape[:1] and value.dtype == committed.dtype, name, "[B] int64")
         require(value.is_contiguous(), name, "contiguous")
+    require(out.shape == (len(slots), 3) and out.dtype == torch.int64 and out.stride(1) == 1, "out", "[B, 3] int64")
     run = _ngram_lookahead_triton if runs_triton(slots) else ngram_lookahead_reference
-    return run(guesses, parents, levels, strength, slots, committed, last)
+    run(guesses, parents, levels, strength, slots, committed, last, out)
 
 
 def ngram_lookahead_reference(
-    guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
-) -> Tensor:
+    guesses: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    strength: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    last: Tensor,
+    out: Tensor,
+) -> None:
     count = (committed >= 0).sum(1, keepdim=True)
     newest = committed.gather(1, (count - 1).clamp(min=0))
     right = (guesses[slots] == newest) & (parents[slots] == last[:, None])
     column = (right * torch.arange(1, 1 + guesses.shape[1], device=slots.device)).amax(1)
-    return levels[slots] + (strength[slots] << LEVEL_BITS) + (column << LEVEL_BITS + STRENGTH_BITS)
+    out.copy_(torch.stack((levels[slots], strength[slots], column), 1))
 
 
 def _ngram_lookahead_triton(
-    guesses: Tensor, parents: Tensor, levels: Tensor, strength: Tensor, slots: Tensor, committed: Tensor, last: Tensor
-) -> Tensor:
-    out = slots.new_empty(len(slots))
+    guesses: Tensor,
+    parents: Tensor,
+    levels: Tensor,
+    strength: Tensor,
+    slots: Tensor,
+    committed: Tensor,
+    last: Tensor,
+    out: Tensor,
+) -> None:
     num_guesses, longest = guesses.shape[1], committed.shape[1]
     _ngram_lookahead_kernel[(len(slots),)](
         guesses,
@@ -66,14 +86,12 @@ def _ngram_lookahead_triton(
         out,
         num_guesses,
         longest,
-        LEVEL_BITS=LEVEL_BITS,
-        STRENGTH_BITS=STRENGTH_BITS,
+        out.stride(0),
         BLOCK_K=next_power_of_2(num_guesses),
         BLOCK_D=next_power_of_2(longest),
         num_warps=1,
         **dependent_launch(slots.device),
     )
-    return out
 
 
 @TritonKernel
@@ -88,8 +106,7 @@ def _ngram_lookahead_kernel(
     out_ptr: tl.tensor,
     num_guesses: int,
     longest: int,
-    LEVEL_BITS: tl.constexpr,
-    STRENGTH_BITS: tl.constexpr,
+    out_stride: int,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -108,5 +125,8 @@ def _ngram_lookahead_kernel(
     token = tl.load(guesses_ptr + slot * num_guesses + guess, mask=inside, other=-1)
     parent = tl.load(parents_ptr + slot * num_guesses + guess, mask=inside, other=-1)
     right = inside & (token == newest) & (parent == tl.load(last_ptr + row))
-    found = tl.max(tl.where(right, guess + 1, 0), axis=0).to(tl.int64) << (LEVEL_BITS + STRENGTH_BITS)
-    tl.store(out_ptr + row, tl.load(levels_ptr + slot) + (tl.load(strength_ptr + slot) << LEVEL_BITS) + found)
+    next_column = tl.max(tl.where(right, guess + 1, 0), axis=0).to(tl.int64)
+    out_ptr += row * out_stride
+    tl.store(out_ptr, tl.load(levels_ptr + slot))
+    tl.store(out_ptr + 1, tl.load(strength_ptr + slot))
+    tl.store(out_ptr + 2, next_column)

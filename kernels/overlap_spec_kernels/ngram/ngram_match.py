@@ -1,7 +1,7 @@
-"""Where the end of each request's own tokens stood before in them: every place, by the length of the match.
+"""Where the end of each request's own tokens occurred before in them: every place, by the length of the match.
 
 tokens   a b c d . . b c d . . x c d       the last token is at position `length`
-match          3         3       ^         place 3 and place 8: three tokens agree, read backwards
+match          3         3       ^         at places 3 and 8, three tokens agree when read backwards
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-from overlap_spec_kernels.ngram.ngram_log import MAX_MATCH, NgramLimits
+from overlap_spec_kernels.limits import MAX_MATCH
+from overlap_spec_kernels.ngram.ngram_log import NgramLimits
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-OWN_MATCHES = 16  # the best ones count
-MATCH_SHIFT, OWN_BIT = 48, 1 << 47  # of a key: the length of the match; that it is the request's own
+OWN_MATCHES = 16  # only the best ones are used
+MATCH_SHIFT, OWN_BIT = 48, 1 << 47  # a key's fields: the length of the match; set if it is in the request's own tokens
 _LEAST_BLOCK, _MOST_BLOCKS = 1024, 64
 
 
 def ngram_match(pool: Tensor, page_table: Tensor, page_size: int, lengths: Tensor, limits: NgramLimits) -> Tensor:
     """The best 16 matches of each request, as keys: length of the match, 1 (own), position of its end.
 
-    Longer ones are better, then later ones. A match has at least `min_match` tokens, and no more than `max_match` are
-    counted; it ends before the last token. Shapes: pool [R] i32 (`store_tokens`), page_table [B, P] i32, lengths [B]
+    A longer match is better, then a later one. A match has at least `min_match` tokens, of which at most `max_match`
+    count; it ends before the last token. Shapes: pool [R] i32 (`store_tokens`), page_table [B, P] i32, lengths [B]
     i64: position of the last token -> [B, n] i64, -1: none, in no order, the best 16 among them.
     Raises: ValueError naming the argument. Sync: never.
     """
@@ -104,7 +105,7 @@ def _ngram_match_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (request, block of its places): the best of its own block."""
+    """Program (request, block of its places) finds the best matches of its block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if PDL:

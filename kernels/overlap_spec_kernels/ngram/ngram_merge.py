@@ -1,14 +1,14 @@
-"""From matches to guesses: what followed them, own and other requests', merged into one tree.
+"""Turns matches into guesses: merges the continuations of a request's matches, its own and the log's, into one tree.
 
-Each match is a path of tokens; paths that begin alike share nodes. Matches rank by length, own ones first, then the
-latest:
+The continuation of a match is a path of tokens; paths with a common prefix share nodes. Matches rank by length, then
+own ones first, then the latest first:
 
     rank 0   x y z        root - x - y - z        by recency: nodes of longer matches first, then level by level
     rank 1   x y w                    \\ w         by frequency: the most probable first, a match's vote its length
     rank 2   v               \\ v
 
-How many children a node may have shrinks with the match: c tokens agree up to the node, so at most
-min_breadth + (branch - 1 - c) (max_breadth - min_breadth) / (branch - 1), as in SGLang; by frequency max_breadth.
+By recency, a node's number of children shrinks with the c tokens that agree up to it: at most
+min_breadth + (branch - 1 - c) (max_breadth - min_breadth) / (branch - 1), as in SGLang. By frequency: max_breadth.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import require, runs_triton
+from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.ngram._ngram_merge_kernel import merge_on_device
 from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, entry_of, next_hash
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
 from overlap_spec_kernels.window.store_tokens import cache_rows
 
-_PLACE = OWN_BIT - 1  # of a key
+_PLACE = OWN_BIT - 1  # a key's bits that hold its place
 _PROBABILITY_BITS = 20
 
 
@@ -33,8 +34,8 @@ class MergedGuesses(NamedTuple):
 
     tokens: Tensor  # [K, B] i64, -1: none
     parents: Tensor  # [K, B] i64: window column of each guess's parent, 0 is the root
-    levels: Tensor  # [B] i64: of the deepest guess
-    strength: Tensor  # [B] i64: tokens of the longest match that leads to a guess
+    levels: Tensor  # [B] i64: level of the deepest guess
+    strength: Tensor  # [B] i64: length of the longest match that leads to a guess
 
 
 def ngram_merge(
@@ -49,8 +50,8 @@ def ngram_merge(
 ) -> MergedGuesses:
     """The best `num_guesses` nodes, parents before children; siblings are distinct.
 
-    An own match that is so near the end that too little follows it goes on as a period. A match in the log is the
-    latest of an n-gram of each of `limits.sizes`, and as long as the tokens agree.
+    If an own match is so near the end that too few tokens follow it, they repeat as a period. The log contributes, for
+    each of `limits.sizes`, the latest occurrence of that n-gram, extended for as long as the tokens agree.
     Shapes: keys [B, n] i64 (`ngram_match`), pool [R] i32, page_table [B, P] i32, lengths [B] i64: position of the last
     token. Raises: ValueError naming the argument. Sync: never.
     """
@@ -60,7 +61,7 @@ def ngram_merge(
     require(page_table.stride(1) == 1 and len(page_table) == len(keys), "page_table", "[B, P], contiguous rows")
     require(lengths.shape == keys.shape[:1] and lengths.dtype == torch.int64, "lengths", "[B] int64")
     require(lengths.is_contiguous(), "lengths", "contiguous")
-    require(1 <= num_guesses <= 63, "num_guesses", "1 to 63")
+    require(1 <= num_guesses < MAX_TREE_WIDTH, "num_guesses", "1 to 63")
     if runs_triton(pool):
         return MergedGuesses(*merge_on_device(keys, log, limits, pool, page_table, page_size, lengths, num_guesses))
     return ngram_merge_reference(keys, log, limits, pool, page_table, page_size, lengths, num_guesses)
@@ -84,20 +85,23 @@ def ngram_merge_reference(
     known = known.masked_fill(torch.arange(limits.max_match) > lengths[:, None], -1)
     shared, shared_tokens = _in_log(log, limits, known, num_levels)
     keys, paths = torch.cat((own, shared), 1), torch.cat((own_tokens, shared_tokens), 1)
-    most = max(int((keys >= 0).sum(1).max()), 1)  # not of all rows and levels, as the kernel does: most often few
+    most = max(int((keys >= 0).sum(1).max()), 1)  # usually few; the kernel takes them all
     keys, order = keys.topk(most, dim=1)
     paths = paths.gather(1, order[:, :, None].expand(-1, -1, num_levels)).masked_fill(keys[:, :, None] < 0, -1)
     return _best(*_tree(keys >> MATCH_SHIFT, paths, limits), paths, keys >> MATCH_SHIFT, num_guesses)
 
 
 def _following(places: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """Positions after own matches, going round. Shapes: places [B, C] -> [B, C, count]."""
+    """Positions after own matches, repeating as a period. Shapes: places [B, C] -> [B, C, count]."""
     period = (lengths[:, None] - places).clamp(min=1)[:, :, None]
     return places[:, :, None] + 1 + torch.arange(count, device=places.device) % period
 
 
 def _in_log(log: NgramLog, limits: NgramLimits, known: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Matches in the log. Shapes: known [B, M], the last token first, -1: none -> keys [B, C], tokens [B, C, count]."""
+    """Find matches in the log.
+
+    Shapes: known [B, M], the last token first, -1: none -> keys [B, C], tokens [B, C, count].
+    """
     state, found = torch.zeros_like(known[:, 0]), []
     for back in range(limits.max_match):
         state = next_hash(state, known[:, back])
@@ -120,10 +124,10 @@ def _in_log(log: NgramLog, limits: NgramLimits, known: Tensor, count: int) -> tu
 
 
 def _tree(matched: Tensor, paths: Tensor, limits: NgramLimits) -> tuple[Tensor, Tensor]:
-    """Every path's node at each level belongs to the first path that has it.
+    """Merge paths into a tree. A node that several paths share is owned by the first of them.
 
     Shapes: matched [B, C], paths [B, C, L], in the order of rank -> order, parent [B, L, C]: a larger order is a better
-    node, -1 none; `parent` is the rank that the node above belongs to.
+    node, -1 none; `parent` is the rank of the path that owns the node above.
     """
     num_paths = matched.shape[1]
     rank = torch.arange(num_paths, device=matched.device)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add a layer's output to the residual stream and normalise the sum: (y, new_residual).
+    """Add a layer's output to the residual and normalise the sum: (y, new_residual).
 
     The sum is rounded to its dtype before it is normalised, so y is exactly `rms_norm(new_residual)`.
     Shapes: x, residual [T, H], weight [H] -> [T, H], [T, H]. Raises: ValueError naming the argument. Sync: never.

@@ -1,6 +1,6 @@
-"""What the first layer of an EAGLE-3 head reads: norm(embedding of the token), norm(features), side by side.
+"""The input of an EAGLE-3 head's first layer: norm(embedding of the token) and norm(features), concatenated.
 
-One launch for a gather, two norms and a concatenation (Li et al. 2025, arXiv:2503.01840).
+One launch does a gather, two norms and a concatenation (Li et al. 2025, arXiv:2503.01840).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def draft_input(
     tokens: Tensor, embedding: Tensor, embed_norm: Tensor, features: Tensor, feature_norm: Tensor, eps: float
 ) -> Tensor:
-    """Both halves are exactly `rms_norm` of their row: normalised in float32, rounded once.
+    """Concatenate the two norms; each half is exactly `rms_norm` of its row, computed in float32 and rounded once.
 
     Shapes: tokens [T] i64 in 0..V - 1, embedding [V, H], features [T, H], embed_norm and feature_norm [H] -> [T, 2 H].
     Raises: ValueError naming the argument. Sync: never.

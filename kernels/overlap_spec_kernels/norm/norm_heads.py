@@ -1,6 +1,6 @@
 """RMSNorm of every query and key head of a fused projection, in place.
 
-A row of qkv is n query heads, nkv key heads and nkv value heads; the first two kinds have a weight each.
+A row of qkv has n query heads, nkv key heads and nkv value heads. Queries and keys have a norm weight each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADS_PER_PROGRAM = 4
 def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
     """Scale each head of q and k to unit root mean square, then by its weight (Henry et al. 2020, arXiv:2010.04245).
 
-    Writes over qkv and returns it; v stays. Accumulates in float32 where qkv is 16-bit, in its own type otherwise.
+    Overwrites q and k and returns qkv. Accumulates in float32 where qkv is 16-bit, in its own type otherwise.
     Shapes: qkv [T, (n + 2 nkv) d], weights [d] -> qkv. Raises: ValueError naming the argument. Sync: never.
     """
     head_dim = query_weight.shape[0]
@@ -54,7 +54,7 @@ def norm_heads_reference(
 
 def _norm_heads_triton(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_heads: int, eps: float) -> Tensor:
     num_rows, head_dim = qkv.shape[0], query_weight.shape[0]
-    num_heads = qkv.shape[1] // head_dim - num_kv_heads  # those that are normalised
+    num_heads = qkv.shape[1] // head_dim - num_kv_heads  # query and key heads
     _norm_heads_kernel[(num_rows, ceil_div(num_heads, _HEADS_PER_PROGRAM))](
         qkv,
         query_weight,

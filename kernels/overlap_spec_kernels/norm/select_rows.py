@@ -1,6 +1,6 @@
-"""One row of each window.
+"""Selects one row of each window, in one launch.
 
-One launch, with nothing to compute before it; torch needs an index for every row besides the one that is given.
+Indexing in torch would first compute a second index tensor, for the batch dimension.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2,
 if TYPE_CHECKING:
     import triton.language as tl
 
-_MAX_BLOCK = 1024  # elements a program handles; small enough that few rows still fill a GPU
+_MAX_BLOCK = 1024  # elements per program; small enough that few rows still fill a GPU
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""`top_tokens` of float64: two launches as there, but a logit and its column do not fit into one integer.
+"""`top_tokens` for float64: two launches too, but a logit and its column do not fit into one integer.
 
-So the largest logit is looked for, then the lowest column that has it.
+So the kernels find the largest logit first, then the lowest column that has it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _wide_top_of_part_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part): its K largest logits and their columns, its largest logit and sum of exponentials below."""
+    """Program (row, part) finds its K largest logits with columns, and its maximum and sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     part = row * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +64,7 @@ def _wide_top_of_part_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     logits = tl.load(logits_ptr + row * row_stride + column, mask=left, other=float("-inf"))
-    highest = tl.maximum(tl.max(logits, axis=0), -1.0e300)  # a number, also where no logit is
+    highest = tl.maximum(tl.max(logits, axis=0), -1.0e300)  # finite even if all logits are -inf
     tl.store(sums_ptr + part * 2, highest)
     tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.exp(logits - highest), axis=0))
     for i in range(K):
@@ -110,6 +110,6 @@ def _wide_top_of_row_kernel(
 
 @TritonKernel
 def _first_of_largest(value: tl.tensor, column: tl.tensor, left: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The largest of the values that are left, and the lowest column that has it; without any, a column past all."""
+    """The largest remaining value and the lowest column that has it; a column past the end if none remains."""
     best = tl.max(tl.where(left, value, float("-inf")), axis=0)
     return best, tl.min(tl.where(left & (value == best), column, 0x7FFFFFFF), axis=0)

@@ -1,4 +1,4 @@
-"""The children of a level's nodes as candidates of a draft's tree, in one launch."""
+"""Adds the children of a level's nodes to the candidates of a draft's tree, in one launch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BLOCK = 128
 
 
 class Candidates(NamedTuple):
-    """All children that a draft has made, level by level: a parent comes before its children."""
+    """All nodes that a draft has proposed, level by level: a parent comes before its children."""
 
     log_probs: Tensor  # [B, C] f32 or f64: the log of the product of probabilities from the root down
     tokens: Tensor  # [B, C] i64
-    parents: Tensor  # [B, C] i64, candidates; -1: the root
+    parents: Tensor  # [B, C] i64, indices of candidates; -1: the root
 
     @classmethod
     def allocate(cls, num_rows: int, num_candidates: int, dtype: torch.dtype, device: torch.device) -> Candidates:
-        """Not written yet."""
+        """Allocate uninitialised tensors."""
         size = (num_rows, num_candidates)
         tokens, parents = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(2))
         return cls(torch.empty(size, dtype=dtype, device=device), tokens, parents)
@@ -35,10 +35,10 @@ def add_children(
 ) -> None:
     """Write the c children of each of R nodes into candidates first .. first + R * c - 1, node by node, in place.
 
-    A child's log-prob is its node's plus the log of its own probability; its token is the id of its column. Shapes:
-    logs [B, R, c] of the type of candidates.log_probs, columns [B, R, c] i64, ids [V] i64; of the nodes, log_probs [B,
-    R] f32 or f64, index [B, R] i64 (which candidates they are; -1: the root). Raises: ValueError naming the argument.
-    Sync: never.
+    A child's log_prob is its parent's plus the log of its own probability; its token is ids[column]. log_probs and
+    index are those of the parents: index is a parent's candidate, -1 for the root.
+    Shapes: logs [B, R, c] of the type of candidates.log_probs, columns [B, R, c] i64, ids [V] i64, log_probs [B, R] f32
+    or f64, index [B, R] i64. Raises: ValueError naming the argument. Sync: never.
     """
     require(logs.dim() == 3 and logs.is_contiguous(), "logs", "[B, R, c], contiguous")
     require(logs.dtype == candidates.log_probs.dtype, "logs", "the dtype of the candidates' log_probs")

@@ -1,4 +1,4 @@
-"""The next level of a draft's tree: the best of the children made last, and what their rows need, in one launch.
+"""The next level of a draft's tree: the best of the latest children, with their masks and features, in one launch.
 
 nodes of the level before    0           1            mask, features
 their children               0  1  2     3  4  5      log_probs, tokens
@@ -18,30 +18,31 @@ from overlap_spec_kernels.tree.select_tree import _num_better
 if TYPE_CHECKING:
     import triton.language as tl
 
-_MAX_CHILDREN = 512  # of all nodes of a level
+_MAX_CHILDREN = 512  # children of all nodes of a level
 _MAX_TOP = 32
-_BLOCK_F = 512  # numbers of each feature row that a program copies
+_BLOCK_F = 512  # elements of each feature row that a program copies
 _COMPARED_AT_ONCE = 32
 
 
 class ExpandedLevel(NamedTuple):
-    """The k best children of each row, best first; of equal ones the lower index first."""
+    """The k best children of each row, best first; of equal children the lower index first."""
 
     tokens: Tensor  # [B * k] i64
-    log_probs: Tensor  # [B, k], as it was
-    indices: Tensor  # [B, k] i64, which children they are, counted from `first`
-    mask: Tensor  # [B, k, words] i64: their parent's, and their own bits
-    features: Tensor  # [B * k, n]: their parent's
+    log_probs: Tensor  # [B, k], in the given type
+    indices: Tensor  # [B, k] i64, each child's index plus `first`
+    mask: Tensor  # [B, k, words] i64: the parent's mask with the child's own bits
+    features: Tensor  # [B * k, n]: the parent's features
 
 
 def expand_tree(
     log_probs: Tensor, tokens: Tensor, mask: Tensor, features: Tensor, own_bits: Tensor, first: int = 0
 ) -> ExpandedLevel:
-    """The k best of the R * c children of R nodes: child i is one of node i // c, and has index first + i.
+    """The k best of the R * c children of R nodes: child i belongs to node i // c, and has index first + i.
 
-    log_probs and tokens may be columns of something wider, as wide for both.
+    log_probs and tokens may be columns of a wider tensor; both then have the same row stride. own_bits: the bits that
+    each node of the next level adds to its parent's mask.
     Shapes: log_probs [B, R * c] f32 or f64, no NaN, tokens [B, R * c] i64, mask [B, R, words] i64, features [B * R, n],
-    own_bits [k, words] i64, what each of the next nodes adds to its parent's mask; k <= R * c <= 512, k <= 32.
+    own_bits [k, words] i64; k <= R * c <= 512, k <= 32.
     Raises: ValueError naming the argument. Sync: never.
     """
     require(
@@ -150,7 +151,7 @@ def _expand_tree_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part of the features); all rank the children, the first also writes what is small."""
+    """Program (row, part of the features). All rank the children; the first also writes the small outputs."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_C)
     best = tl.arange(0, BLOCK_K)

@@ -2,7 +2,7 @@
 
 Two launches: each part of a row finds its k largest logits and its sum of exponentials, then a program per row puts the
 parts together. A logit and its column are one 64-bit integer, which is larger if the logit is, or, of equal
-logits, if the column is lower: so a maximum settles ties, and the result does not depend on who computes it.
+logits, if the column is lower: so a maximum decides ties, and the result does not depend on which program computes it.
 float64, which drafts that are sampled give, has kernels of its own (`_top_tokens_wide`), also on a GPU.
 """
 
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MAX_TOPK
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_TOP = 16
 _MAX_COLUMNS = 1 << 18
-_PART = 2048  # columns of a program
-_SMALL_PART = 512  # at least so many, also of short rows
-_GROUP = 8  # of a part's columns, of which the largest is looked at first
+_PART = 2048  # columns per program
+_SMALL_PART = 512  # fewest columns per program, for short rows
+_GROUP = 8  # columns in a group; a part compares its groups' maxima first
 
 
 class TopTokens(NamedTuple):
-    """Descending; of equal logits, the lower column first."""
+    """The largest logits in descending order; of equal logits, the lower column first."""
 
     log_probs: Tensor  # [R, k] f32 (f64 for f64)
     columns: Tensor  # [R, k] i64
@@ -42,14 +42,14 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens:
     """
     require(logits.dim() == 2 and logits.is_floating_point(), "logits", "[R, V], floating point")
     require(logits.stride(1) == 1 and logits.shape[1] <= _MAX_COLUMNS, "logits", "contiguous rows of at most 2^18")
-    require(1 <= k <= min(MAX_TOP, logits.shape[1]), "k", "1 to 16, and at most the columns of logits")
+    require(1 <= k <= min(MAX_TOPK, logits.shape[1]), "k", "1 to 16, and at most the columns of logits")
     if logits.is_cuda and logits.dtype == torch.float64:
         return TopTokens(*wide_top_tokens(logits, k, _PART))
     return _top_tokens_triton(logits, k) if runs_triton(logits) else top_tokens_reference(logits, k)
 
 
 def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
-    """`topk` leaves open which of equal values it takes: those of the smallest one are chosen by hand."""
+    """`topk` does not specify which of equal values it takes, so ties at the smallest value are broken here."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     least = logits.topk(k).values[:, -1:]
     larger, equal = logits > least, logits == least
@@ -110,10 +110,10 @@ def _top_of_part_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part): the keys of its K largest logits, its largest logit and sum of exponentials below that.
+    """Program (row, part) finds the keys of its K largest logits, and its maximum and sum of exponentials.
 
-    A group is GROUP columns in a row. The K largest logits are in the K groups whose largest are the largest (of equal
-    ones, the first): any other logit has K better ones. So only those are compared one by one.
+    A group is GROUP consecutive columns. The K largest logits are in the K groups with the largest maxima (of equal
+    maxima, the first groups): a logit of any other group has K better ones. So only those K groups are searched.
     """
     row = tl.program_id(0).to(tl.int64)
     part = row * tl.num_programs(1) + tl.program_id(1)
@@ -126,7 +126,7 @@ def _top_of_part_kernel(
     logits_ptr += row * row_stride
     logits = tl.load(logits_ptr + column, mask=column < size, other=float("-inf")).to(tl.float32)
     largest = tl.max(logits, axis=1)
-    highest = tl.maximum(tl.max(largest, axis=0), -3.0e38)  # a number, also where no logit is
+    highest = tl.maximum(tl.max(largest, axis=0), -3.0e38)  # finite even if all logits are -inf
     tl.store(sums_ptr + part * 2, highest)
     tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.sum(tl.exp(logits - highest), axis=1), axis=0))
     value = _ordered_float(largest)
@@ -183,11 +183,11 @@ def _top_of_row_kernel(
 
 @TritonKernel
 def _ordered_float(x: tl.tensor) -> tl.tensor:
-    """Integers ordered as float32 are; -0 equals 0."""
+    """Map float32 to integers with the same order; -0 equals 0."""
     return _ordered(tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True))
 
 
 @TritonKernel
 def _ordered(bits: tl.tensor) -> tl.tensor:
-    """A float's bits as an integer that is ordered as the float is; and back, for it is its own inverse."""
+    """Map a float's bits to an integer with the float's order. The map is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def judge_tree_kernel(
     drawn_ptr: tl.tensor,
     window_tokens_ptr: tl.tensor,
@@ -35,6 +35,7 @@ def judge_tree_kernel(
     width: int,
     depth: int,
     batch_stride: int,
+    published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
     STORE: tl.constexpr,
@@ -44,7 +45,7 @@ def judge_tree_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     guessed = (column > 0) & (column < width)
@@ -69,11 +70,13 @@ def judge_tree_kernel(
         tokens = tl.where(step < walked, committed, tokens)
     tokens = tl.where(step <= walked, tokens, -1)
     new_length = length + walked + 1
-    path_bits = _path_bits(guess, column, path, step, walked)
-    published_ptr += row * (depth + 2)
+    last_guess = tl.max(tl.where(guess >= 0, column, 0), axis=0)
+    accepted = tl.where(step <= walked, path, -1).to(tl.int64)
+    published_ptr += row * published_stride
     tl.store(published_ptr + step, tokens, mask=inside)
-    tl.store(published_ptr + depth, path_bits)
-    tl.store(published_ptr + depth + 1, deepest.to(tl.int64))
+    tl.store(published_ptr + depth, deepest.to(tl.int64))
+    tl.store(published_ptr + depth + 1, last_guess.to(tl.int64))
+    tl.store(published_ptr + depth + 1 + step, accepted, mask=inside & (step > 0))
     tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
     tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
     tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)
@@ -90,16 +93,8 @@ def judge_tree_kernel(
 
 
 @TritonKernel
-def _path_bits(guess: tl.tensor, column: tl.tensor, path: tl.tensor, step: tl.tensor, walked: tl.tensor) -> tl.tensor:
-    """Which columns narrower windows would have committed, and the last that has a guess (`judge_tree`)."""
-    one = tl.full([], 1, tl.int64)
-    stood = tl.where((step > 0) & (step <= walked), one << tl.maximum(path - 1, 0), 0)
-    return tl.sum(stood, axis=0) + (one << tl.max(tl.where(guess >= 0, column, 0), axis=0))
-
-
-@TritonKernel
 def _depths(parents_ptr: tl.tensor, node: tl.tensor, depth: int) -> tl.tensor:
-    """Edges between each node and the root, at most depth - 1."""
+    """Number of edges between each node and the root, at most depth - 1."""
     depths = tl.zeros_like(node)
     for _ in range(1, depth):
         below = node > 0
@@ -121,9 +116,9 @@ def _walk(
     GIVEN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Returns the guesses accepted, the last node, the path, and, where it is given, the tokens below each node."""
+    """Returns the number of accepted guesses, the last node, the path and, with synthetic acceptance, its tokens."""
     walked, node, path = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), step
-    committed = tl.zeros_like(step).to(tl.int64)  # where it is given what is accepted
+    committed = tl.zeros_like(step).to(tl.int64)  # only with synthetic acceptance
     for at in range(1, depth):
         is_child = (guess >= 0) & (parent == node)
         if GIVEN:

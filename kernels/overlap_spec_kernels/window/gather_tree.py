@@ -1,9 +1,9 @@
-"""What a decode step on trees reads of its slots, gathered in one launch.
+"""Gathers the slot rows that a decode step on trees reads, in one launch.
 
 slot rows (S)                       the step (B)
 length       [S]     --slots-->     positions = length + depth, of every column of the window
 window       [S, N]  --slots-->     the first W columns, raw and as tokens to run
-parents      [S, N]  --slots-->     the same of them, and who attends to whom: a bit mask of ancestors
+parents      [S, N]  --slots-->     the same of them, and what each attends to: a bit mask of ancestors
 page_table   [S, P]  --slots-->     as much of a row as the step can follow; cache rows of places length + column
 """
 
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MASK_BITS, MAX_TREE_WIDTH
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _PAGES_PER_PROGRAM = 1024
-_MASK_BITS = 64
 
 
 class GatheredTree(NamedTuple):
-    """A step's share of the slot rows."""
+    """The slot rows of a step."""
 
-    tokens: Tensor  # [B * W] i64, what a forward runs on: token 0 where there is no guess
+    tokens: Tensor  # [B * W] i64, the forward's input: token 0 where there is no guess
     window_tokens: Tensor  # [B, W] i64, root first, -1 where there is no guess
     parents: Tensor  # [B, W] i64, columns
     positions: Tensor  # [B * W] i64
@@ -34,7 +34,7 @@ class GatheredTree(NamedTuple):
     page_table: Tensor  # [B, P] i32; on a GPU only pages of places below length + 2 N are written
     num_proposed: Tensor  # [B] i64, guesses in the window
     extra_rows: Tensor  # [B, W] i64, the cache row of each column
-    mask: Tensor  # [B, W, 1] i64, bit i of a column: column i is it, or its ancestor
+    mask: Tensor  # [B, W, 1] i64, bit i of a column: column i is that column or its ancestor
 
 
 def gather_tree(
@@ -42,9 +42,9 @@ def gather_tree(
 ) -> GatheredTree:
     """Gather the windows of `slots`, the shape of their trees and their pages.
 
-    A parent's column is less than its child's; the root's own entry, and bits above a column, are not looked at.
-    Column j lies at place length + j, but is `depth` positions after the root. **Later entries of the gathered page
-    table than 2 N places after the length are unwritten memory**. A slot may occur more than once.
+    A parent's column is less than its child's; the root's own entry is not read. The KV of column j is at place
+    length + j, but the column's position is `depth` after the root's. **Entries of the gathered page table for places
+    from length + 2 N on are unwritten memory.** A slot may occur more than once.
     Shapes: slots [B] i64, length [S] i64, window, parents [S, N] i64, page_table [S, P] i32, 1 <= width W <= N <= 64.
     Raises: ValueError naming the argument. Sync: never.
     """
@@ -52,7 +52,7 @@ def gather_tree(
     require(length.dim() == 1 and length.dtype == torch.int64 and length.is_contiguous(), "length", "[S] int64")
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.is_contiguous(), "window", "int64, contiguous")
-    require(window.shape[1] <= _MASK_BITS, "window", "at most 64 columns")
+    require(window.shape[1] <= MAX_TREE_WIDTH, "window", "at most 64 columns")
     require(parents.shape == window.shape and parents.dtype == torch.int64, "parents", "[S, N] int64")
     require(parents.is_contiguous(), "parents", "contiguous")
     require(page_table.dim() == 2 and page_table.shape[0] == length.shape[0], "page_table", "[S, P]")
@@ -73,7 +73,7 @@ def gather_tree_reference(
     ancestors = [torch.ones_like(slots)]
     for own in range(1, width):
         above = torch.stack(ancestors, 1).gather(1, tree_parents[:, own, None]).squeeze(1)
-        ancestors.append(above | (1 << own if own < _MASK_BITS - 1 else -1 << own))
+        ancestors.append(above | (1 << own if own < MASK_BITS - 1 else -1 << own))
     mask = torch.stack(ancestors, 1)
     depths = (mask[:, :, None] >> column & 1).sum(2) - 1
     return GatheredTree(
@@ -150,7 +150,7 @@ def _gather_tree_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part of its page table); the first part of a row does its window too."""
+    """Program (row, part of its page table); the first part of a row also gathers its window."""
     row = tl.program_id(0).to(tl.int64)
     first_page = tl.program_id(1) * BLOCK_P
     column = tl.arange(0, BLOCK_W)
@@ -166,7 +166,7 @@ def _gather_tree_kernel(
         parent = tl.load(row_parents_ptr + column, mask=inside, other=0)
         place = length + column
         page = tl.load(page_table_ptr + slot * table_stride + place // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        # Up from every column at once. What a wrong parent would make is a wrong tree, not an endless walk.
+        # Walk up from all columns at once. With an invalid parent the tree is wrong, but the walk still ends.
         node = tl.where(inside & (column > 0), tl.minimum(parent, column - 1), 0)
         depth = (inside & (column > 0)).to(tl.int64)
         ancestors = (tl.full([BLOCK_W], 1, tl.int64) << column) | 1

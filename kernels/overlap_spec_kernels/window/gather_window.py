@@ -1,9 +1,9 @@
-"""What a decode step reads of its slots, gathered in one launch.
+"""Gathers the slot rows that a decode step reads, in one launch.
 
 slot rows (S)                       the step (B)
 length       [S]     --slots-->     positions = length + column, of every row of the window
 window       [S, N]  --slots-->     the first W columns, raw and as tokens to run
-page_table   [S, P]  --slots-->     as much of a row as the step can follow
+page_table   [S, P]  --slots-->     the part of a row that the step can follow
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PAGES_PER_PROGRAM = 1024
 
 
 class GatheredWindow(NamedTuple):
-    """A step's share of the slot rows."""
+    """The slot rows of a step."""
 
-    tokens: Tensor  # [B * W] i64, what a forward runs on: token 0 where there is no guess
+    tokens: Tensor  # [B * W] i64, the forward's input: token 0 where there is no guess
     window_tokens: Tensor  # [B, W] i64, root first, -1 where there is no guess
     positions: Tensor  # [B * W] i64
     lengths: Tensor  # [B] i64
@@ -38,7 +38,7 @@ def gather_window(
     """Gather the windows of `slots`, their positions and their pages.
 
     A step verifies rows up to length + W - 1 and then drafts up to W - 1 positions further, so 2 N positions after
-    the length are enough. **Later entries of the gathered page table are unwritten memory**: whoever follows a page
+    the length are enough. **Later entries of the gathered page table are unwritten memory**: a reader of a page
     must mask by position. A slot may occur more than once.
     Shapes: slots [B] i64, length [S] i64, window [S, N] i64, page_table [S, P] i32, 1 <= width W <= N.
     Raises: ValueError naming the argument. Sync: never.
@@ -120,7 +120,7 @@ def _gather_window_kernel(
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part of its page table); the first part of a row does its window too."""
+    """Program (row, part of its page table); the first part of a row also gathers its window."""
     row = tl.program_id(0).to(tl.int64)
     first_page = tl.program_id(1) * BLOCK_P
     column = tl.arange(0, BLOCK_W)

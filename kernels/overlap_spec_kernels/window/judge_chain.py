@@ -1,4 +1,4 @@
-"""The verdict on a chain, its commit to the slot rows and what is published, in one launch.
+"""Verifies a chain of guesses, commits the accepted tokens to the slot rows and publishes them, in one launch.
 
 window  root g1 g2 g3        g1 == d0, g2 == d1, g3 != d2: two guesses accepted
 drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root is d2
@@ -6,7 +6,7 @@ drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,19 +18,10 @@ from overlap_spec_kernels.window.store_tokens import (
     store_token_run,
     store_tokens_reference,
 )
+from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-
-class JudgedChain(NamedTuple):
-    """What was decided for each row of the batch."""
-
-    tokens: Tensor  # [B, W] i64: committed, left-aligned, padded with -1
-    follow: Tensor  # [B * W] i64: the token after each window row, for the draft; 0 for padding
-    accept_len: Tensor  # [B] i64, 0..W - 1
-    next_positions: Tensor  # [W, B] i64: new length + row index; row 0 is the new lengths
-    published: Tensor  # [B, W + 1] i64: `tokens`, then the number of guesses
 
 
 def judge_chain(
@@ -43,13 +34,15 @@ def judge_chain(
     dummy: int,
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
-) -> JudgedChain:
+    out: Verdict | None = None,
+) -> Verdict:
     """Accept guesses while window_tokens[:, 1:] == drawn[:, :-1], and advance the slots by what is committed.
 
     In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`, which pads
     a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur twice.
-    `accept_len` is for a benchmark of synthetic acceptance: so many guesses stand whatever was drawn, at most as many
-    as there are. With `store`, what is committed is written into the token pool too, at positions lengths + 1, ..
+    `accept_len` is for a benchmark of synthetic acceptance: so many guesses are accepted whatever was drawn, at most as
+    many as there are. With `store`, what is committed is written into the token pool too, at positions lengths + 1, ..
+    `out`: where to write the verdict; published columns after `num_guesses` are left alone.
     Shapes: drawn, window_tokens [B, W] i64, slots, lengths [B] i64 (of `gather_window`), length [S] i64, window
     [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
@@ -66,8 +59,9 @@ def judge_chain(
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
     if store is not None:
         require_token_rows(store, drawn.shape[0])
+    require(out is None or out.tokens.shape == drawn.shape, "out", "a verdict on as many windows of this width")
     run = _judge_chain_triton if runs_triton(drawn) else judge_chain_reference
-    return run(drawn, window_tokens, slots, lengths, length, window, dummy, accept_len, store)
+    return run(drawn, window_tokens, slots, lengths, length, window, dummy, accept_len, store, out)
 
 
 def judge_chain_reference(
@@ -80,14 +74,15 @@ def judge_chain_reference(
     dummy: int,
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
-) -> JudgedChain:
+    out: Verdict | None = None,
+) -> Verdict:
     guesses, columns = window_tokens[:, 1:], torch.arange(drawn.shape[1], device=drawn.device)
     num_proposed = (guesses >= 0).sum(1)
     if accept_len is None:
         accept_len = (guesses == drawn[:, :-1]).long().cumprod(1).sum(1)
     else:
         accept_len = torch.minimum(accept_len, num_proposed)
-    # Accepted guesses are what was drawn, unless accept_len was given.
+    # Accepted guesses equal the drawn tokens, unless accept_len was given.
     tokens = torch.where(columns < accept_len[:, None], torch.cat((guesses, drawn[:, -1:]), 1), drawn)
     tokens = tokens.masked_fill(columns > accept_len[:, None], -1)
     new_lengths = lengths + accept_len + 1
@@ -98,13 +93,14 @@ def judge_chain_reference(
     window[slots, 1:] = -1
     if store is not None:
         store_tokens_reference(*store, lengths + 1, tokens, accept_len + 1)
-    return JudgedChain(
-        tokens=tokens,
-        follow=tokens.clamp(min=0).reshape(-1),
-        accept_len=accept_len,
-        next_positions=columns[:, None] + new_lengths,
-        published=torch.cat((tokens, num_proposed[:, None]), 1),
-    )
+    out = out or Verdict.allocate(len(drawn), PublishedColumns(drawn.shape[1]), drawn.device)
+    out.tokens.copy_(tokens)
+    out.follow.copy_(tokens.clamp(min=0).reshape(-1))
+    out.accept_len.copy_(accept_len)
+    out.next_positions.copy_(columns[:, None] + new_lengths)
+    out.published.tokens.copy_(tokens)
+    out.published.num_guesses.copy_(num_proposed)
+    return out
 
 
 def _judge_chain_triton(
@@ -117,16 +113,10 @@ def _judge_chain_triton(
     dummy: int,
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
-) -> JudgedChain:
+    out: Verdict | None = None,
+) -> Verdict:
     num_slots, width = drawn.shape
-    batch_stride = num_slots + num_slots % 2  # so that every row is aligned, which kernels are compiled for
-    out = JudgedChain(
-        tokens=torch.empty_like(drawn),
-        follow=drawn.new_empty(num_slots * width),
-        accept_len=drawn.new_empty(num_slots),
-        next_positions=drawn.new_empty(width, batch_stride)[:, :num_slots],
-        published=drawn.new_empty(num_slots, width + 1),
-    )
+    out = out or Verdict.allocate(num_slots, PublishedColumns(width), drawn.device)
     _judge_chain_kernel[(num_slots,)](
         drawn,
         window_tokens,
@@ -135,12 +125,17 @@ def _judge_chain_triton(
         length,
         window,
         drawn if accept_len is None else accept_len,
-        *out,
+        out.tokens,
+        out.follow,
+        out.accept_len,
+        out.next_positions,
+        out.published.rows,
         *(slots, slots, 0) if store is None else (store.pool, store.page_table, store.page_table.stride(0)),
         window.stride(0),
         window.shape[1],
         width,
-        batch_stride,
+        out.next_positions.stride(0),
+        out.published.columns.row_size,
         dummy,
         GIVEN=accept_len is not None,
         STORE=store is not None,
@@ -153,7 +148,7 @@ def _judge_chain_triton(
     return out
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _judge_chain_kernel(
     drawn_ptr: tl.tensor,
     window_tokens_ptr: tl.tensor,
@@ -174,6 +169,7 @@ def _judge_chain_kernel(
     window_columns: int,
     width: int,
     batch_stride: int,
+    published_stride: int,
     dummy: int,
     GIVEN: tl.constexpr,
     STORE: tl.constexpr,
@@ -182,7 +178,7 @@ def _judge_chain_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row. Copies of the dummy slot all write the same constants, so their order does not matter."""
+    """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     inside = column < width
@@ -200,13 +196,14 @@ def _judge_chain_kernel(
     if GIVEN:
         accept_len = tl.minimum(tl.load(given_ptr + row), num_proposed)
         accepted = tl.load(window_tokens_ptr + row * width + column + 1, mask=column + 1 < width, other=-1)
-    else:  # the first guess that is not what was drawn in its place ends the run
+    else:  # the first guess that differs from the drawn token ends the run
         accept_len = tl.min(tl.where(guessed & (guess != before), column - 1, width - 1), axis=0).to(tl.int64)
     tokens = tl.where(column < accept_len, accepted, tl.where(column == accept_len, drawn, -1))
     bonus = tl.sum(tl.where(column == accept_len, drawn, 0), axis=0)
     new_length = length + accept_len + 1
-    tl.store(published_ptr + row * (width + 1) + column, tokens, mask=inside)
-    tl.store(published_ptr + row * (width + 1) + width, num_proposed)
+    published_ptr += row * published_stride
+    tl.store(published_ptr + column, tokens, mask=inside)
+    tl.store(published_ptr + width, num_proposed)
     tl.store(tokens_ptr + row * width + column, tokens, mask=inside)
     tl.store(follow_ptr + row * width + column, tl.maximum(tokens, 0), mask=inside)
     tl.store(accept_len_ptr + row, accept_len)

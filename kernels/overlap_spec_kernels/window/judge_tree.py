@@ -1,4 +1,4 @@
-"""The verdict on a tree of guesses, its commit to the slot rows and what is published, in one launch.
+"""Verifies a tree of guesses, commits the accepted path to the slot rows and publishes it, in one launch.
 
 column   0     1  2  3  4      the walk: d0 == g2, d2 == g4, column 4 has no child
 token    root g1 g2 g3 g4      path      0  2  4, accept_len 2
@@ -7,27 +7,14 @@ parent   -     0  0  1  2      committed d0 d2 d4 (the bonus), which is the next
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.window._judge_tree_kernel import judge_tree_kernel
 from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_rows, store_tokens_reference
-
-_MAX_COLUMNS = 64
-
-
-class JudgedTree(NamedTuple):
-    """What was decided for each row of the batch."""
-
-    tokens: Tensor  # [B, D] i64: committed, left-aligned, padded with -1
-    follow: Tensor  # [B * D] i64: the token after each node of the path, for the draft; 0 for padding
-    path: Tensor  # [B, D] i64: window columns from the root down; column i in place i > accept_len
-    accept_len: Tensor  # [B] i64, 0..D - 1
-    next_positions: Tensor  # [D, B] i64: new length + row index; row 0 is the new lengths
-    published: Tensor  # [B, D + 2] i64: `tokens`, the path in bits, the depth of the deepest guess, at most D - 1
+from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
 
 
 def judge_tree(
@@ -42,19 +29,21 @@ def judge_tree(
     depth: int,
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
-) -> JudgedTree:
+    out: Verdict | None = None,
+) -> Verdict:
     """Walk from the root to the child whose token equals what was drawn, and advance the slots by what is committed.
 
     D = depth nodes at most, the root included: num_steps + 1, and no more than there are columns. A guess of -1 is
-    nobody's child; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
+    no node; of equal siblings, which there should not be, the lower column counts. Nodes below depth D - 1 are
     not reached. A path ends in columns that stay where they are (column i in place i), so that moving them moves
     nothing. In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`,
     which pads a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur
     twice. With `accept_len`, the walk goes to the lowest child instead, whatever was drawn, so many times or while
     there is one; the guesses on it are committed, then what was drawn after the last. With `store`, what is committed
     is written into the token pool too, at positions lengths + 1, .. in a row.
-    The path in bits says what narrower windows would have committed: bit i - 1 for every column i > 0 on it, and above
-    them bit k, k being the last column with a guess.
+    The published path tells what narrower windows would have committed: those of its columns that they have, if there
+    was a guess as far as `last_guess`. `out`: where to write the verdict; published columns after the path are left
+    alone.
     Shapes: drawn, window_tokens, parents [B, W] i64, W <= 64, slots, lengths [B] i64 (of `gather_tree`), length [S]
     i64, window [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
@@ -70,12 +59,14 @@ def judge_tree(
     require(window.dim() == 2 and window.shape[0] == length.shape[0], "window", "[S, N]")
     require(window.dtype == torch.int64 and window.stride(1) == 1, "window", "int64, a contiguous last dimension")
     require(1 <= drawn.shape[1] <= window.shape[1], "drawn", "at most as many columns as window")
-    require(drawn.shape[1] <= _MAX_COLUMNS, "drawn", "at most 64 columns")
+    require(drawn.shape[1] <= MAX_TREE_WIDTH, "drawn", "at most 64 columns")
     require(1 <= depth <= drawn.shape[1], "depth", "1 to the columns of drawn")
     if store is not None:
         require_token_rows(store, drawn.shape[0])
+    fits = out is None or (out.path is not None and out.path.shape == (len(drawn), depth))
+    require(fits, "out", "a verdict on as many trees of this depth")
     run = _judge_tree_triton if runs_triton(drawn) else judge_tree_reference
-    return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len, store)
+    return run(drawn, window_tokens, parents, slots, lengths, length, window, dummy, depth, accept_len, store, out)
 
 
 def judge_tree_reference(
@@ -90,37 +81,46 @@ def judge_tree_reference(
     depth: int,
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
-) -> JudgedTree:
+    out: Verdict | None = None,
+) -> Verdict:
     path, walked = _walk(drawn, window_tokens, parents, depth, accept_len)
-    step = torch.arange(depth, device=drawn.device)
+    step, column = (torch.arange(size, device=drawn.device) for size in (depth, drawn.shape[1]))
     tokens = drawn.gather(1, path)
-    if accept_len is not None:  # guesses that were not drawn are committed all the same
+    if accept_len is not None:  # commits guesses even if they were not drawn
         following = window_tokens.gather(1, path)[:, 1:]
         tokens[:, :-1] = torch.where(step[:-1] < walked[:, None], following, tokens[:, :-1])
     tokens = tokens.masked_fill(step > walked[:, None], -1)
     new_lengths = lengths + walked + 1
     bonus = drawn.gather(1, path.gather(1, walked[:, None])).squeeze(1)
-    deepest = _depths(window_tokens, parents, depth).amax(1, keepdim=True)
+    deepest = _depths(window_tokens, parents, depth).amax(1)
     resting = slots == dummy
     length[slots] = new_lengths.masked_fill(resting, 0)
     window[slots, 0] = bonus.masked_fill(resting, 0)
     window[slots, 1:] = -1
     if store is not None:
         store_tokens_reference(*store, lengths + 1, tokens, walked + 1)
-    return JudgedTree(
-        tokens=tokens,
-        follow=tokens.clamp(min=0).reshape(-1),
-        path=path,
-        accept_len=walked,
-        next_positions=step[:, None] + new_lengths,
-        published=torch.cat((tokens, _path_bits(window_tokens, path, walked), deepest), 1),
-    )
+    out = out or _allocate(len(drawn), depth, drawn.device)
+    assert out.path is not None
+    out.tokens.copy_(tokens)
+    out.follow.copy_(tokens.clamp(min=0).reshape(-1))
+    out.path.copy_(path)
+    out.accept_len.copy_(walked)
+    out.next_positions.copy_(step[:, None] + new_lengths)
+    out.published.tokens.copy_(tokens)
+    out.published.num_guesses.copy_(deepest)
+    out.published.last_guess.copy_(torch.where(window_tokens >= 0, column, 0).amax(1))
+    out.published.path.copy_(path.masked_fill(step > walked[:, None], -1)[:, 1:])
+    return out
+
+
+def _allocate(num_slots: int, depth: int, device: torch.device) -> Verdict:
+    return Verdict.allocate(num_slots, PublishedColumns(depth, is_tree=True), device)
 
 
 def _walk(
     drawn: Tensor, window_tokens: Tensor, parents: Tensor, depth: int, accept_len: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Shapes: -> path [B, D], guesses accepted [B]."""
+    """Shapes: -> path [B, D], number of accepted guesses [B]."""
     num_rows, width = drawn.shape
     column = torch.arange(width, device=drawn.device)
     node, walked = drawn.new_zeros(num_rows, 1), drawn.new_zeros(num_rows, 1)
@@ -135,17 +135,8 @@ def _walk(
     return torch.cat(path, 1), walked.squeeze(1)
 
 
-def _path_bits(window_tokens: Tensor, path: Tensor, walked: Tensor) -> Tensor:
-    """See `judge_tree`. Shapes: path [B, D], walked [B] -> [B, 1]."""
-    column = torch.arange(window_tokens.shape[1], device=path.device)
-    last = torch.where(window_tokens >= 0, column, 0).amax(1, keepdim=True)
-    step = torch.arange(path.shape[1], device=path.device)
-    stood = torch.where((step > 0) & (step <= walked[:, None]), 1 << (path - 1).clamp(min=0), 0)
-    return (1 << last) + stood.sum(1, keepdim=True)
-
-
 def _depths(window_tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """Edges between each guess and the root, at most depth - 1; 0 where there is no guess. Shapes: -> [B, W]."""
+    """Number of edges from each guess to the root, at most depth - 1; 0 where there is no guess. Shapes: -> [B, W]."""
     column = torch.arange(parents.shape[1], device=parents.device)
     node = torch.where(window_tokens >= 0, column, 0)
     node[:, 0] = 0
@@ -168,17 +159,10 @@ def _judge_tree_triton(
     depth: int,
     accept_len: Tensor | None = None,
     store: TokenRows | None = None,
-) -> JudgedTree:
+    out: Verdict | None = None,
+) -> Verdict:
     num_slots, width = drawn.shape
-    batch_stride = num_slots + num_slots % 2  # so that every row is aligned, which kernels are compiled for
-    out = JudgedTree(
-        tokens=drawn.new_empty(num_slots, depth),
-        follow=drawn.new_empty(num_slots * depth),
-        path=drawn.new_empty(num_slots, depth),
-        accept_len=drawn.new_empty(num_slots),
-        next_positions=drawn.new_empty(depth, batch_stride)[:, :num_slots],
-        published=drawn.new_empty(num_slots, depth + 2),
-    )
+    out = out or _allocate(num_slots, depth, drawn.device)
     judge_tree_kernel[(num_slots,)](
         drawn,
         window_tokens,
@@ -188,13 +172,19 @@ def _judge_tree_triton(
         length,
         window,
         drawn if accept_len is None else accept_len,
-        *out,
+        out.tokens,
+        out.follow,
+        out.path,
+        out.accept_len,
+        out.next_positions,
+        out.published.rows,
         *(slots, slots, 0) if store is None else (store.pool, store.page_table, store.page_table.stride(0)),
         window.stride(0),
         window.shape[1],
         width,
         depth,
-        batch_stride,
+        out.next_positions.stride(0),
+        out.published.columns.row_size,
         dummy,
         GIVEN=accept_len is not None,
         STORE=store is not None,

@@ -1,4 +1,4 @@
-"""The write of a step's guesses into the windows of its slots."""
+"""Writes a step's guesses into the windows of its slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def place_guesses(window: Tensor, slots: Tensor, guesses: Tensor, dummy: int) -> None:
     """Write guess i of a slot into column 1 + i of its window, and -1 into the columns after the last, in place.
 
-    The slot `dummy`, which pads a batch and may be in it several times, keeps its window; no other may occur twice.
+    The slot `dummy`, which pads a batch and may occur several times, keeps its window. No other slot may occur twice.
     Shapes: window [S, N] i64, slots [B] i64, guesses [K, B] i64 (a row per draft step), 1 <= K < N.
     Raises: ValueError naming the argument. Sync: never.
     """
@@ -55,7 +55,7 @@ def _place_guesses_triton(window: Tensor, slots: Tensor, guesses: Tensor, dummy:
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _place_guesses_kernel(
     window_ptr: tl.tensor,
     slots_ptr: tl.tensor,

@@ -1,4 +1,4 @@
-"""The write of a step's tree of guesses into the windows of its slots."""
+"""Writes a step's tree of guesses into the windows of its slots."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def place_tree(
 ) -> None:
     """Write guess i of a slot, and its parent's column, into column 1 + i of its window and parents, in place.
 
-    Columns after the last guess get -1, and parent 0. The slot `dummy`, which pads a batch and may be in it several
-    times, keeps its window; no other may occur twice.
+    Columns after the last guess get -1, and parent 0. The slot `dummy`, which pads a batch and may occur several times,
+    keeps its window. No other slot may occur twice.
     Shapes: window, parents [S, N] i64, slots [B] i64, guesses, guess_parents [K, B] i64, 1 <= K < N.
     Raises: ValueError naming the argument. Sync: never.
     """
@@ -66,7 +66,7 @@ def _place_tree_triton(
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _place_tree_kernel(
     window_ptr: tl.tensor,
     parents_ptr: tl.tensor,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TokenRows(NamedTuple):
-    """Where the tokens of a batch's requests are."""
+    """The token pool, and the pages in it of a batch's requests."""
 
     pool: Tensor  # [R] i32
     page_table: Tensor  # [B, P] i32
@@ -31,7 +31,7 @@ def require_token_rows(store: TokenRows, num_rows: int) -> None:
 
 
 def cache_rows(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Rows of the token pool; what is outside is at either end. Shapes: [B, P] i32, [B, R] i64 -> [B, R]."""
+    """Rows of the token pool, for positions clamped to the page table. Shapes: [B, P] i32, [B, R] i64 -> [B, R]."""
     positions = positions.clamp(0, page_table.shape[1] * page_size - 1)
     return page_table.gather(1, positions // page_size).long() * page_size + positions % page_size
 
@@ -41,8 +41,9 @@ def store_tokens(
 ) -> None:
     """Write the first `counts` tokens of each row at positions starts, starts + 1, .., in place.
 
-    Page 0 is nobody's, and may be written as well. Shapes: pool [R] i32, page_table [B, P] i32, starts, counts [B] i64,
-    tokens [B, n] i64. Raises: ValueError naming the argument. Sync: never.
+    Page 0 belongs to no request, and may be written as well.
+    Shapes: pool [R] i32, page_table [B, P] i32, starts, counts [B] i64, tokens [B, n] i64.
+    Raises: ValueError naming the argument. Sync: never.
     """
     require_token_rows(TokenRows(pool, page_table, page_size), tokens.shape[0])
     require(tokens.dim() == 2 and tokens.dtype == torch.int64 and tokens.is_contiguous(), "tokens", "[B, n] int64")
@@ -115,6 +116,6 @@ def store_token_run(
     inside: tl.tensor,
     PAGE_SIZE: tl.constexpr,
 ) -> None:
-    """Part of a kernel: write a request's tokens at `position`. `pages_ptr`: its row of the page table."""
+    """A part of kernels: write a request's tokens at `position`. `pages_ptr`: the request's row of the page table."""
     page = tl.load(pages_ptr + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     tl.store(pool_ptr + page * PAGE_SIZE + position % PAGE_SIZE, token.to(tl.int32), mask=inside)

@@ -1,4 +1,4 @@
-"""From flags, files and machine to settings: `resolve`, pure; a file for each subject."""
+"""`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
 from overlap_spec.config.resolve.resolve import SPIN_CORES, SPIN_S, resolve, settled_flags, without_speculation
 

@@ -1,4 +1,4 @@
-"""What runs attention, as flags say."""
+"""Resolves the flags of attention kernels."""
 
 from overlap_spec.config import AttentionSettings, EngineConfig, SpecSettings
 from overlap_spec.errors import ConfigError
@@ -8,7 +8,10 @@ OF_DRAFTS = ("speculative_draft_attention_backend", "speculative_draft_window_si
 
 
 def resolve_attention(config: EngineConfig, spec: SpecSettings, device: str, notes: list[str]) -> AttentionSettings:
-    """Settle backends, the kernel of windows and the draft's window. Raises: ConfigError naming the flag."""
+    """Resolve backends, the kernel of verify windows and the draft's sliding window.
+
+    Raises: ConfigError naming the flag.
+    """
     for field in (*OF_DRAFTS, "speculative_attention_mode"):
         if getattr(config, field) is not None and spec.width == 1:
             raise ConfigError(field, "has no effect without speculation; leave it out")
@@ -35,7 +38,7 @@ def _is_torch(field: str, name: str, device: str) -> bool:
         )
     if name == "triton" and device == "cpu":
         raise ConfigError(field, "triton kernels run on a GPU, and this engine runs on a CPU; use auto or torch")
-    return name == "torch" and device != "cpu"  # a CPU runs nothing else
+    return name == "torch" and device != "cpu"  # a CPU always runs torch
 
 
 def _is_prefill(config: EngineConfig, spec: SpecSettings, device: str, notes: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What --enable-multi-layer-eagle means for a target, and what a target with several MTP layers means without it."""
+"""Resolves --enable-multi-layer-eagle, and targets with several MTP layers without that flag."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ FLAG = "--enable-multi-layer-eagle"
 
 
 def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
-    """Whether the target's checkpoint brings what drafts for it, as its config says.
+    """Whether the target's config names MTP layers in its checkpoint.
 
     Raises: ConfigError if the flag does not fit the number of layers.
     """
@@ -30,9 +30,9 @@ def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
 
 
 def with_layers(spec: SpecSettings, config: EngineConfig, files: ModelFiles) -> SpecSettings:
-    """Settle that each guess has a layer of its own, if that is asked for.
+    """With the flag, give each guess an MTP layer of its own.
 
-    Raises: ConfigError naming the flag that does not go with it, or the number of layers.
+    Raises: ConfigError naming the flag that conflicts, or the number of layers.
     """
     if not config.enable_multi_layer_eagle:
         return spec

@@ -1,15 +1,14 @@
-"""N-gram speculation: what is looked for, how wide windows are, and which flags go with it.
+"""Resolves the flags of n-gram speculation: limits of matches, the window's width, and flags that conflict.
 
-There is one number, the draft tokens of a window; how deep and how wide its tree is follows from what is found.
+The only number is the window's draft tokens; the depth and width of its tree follow from the matches.
 """
 
 from collections.abc import Mapping
 
 from overlap_spec.config import NGRAM, EngineConfig, ModelFiles, NgramSettings, SpecSettings
-from overlap_spec.config.resolve.numbers import GIVEN
+from overlap_spec.config.resolve.numbers import GIVEN, MAX_CHAIN_TOKENS, MAX_TREE_TOKENS
 from overlap_spec.errors import ConfigError
 
-MOST_TREE_TOKENS, MOST_CHAIN_TOKENS = 64, 16  # of a window
 PREFIX = "speculative_ngram_"
 _DRAFT_MODEL = "NGRAM has no draft model; leave it out"
 _NO_STEPS = "NGRAM takes no draft steps: what is found decides; leave it out, and use --speculative-num-draft-tokens"
@@ -29,25 +28,25 @@ _NOT_FOR_NGRAM = {
 
 
 def refuse_flags(config: EngineConfig, reasons: Mapping[str, str]) -> None:
-    """None of these fields may be given. Raises: ConfigError naming the flag, with its reason."""
+    """Refuse each of these fields that was given. Raises: ConfigError naming the flag, with its reason."""
     for field, why in reasons.items():
         if getattr(config, field) not in (None, False):
             raise ConfigError(field, why)
 
 
 def refuse_ngram_flags(config: EngineConfig) -> None:
-    """For every other method. Raises: ConfigError naming the flag."""
+    """Refuse n-gram flags for every other method. Raises: ConfigError naming the flag."""
     fields = [field for field in config.__struct_fields__ if field.startswith(PREFIX)]
     refuse_flags(config, dict.fromkeys(fields, "goes with --speculative-algorithm NGRAM alone; leave it out"))
 
 
 def resolve_ngram(config: EngineConfig, files: ModelFiles) -> SpecSettings:
-    """Settle all of it. Raises: ConfigError naming the flag."""
+    """Resolve all n-gram flags. Raises: ConfigError naming the flag."""
     refuse_flags(config, _NOT_FOR_NGRAM)
     ngram = _settings(config, files)
-    asked, most = config.speculative_num_draft_tokens, MOST_TREE_TOKENS
+    asked, most = config.speculative_num_draft_tokens, MAX_TREE_TOKENS
     if ngram.max_breadth == 1:
-        most = MOST_CHAIN_TOKENS
+        most = MAX_CHAIN_TOKENS
     else:
         _refuse_thresholds(config)
     if asked is not None and asked > most:
@@ -58,7 +57,7 @@ def resolve_ngram(config: EngineConfig, files: ModelFiles) -> SpecSettings:
 
 
 def settled_ngram_flags(spec: SpecSettings) -> dict[str, object]:
-    """The flags with the values that are in force; none for another method."""
+    """The n-gram flags with their resolved values; empty for another method."""
     ngram = spec.ngram
     if spec.method != NGRAM:
         return {}

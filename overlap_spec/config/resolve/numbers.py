@@ -1,16 +1,18 @@
-"""Draft steps, topk and draft tokens: as given, or the defaults of method and model."""
+"""Resolves draft steps, topk and draft tokens: the given numbers, or the defaults of method and model."""
 
 from typing import NamedTuple
 
 from overlap_spec.config import PLAIN, EngineConfig, ModelFiles, facts_of, is_own_method
 from overlap_spec.errors import ConfigError
 
-MAX_TOPK, MAX_TREE_TOKENS = 16, 64  # of the operations on trees
+# Bounds of the kernels, which this package must not import; a test compares them.
+MAX_TOPK = 16  # children of a node
+MAX_TREE_TOKENS, MAX_CHAIN_TOKENS = 64, 16  # of a window, root included
 FIELDS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 GIVEN = "given"
 OF_PRESET = "the default of this alias"
-DEEP = {"LlamaForCausalLM": "Llama"}  # architectures whose heads guess far ahead
-DEEP_SPEC, DEEP_CHAIN, OTHER_SPEC = (5, 4, 8), (5, 1, 6), (3, 1, 4)  # SGLang's; the chain is for what has no trees
+DEEP = {"LlamaForCausalLM": "Llama"}  # architectures whose default is more draft steps
+DEEP_SPEC, DEEP_CHAIN, OTHER_SPEC = (5, 4, 8), (5, 1, 6), (3, 1, 4)  # SGLang's; DEEP_CHAIN is for methods without trees
 CHAINS_ONLY = ("enable_multi_layer_eagle", "speculative_use_rejection_sampling", "speculative_adaptive_config")
 
 
@@ -22,7 +24,10 @@ class Numbers(NamedTuple):
 
 
 def resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -> Numbers:
-    """All three numbers or none, as in SGLang. Raises: ConfigError naming the one that is missing or does not fit."""
+    """Resolve the numbers; the user gives all three or none, as in SGLang.
+
+    Raises: ConfigError naming the one that is missing or does not fit.
+    """
     steps, topk, tokens = (getattr(config, field) for field in FIELDS)
     if steps is None and topk is None and tokens is None:
         return _default_numbers(config, files)
@@ -39,8 +44,9 @@ def resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -
 
 
 def _tree_width(steps: int, topk: int, tokens: int, notes: list[str]) -> int:
-    """The root, and as many nodes as were asked for, or as there are: topk children of the root, and topk of each of
-    the topk best nodes of every further level.
+    """The requested draft tokens, root included, but no more than the tree can have.
+
+    The tree has topk children of the root, and at every further level topk children of each of the topk best nodes.
     """
     most = 1 + topk + (steps - 1) * topk * topk
     if topk > MAX_TOPK:

@@ -1,7 +1,7 @@
-"""From what is asked to what is run: every automatic value is settled here, once, and printed at start.
+"""Resolves `EngineConfig` to `Settings`: every automatic value is decided here, once, and printed at start.
 
-`resolve` is pure: the same request on the same machine gives the same settings. The one exception is what only the
-worker can measure (page count, chunk size), which travels in WorkerReady.
+`resolve` is pure: the same flags, files and machine give the same settings. Only page count and chunk size are
+measured by the worker, which sends them in `WorkerReady`.
 """
 
 from typing import Any
@@ -31,11 +31,11 @@ DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
 DEFAULT_COMPILED_BATCH = 32  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
 SPIN_S = 0.02  # longer than a decode step of a large model
-SPIN_CORES = 6  # two that poll, and enough for tokenizer, server and the client's side
+SPIN_CORES = 6  # two for the polling processes, the rest for tokenizer, server and clients
 
 
 def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[Settings, list[str]]:
-    """Settle every automatic value. Returns the settings and notes for the log (what was adjusted, and why).
+    """Resolve every automatic value. Returns the settings and notes for the log (adjusted values, with reasons).
 
     Raises: ConfigError naming the flag.
     """
@@ -78,13 +78,14 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         graph_batch_sizes=graph_batch_sizes,
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,
+        logit_processor=config.logit_processor,
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
 
 
 def _note_what_changes_nothing(config: EngineConfig, device: str, notes: list[str]) -> None:
-    """What is asked for and is so anyway, or is nobody's to have. Raises: ConfigError for more GPUs than one."""
+    """Note flags that have no effect in this engine. Raises: ConfigError for more than one GPU."""
     if config.tp_size > 1:
         raise ConfigError(
             "tp_size",
@@ -103,9 +104,10 @@ def _note_what_changes_nothing(config: EngineConfig, device: str, notes: list[st
 def _resolve_graphs(
     config: EngineConfig, attention: AttentionSettings, device: str, running: int, notes: list[str]
 ) -> tuple[int, ...]:
-    """1, 2, 4, 8, then steps of 8, 16 and 32, up to the largest batch. A batch is padded to the next size.
+    """Batch sizes of CUDA graphs: 1, 2, 4, 8, then in steps of 8, 16 and 32 up to the largest batch.
 
-    `--cuda-graph-bs` names the sizes instead; those that cannot run are left out, as in SGLang.
+    A batch is padded to the next size. `--cuda-graph-bs` gives the sizes instead; sizes above the largest batch are
+    left out, as in SGLang.
     """
     for field in ("cuda_graph_max_bs", "cuda_graph_bs"):
         asked = getattr(config, field)
@@ -130,7 +132,7 @@ def _resolve_graphs(
 
 
 def _without_graphs(config: EngineConfig, notes: list[str]) -> tuple[int, ...]:
-    """The torch twins of attention ask the device for lengths, which a capture must not."""
+    """No CUDA graphs: the torch twins of attention read lengths on the host, which a capture forbids."""
     for field in ("cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"):
         if getattr(config, field):
             raise ConfigError(
@@ -141,7 +143,7 @@ def _without_graphs(config: EngineConfig, notes: list[str]) -> tuple[int, ...]:
 
 
 def _resolve_compile(config: EngineConfig, device: str) -> int:
-    """As in SGLang, compiling is a part of capturing."""
+    """Largest batch whose sampler is compiled. As in SGLang, without CUDA graphs nothing is compiled."""
     if not config.enable_torch_compile:
         if config.torch_compile_max_bs is not None:
             raise ConfigError("torch_compile_max_bs", "has no effect without --enable-torch-compile; leave it out")
@@ -216,7 +218,7 @@ def _resolve_endpoint(config: EngineConfig) -> str | None:
 
 
 def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
-    """Every flag with the value that is in force: what was asked for, automatic values settled."""
+    """Every flag with its resolved value."""
     spec, attention = settings.spec, settings.attention
     speculating, on_cpu = spec.width > 1, settings.model.device == "cpu"
     drafts = speculating and spec.draft_path is not None
@@ -253,7 +255,7 @@ def _backend(is_torch: bool) -> str:
 
 
 def without_speculation(config: EngineConfig) -> EngineConfig:
-    """The same engine, decoding plainly: what speculation is compared with."""
+    """The same engine with plain decoding, for comparisons."""
     defaults = EngineConfig()
     fields = {name: getattr(defaults, name) for name in SpeculationFlags.__struct_fields__}
     return msgspec.structs.replace(config, **fields | {"speculative_algorithm": PLAIN})

@@ -1,4 +1,4 @@
-"""What drafts, how far, and how its guesses are judged: the part of `resolve` that is about speculation."""
+"""Resolves the flags of speculation: the method, its numbers, its verifier and its step widths."""
 
 import msgspec
 
@@ -21,7 +21,7 @@ from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
 from overlap_spec.config.resolve.width_rules import read_width_rules
 from overlap_spec.errors import ConfigError
 
-TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # that steps of trees may have besides their own
+TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # narrower widths for the steps of trees
 NEEDS_SPECULATION = (
     "speculative_draft_load_format",
     "speculative_draft_model_revision",
@@ -34,7 +34,7 @@ NEEDS_DRAFT_MODEL = NEEDS_SPECULATION[:-1]
 def resolve_speculation(
     config: EngineConfig, files: ModelFiles, machine: Machine, notes: list[str]
 ) -> tuple[SpecSettings, tuple[WidthRule, ...]]:
-    """Settle the method, its numbers and its verifier; what was adjusted is added to `notes`.
+    """Resolve the method, its numbers and its verifier; adjustments are added to `notes`.
 
     Raises: ConfigError naming the flag.
     """
@@ -50,7 +50,7 @@ def resolve_speculation(
 
 
 def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> SpecSettings:
-    """The method, its draft and its numbers. An alias has all three, and keeps what the flags do not replace."""
+    """The method, its draft and its numbers. An alias has defaults for all three, which flags override."""
     method = _method_of(config, files)
     if method == PLAIN:
         if config.speculative_algorithm is not None:
@@ -82,7 +82,10 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
 
 
 def _method_of(config: EngineConfig, files: ModelFiles) -> str:
-    """The one that is named, else the alias's, else none. Raises: ConfigError if flags need one and say not which."""
+    """The method that the flag names, else the alias's, else none.
+
+    Raises: ConfigError if other flags need a method and none is named.
+    """
     if config.speculative_algorithm is not None:
         return config.speculative_algorithm
     of_a_method = ("speculative_draft_model_path", "speculative_token_map", *(() if files.preset_spec else FIELDS))
@@ -107,7 +110,7 @@ def _resolve_token_map(config: EngineConfig, method: str) -> str | None:
 
 
 def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) -> AcceptSettings:
-    """Matching, unless something else is asked for."""
+    """The rule of acceptance: matching, unless flags choose another."""
     single, acc = config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
     accept = AcceptSettings(config.speculative_use_rejection_sampling, single or 1.0, acc or 1.0)
     forced = machine.forces_greedy_ngram and spec.method == NGRAM
@@ -129,7 +132,7 @@ def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) 
 
 
 def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
-    """Where the draft's weights come from, and whether acceptance is made up. Explicit numbers are not needed here."""
+    """Add the draft's load format and synthetic acceptance."""
     mean = config.speculative_simulate_acc_len
     if spec.width == 1:
         refuse_flags(config, dict.fromkeys(NEEDS_SPECULATION, "has no effect without speculation; leave it out"))
@@ -154,7 +157,7 @@ def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]
 
 
 def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule, ...]:
-    """The one file that is read here: it is part of what is asked, as the flag that names it."""
+    """Read the rules of step widths. `resolve` reads no other file: its content is part of the request, as a flag."""
     if spec.width == 1 and config.speculative_adaptive:
         raise ConfigError("speculative_adaptive", "has no effect without speculation; leave it out")
     path = config.speculative_adaptive_config
@@ -169,7 +172,7 @@ def _resolve_rules(config: EngineConfig, spec: SpecSettings) -> tuple[WidthRule,
 
 
 def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRule, ...]) -> SpecSettings:
-    """Explicit numbers are kept, unless the flag says that they are where to begin."""
+    """Add narrower step widths. Explicit numbers are kept, unless the adaptive flag makes them a starting point."""
     if rules:
         *fewer, num_steps = sorted({steps for rule in rules for steps in rule.candidate_steps})
         if spec.multi_layer and num_steps > spec.num_steps:
@@ -188,7 +191,7 @@ def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRul
 
 
 def keeps_width(spec: SpecSettings, config: EngineConfig) -> bool:
-    """Whether steps have the width that was asked for, where there is anything to verify."""
+    """Whether every step with guesses has the width that the user gave."""
     return spec.numbers_from == GIVEN and not config.speculative_adaptive
 
 

@@ -2,8 +2,8 @@
 
     {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [0, 1, 3]}, "ema_alpha": 0.2}
 
-Keys that are whole numbers are batch sizes: an entry holds from its own to the next. Every other key is a default of
-all entries. What is not known is refused, as is what could not be run.
+Keys that are whole numbers are batch sizes: an entry applies from its batch size up to the next one. Every other key is
+a default of all entries. Unknown keys and values that cannot run are refused.
 """
 
 import json
@@ -57,6 +57,6 @@ def _rule(path: str, batch_size: int, shared: dict[str, Any], entry: Any) -> Wid
 
 
 def _nearest(rule: WidthRule, steps: int) -> int:
-    """Where a rule begins: at `steps` if that is a candidate, else in the middle."""
+    """The initial number of steps of a rule: `steps` if that is a candidate, else the middle one."""
     candidates = rule.candidate_steps
     return steps if steps in candidates else candidates[len(candidates) // 2]

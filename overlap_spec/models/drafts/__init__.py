@@ -1,1 +1,1 @@
-"""The models that guess."""
+"""The draft models."""

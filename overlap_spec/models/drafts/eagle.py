@@ -5,11 +5,13 @@
     hidden --------'           '-------------------'     '----------------'
 
 The row at position p holds (the target's hidden state of p after its final norm, token of p + 1). The first layer has
-no norm in front of its attention, and there is none behind the last: what comes out is guessed from as it is, and is
-the hidden state of the draft step that follows.
+no norm before its attention, and the last layer has none after it: its output goes to the target's head as it is, and
+is the hidden state of the next draft step. EAGLE and EAGLE-2 differ in how they build trees; their heads are the same.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from overlap_spec_kernels import Normed
@@ -23,20 +25,37 @@ from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import total_work
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """The head's own Llama-style numbers. Vocabulary size and tied embeddings are not used: they are the target's."""
+
+    llama: LlamaConfig
+    fc_bias: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], origin: str) -> "EagleConfig":
+        """Read a head's config.json. By default `fc` has a bias, as in the authors' heads.
+
+        Raises: CheckpointError naming `origin` and the key.
+        """
+        return cls(LlamaConfig.from_hf(config, origin), bool(config.get("bias", True)))
+
+
+@dataclass(frozen=True)
 class EagleWeights:
-    """A loaded head (`LoadedDraft`). The embedding is the target's; so is the head, or those rows that a map names."""
+    """A loaded head (`LoadedDraft`). Embedding and head are the target's, or its rows that a token map names."""
 
     embedding: Embedding  # [V, H]
     fc: AnyLinear  # [H, 2 H], embedding first
     layers: tuple[PreNormLayer, ...]  # the first one's `input_norm` is `unread`
-    unread: RMSNorm  # where no norm follows: a linear that adds to the residual wants one
+    unread: RMSNorm  # a placeholder where no norm follows: `AnyLinear.add` takes a norm
     head: AnyLinear  # [Vd, H]
     target_ids: Tensor  # [Vd] i64
-    num_bytes: int  # of what the head brings itself
+    num_bytes: int  # memory of the head's own weights
 
     @property
     def profile(self) -> DraftProfile:
@@ -77,7 +96,7 @@ class EagleHead:
         return self.enter(output.values)
 
     def enter(self, output: Tensor) -> Normed:
-        """There is no norm to enter: its result is the output. Shapes: [R, H]."""
+        """The output itself, as no norm follows. Shapes: [R, H]."""
         return Normed(output, output)
 
     def next_features(self, output: Normed) -> Tensor:

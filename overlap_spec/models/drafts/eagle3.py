@@ -4,8 +4,8 @@
                  embed(token) --input_layernorm--+--> 2H-wide attention --> + --> mlp --> + --> output
                                              h ------------------------------'
 
-The row at position p holds (features of p, token of p + 1). Features come from the target's aux hidden states through
-`fc`, or from the head's own output of the draft step before, which is as wide and skips `fc`.
+The row at position p holds (features of p, token of p + 1). Features are the target's aux hidden states after `fc`, or
+the head's own output of the previous draft step, which has the same width and skips `fc`.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,14 @@ from overlap_spec.models.work import ForwardWork, total_work
 
 @dataclass(frozen=True)
 class Eagle3Fusion:
-    """How the target's aux hidden states become features: a norm each (or none), then one linear (or none: as wide
-    already).
-    """
+    """Turns the target's aux hidden states into features: an optional norm each, then a linear if widths differ."""
 
     norms: tuple[RMSNorm, ...]
     fc: AnyLinear | None  # [Hd, n * H]
 
     @property
     def work(self) -> ForwardWork:
-        """What it reads and computes."""
+        """The work of norms and linear."""
         return total_work(part.work for part in (*self.norms, self.fc) if part is not None)
 
     def __call__(self, output: TargetOutput) -> Tensor:
@@ -63,12 +61,12 @@ class Eagle3Weights:
     norm: RMSNorm
     head: AnyLinear  # [Vd, Hd]
     target_ids: Tensor  # [Vd] i64
-    num_bytes: int  # of what the head brings itself
+    num_bytes: int  # memory of the head's own weights
 
     @property
     def profile(self) -> DraftProfile:
         """Absorbing committed tokens is a draft step, and the fusion; the embedding is only gathered from."""
-        norms = self.inputs.feature_norm.work + self.norm.work  # that of the embedding is the first layer's
+        norms = self.inputs.feature_norm.work + self.norm.work  # the first layer counts the embedding's norm
         work = norms + total_work(layer.work for layer in self.layers) + self.head.work.as_head()
         return DraftProfile(
             kv_shape=kv_shape_of([layer.attention.shape for layer in self.layers]),

@@ -1,6 +1,6 @@
-"""What an EAGLE-3 checkpoint's config says, settled against its target.
+"""What an EAGLE-3 checkpoint's config holds, checked against its target.
 
-Layer ids name layer outputs: 1 is the residual stream after the second layer.
+Layer ids name layer outputs: 1 is the residual after the second layer.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from overlap_spec.models.targets.llama_config import LlamaConfig
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """The head's own Llama-style numbers and what it takes from the target."""
+    """The head's own Llama-style numbers, and the parts that it takes from the target."""
 
     llama: LlamaConfig
     aux_layers: tuple[int, ...]  # ascending; empty: the target's final hidden state instead
@@ -70,7 +70,7 @@ def _aux_layers(config: Mapping[str, Any], num_layers: int, origin: str) -> tupl
     expected = config.get("num_aux_hidden_states")
     if expected is not None and expected != len(layers):
         raise CheckpointError(
-            f"{origin}: num_aux_hidden_states is {expected}, but {len(layers)} layers are tapped: {list(layers)}"
+            f"{origin}: num_aux_hidden_states is {expected}, but {len(layers)} aux layers are named: {list(layers)}"
         )
     return layers
 
@@ -80,7 +80,7 @@ def _default_layers(num_layers: int, origin: str) -> tuple[int, ...]:
     layers = (1, num_layers // 2 - 1, num_layers - 4)
     if not layers[0] < layers[1] < layers[2]:
         raise CheckpointError(
-            f"{origin}: a target of {num_layers} layers has no default layers to tap;"
+            f"{origin}: a target of {num_layers} layers has no default aux layers;"
             " give eagle_config.eagle_aux_hidden_state_layer_ids"
         )
     return layers

@@ -1,8 +1,8 @@
 """An ordinary language model as draft: any family that can be a target.
 
-Draft and target share token ids, but not always the number of them: models of one family pad their vocabularies
-differently. The draft guesses ids that both have, and reads an id that only the target has as its own last one, which
-costs acceptance where it happens and nothing else.
+Draft and target share token ids, but may have different numbers of them: models of one family pad their vocabularies
+differently. The draft guesses only ids that both have. It reads an id that only the target has as its own last id; this
+costs acceptance, but the output stays exact.
 """
 
 from dataclasses import dataclass, replace
@@ -30,17 +30,17 @@ from overlap_spec.models.loading.loader import load_target
 
 @dataclass(frozen=True)
 class LanguageDraftWeights:
-    """A loaded draft, before its KV cache exists. `head` and `target_ids` are what it may guess."""
+    """A loaded draft, before its KV cache exists. `head` and `target_ids` cover the tokens that it may guess."""
 
     model: LoadedTarget
     head: AnyLinear  # [Vd, H]
-    gathered_bytes: int  # of `head`, where it is a copy of rows of the model's
+    gathered_bytes: int  # memory of `head` if it is a copy of rows of the model's head
     target_ids: Tensor  # [Vd] i64
-    knows_all_ids: bool  # of the target's
+    knows_all_ids: bool  # the draft has every id of the target
 
     @classmethod
     def of(cls, model: LoadedTarget, target_vocab_size: int, wanted: Tensor | None = None) -> "LanguageDraftWeights":
-        """Keep the part of the head that the target knows, and of that what is wanted. Shapes: wanted [N] i64."""
+        """Keep the rows of the head whose ids the target has and `wanted` names. Shapes: wanted [N] i64."""
         knows_all, device = target_vocab_size <= model.vocab_size, model.embedding.device
         if wanted is not None:
             ids = wanted[wanted < model.vocab_size].to(device)
@@ -52,7 +52,7 @@ class LanguageDraftWeights:
 
     @property
     def profile(self) -> DraftProfile:
-        """Gathered rows of the head count beside the weights; absorbing committed tokens is a forward."""
+        """Memory includes gathered rows of the head. Extending over committed tokens is one forward."""
         work, whole, own = self.model.work, self.model.head.work.as_head(), self.head.work.as_head()
         work = replace(
             work,
@@ -70,7 +70,7 @@ class LanguageDraftWeights:
     def attach(
         self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
     ) -> "LanguageDraft":
-        """Make it runnable; it has the page ids of its target, in a cache of its own."""
+        """Join the weights with a KV cache of the draft's own, which uses the target's page ids."""
         return LanguageDraft(self, self.model.attach(cache, num_positions, attention=attention))
 
 
@@ -105,8 +105,8 @@ def load_language_draft(source: DraftSource, target: LoadedTarget) -> LanguageDr
         config=config,
         tokenizer_dir=None,
         eos_token_ids=(),
-        context_length=0,  # the target's counts
-        vocab_size=0,  # the weights' counts
+        context_length=0,  # the target's applies
+        vocab_size=0,  # the weights' applies
         load_format=source.load_format,
     )
     wanted = source.target_ids(target)

@@ -5,7 +5,7 @@ arXiv:2505.07608).
                 embed(token) --token norm------+--> fc --> an ordinary layer --> norm --> output
 
 The row at position p holds (features of p, token of p + 1). Features are the target's hidden state after its final
-norm, or the layer's own output of the draft step before: one layer runs once per guess. Embedding and head are the
+norm, or the layer's own output of the previous draft step: the layer runs once per guess. Embedding and head are the
 target's.
 """
 
@@ -32,13 +32,13 @@ class MtpWeights:
 
     embedding: Embedding  # [V, H]
     inputs: DraftInput
-    fc: AnyLinear  # [H, 2 H]; reads the embedding's half first
+    fc: AnyLinear  # [H, 2 H]; the embedding's half comes first
     layer: PreNormLayer
     norm: RMSNorm
     head: AnyLinear  # [Vd, H]: the target's, or some of its rows
     target_ids: Tensor  # [Vd] i64
-    num_bytes: int  # of what the target does not have
-    embeds_first: bool  # false: the embedding at position 0 counts for nothing
+    num_bytes: int  # memory of the layer's own weights
+    embeds_first: bool  # false: the embedding at position 0 is replaced by zeros
 
     @property
     def profile(self) -> DraftProfile:
@@ -95,7 +95,7 @@ class MtpHead:
     def _inputs(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Embedding and features, normalised, side by side.
 
-        Only a prompt has a row at position 0: the windows of decode, which leave out where rows start, need not look.
+        Only a prompt has a row at position 0, so decode windows, whose `row_starts` is None, skip that check.
         Shapes: -> [T, 2 H].
         """
         weights = self._weights

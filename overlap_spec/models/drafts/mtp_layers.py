@@ -1,9 +1,9 @@
 """Several multi-token-prediction layers, one for each guess (DeepSeek-V3, arXiv:2412.19437; MiMo-V2, Step-3.5).
 
-Layer i guesses the token i + 2 after a row's own: its row at position p holds (features of p, token of p + 1 + i) and
-has a KV cache of its own. Features are the target's hidden state before its final norm. Where layers are chained
-(Step-3.5), those of layer i + 1 are what layer i puts out at the same row, before its norm; where they are not
-(MiMo-V2), every layer reads the target's.
+Layer i guesses the token at position p + 2 + i: its row at position p holds (features of p, token of p + 1 + i). Each
+layer has a KV cache of its own. The features of layer 0 are the target's hidden state before its final norm. In chained
+layers (Step-3.5), the features of layer i + 1 are the output of layer i at the same row, before its norm; otherwise
+(MiMo-V2) every layer reads the target's hidden state.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class MtpLayersWeights:
 
 
 class MtpLayersHead:
-    """The layers, each to be run by itself."""
+    """The layers with their caches; each forward runs one of them."""
 
     def __init__(self, heads: tuple[MtpHead, ...], chained: bool) -> None:
         self.num_layers = len(heads)
@@ -64,7 +64,7 @@ class MtpLayersHead:
         return self._heads[layer].forward(tokens, features, rows).values
 
     def next_features(self, features: Tensor, output: Tensor) -> Tensor:
-        """What the layer after the one that read `features` reads. Shapes: [T, H] each -> [T, H]."""
+        """The features of the next layer, from this layer's features and output. Shapes: [T, H] each -> [T, H]."""
         return output if self._chained else features
 
     def logits(self, layer: int, output: Tensor) -> LazyLogits:

@@ -1,6 +1,6 @@
-"""How checkpoints hold the MTP layers that draft for them: names and conventions of each layout, as a table.
+"""The layouts in which checkpoints store MTP layers: names and conventions of each, as a table.
 
-One layer, which is run again for each guess:
+One layer, which runs once for each guess:
 
     MiMo      model.mtp_layers.0.*  token_layernorm, hidden_layernorm, input_proj, final_layernorm
     DeepSeek  model.layers.N.*      enorm, hnorm, eh_proj, shared_head.norm; N: one after the target's last layer
@@ -15,24 +15,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-OF_TARGET = "target."  # what the target's own tensors are called among those of the layer
+OF_TARGET = "target."  # prefix of the target's own tensors among those of the layer
 OWN_LAYERS = ("mtp_layers.", "mtp.layers.")
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """What a layout calls the parts that an ordinary layer does not have."""
+    """A layout's names and conventions for the parts that an ordinary layer does not have."""
 
     token_norm: str
     hidden_norm: str
     fc: str
     norm: str
     hidden_first: bool  # the order of the halves that `fc` reads
-    embeds_first: bool  # false: the embedding at position 0 counts for nothing
-    copies: tuple[str, ...] = ()  # of the target's tensors
+    embeds_first: bool  # false: the embedding at position 0 is replaced by zeros
+    copies: tuple[str, ...] = ()  # tensors that copy the target's
     head: str | None = None  # the layer's own; None: the target's
-    windowed: bool = False  # its attention has the window that some layers of the target have
-    chained: bool = False  # a layer reads what the one before it hands on; false: the target's hidden state
+    windowed: bool = False  # its attention has the sliding window of the target's windowed layers
+    chained: bool = False  # a layer reads the previous layer's output; false: the target's hidden state
 
 
 MIMO = MtpLayout(
@@ -74,17 +74,17 @@ def layout_of_layers(names: Iterable[str]) -> MtpLayout:
 
 
 def has_layer(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the checkpoint has such a layer."""
+    """Whether the checkpoint of this config.json has such a layer."""
     return num_layers(config) > 0
 
 
 def num_layers(config: Mapping[str, Any]) -> int:
-    """How many a config.json says that it has."""
+    """How many of them the checkpoint of this config.json has."""
     return int(config.get("num_nextn_predict_layers") or 0)
 
 
 def canonical_names(num_target_layers: int) -> Callable[[str], str]:
-    """Names for the layer's tensors, as those of an ordinary layer 0, and for the target's, out of their way."""
+    """Rename the MTP layer's tensors to those of an ordinary layer 0, and prefix the target's with `OF_TARGET`."""
 
     def canonical_name(name: str) -> str:
         short = name.removeprefix("model.")
@@ -100,7 +100,7 @@ def canonical_names(num_target_layers: int) -> Callable[[str], str]:
 
 
 def is_draft_part(name: str, num_target_layers: int) -> bool:
-    """Whether a tensor of a target's checkpoint is of no use to the target itself. `name`: without `model.`."""
+    """Whether a tensor of a target's checkpoint belongs to its MTP layers. `name`: without `model.`."""
     index = _layer_of(name)
     return name.startswith(OWN_LAYERS) or (index is not None and index >= num_target_layers)
 

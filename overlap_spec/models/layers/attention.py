@@ -1,8 +1,8 @@
 """Self-attention of one model over its paged KV cache.
 
-Every layer writes the K/V of its rows first; then the row at position p sees positions 0..p of its request,
-or in a layer with a window the last so many of them. A row of a tree sees the positions before the tree, and of the
-tree itself and its ancestors.
+Every layer first writes the K/V of its rows. Then the row at position p attends to positions 0..p of its request, or,
+in a layer with a sliding window, to the last of them. A row of a tree attends to the positions before the tree, to
+itself and to its ancestors.
 """
 
 from collections.abc import Sequence
@@ -29,20 +29,20 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of the products of queries and keys
-    window: int | None  # keys that a row sees, its own included; None: all
+    scale: float  # factor of the products of queries and keys
+    window: int | None  # keys that a row attends to, its own included; None: all
     rope: RopeConfig
 
 
 def kv_shape_of(shapes: Sequence[AttentionShape]) -> KVShape:
-    """What a token takes in the cache of layers with these heads."""
+    """The size of a token in the KV cache of layers with these heads."""
     sizes = {(shape.num_kv_heads, shape.head_dim) for shape in shapes}
     assert len(sizes) == 1, "one cache holds layers that are alike"
     return KVShape(len(shapes), *sizes.pop())
 
 
 class _Layer(NamedTuple):
-    """What the attention of one layer needs at every forward."""
+    """The cache and constants of one layer's attention."""
 
     k_cache: Tensor  # [num_pages, page_size, nkv, d]
     v_cache: Tensor
@@ -64,6 +64,7 @@ class PagedAttention:
         choice: AttentionChoice,
     ) -> None:
         """`num_positions` bounds the rows' positions; `like` gives type and device of rotary tables."""
+        self.cache = cache
         self._choice = choice
         self._scratch = DecodeScratch.allocate(shapes[0].head_dim, like.device, None if like.is_cuda else 1)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
@@ -74,14 +75,14 @@ class PagedAttention:
             if key not in tables:
                 tables[key] = shape.rope.table(num_positions, like.dtype, like.device), Forwards()
             cos_sin, forwards = tables[key]
-            # A window that no position reaches the end of leaves out nothing, and costs something.
+            # A window as long as the longest sequence would only cost time: leave it out.
             reached = None if window is None or window >= num_positions else window
             layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards))
         self._layers = tuple(layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """By layer: keys that a row sees, its own included; None: all."""
+        """By layer: keys that a row attends to, its own included; None: all."""
         return tuple(layer.window for layer in self._layers)
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:

@@ -1,19 +1,19 @@
-"""What flags may say of attention: which operations run it, how far a row looks back."""
+"""The choices that flags make about attention: its kernels, and how far a row looks back."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Of one model. The default is what is fastest on the device that its tensors are on."""
+    """The choices for one model. The defaults are the fastest on the device of its tensors."""
 
     torch_only: bool = False  # the torch twins, on a GPU too; they ask the device how long requests are
     prefill_kernel: bool = False  # windows of a chain take the operations of prefill
-    most_keys: int | None = None  # a row sees no more, its own included; None: what the checkpoint says
+    most_keys: int | None = None  # a row sees no more, its own included; None: as in the checkpoint
 
     @property
     def places_rows(self) -> bool:
-        """Whether windows must say where each of their rows is, as chunks of prompts do."""
+        """Whether verify windows must give their rows' cache rows, as chunks of prompts do."""
         return self.torch_only or self.prefill_kernel
 
     def windows(self, of_layers: tuple[int | None, ...]) -> tuple[int | None, ...]:

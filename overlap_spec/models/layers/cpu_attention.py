@@ -1,7 +1,7 @@
-"""Attention of one forward on a CPU, with what all its layers share found out once.
+"""Attention of one forward on a CPU, which computes the data shared by all layers only once.
 
 It computes what `rope_kv_write_reference` and `paged_attention_reference` do, layer after layer. Of the operations that
-these take in each layer, half only look up angles, pages and who sees whom, which no layer changes.
+these take in each layer, half only look up angles, pages and visible keys, which are the same in all layers.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class Request:
 
     begin: int
     end: int  # rows begin..end - 1
-    first: int  # key, where its rows' windows begin
-    stop: int  # behind the last key
-    pages: Tensor | None  # i32, that hold them; None if they are consecutive
-    mask: Tensor | None  # [rows, keys], added to scores; None: a lone row sees all
+    first: int  # the first key in its rows' windows
+    stop: int  # one past the last key
+    pages: Tensor | None  # i32, the pages of its keys; None if they are consecutive
+    mask: Tensor | None  # [rows, keys], added to scores; None: a single row attends to all
 
 
 class Forward:
-    """What the layers of one forward share."""
+    """The data that the layers of one forward share."""
 
     def __init__(self, rows: RowBatch, cos_sin: Tensor, page_size: int) -> None:
         self.rows = rows
@@ -62,7 +62,7 @@ class Forward:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 
     def _requests_of(self, window: int | None, dtype: torch.dtype) -> Sequence[Request]:
-        """The host reads where rows stand, once a forward."""
+        """Read the rows' positions and pages on the host, once per forward."""
         assert self.rows.row_starts is not None
         starts, size = list(self.rows.row_starts.numpy()), self._page_size
         spans = [(int(begin), int(end)) for begin, end in zip(starts, starts[1:], strict=False)]
@@ -91,20 +91,20 @@ def _keys(request: Request, rows: Tensor, cache: Tensor) -> Tensor:
 
 
 def _mask(positions: Tensor, first: int, stop: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Zero where the row at a position sees a key, else minus infinity. Shapes: positions [R] -> [R, keys]."""
+    """Zero where the row at a position attends to a key, else -inf. Shapes: positions [R] -> [R, keys]."""
     keys, ends = torch.arange(first, stop), positions[:, None]
     hidden = keys > ends if window is None else (keys > ends) | (keys <= ends - window)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 class Forwards:
-    """The forward that is being run: every layer asks with the same rows."""
+    """Caches the current forward: all its layers call with the same rows."""
 
     def __init__(self) -> None:
         self._last: Forward | None = None
 
     def of(self, rows: RowBatch, cos_sin: Tensor, page_size: int) -> Forward:
-        """What was found out for these rows, now or by a layer before."""
+        """The shared data of these rows, computed at the first layer's call."""
         if self._last is None or self._last.rows is not rows:
             self._last = Forward(rows, cos_sin, page_size)
         return self._last

@@ -1,9 +1,9 @@
-"""One decoder layer, and the loop over all of a model's: the one that targets and draft heads run.
+"""Decoder layers, and the loop over a model's layers that targets and draft heads run.
 
     residual --> norm --> attention --> + --> norm --> mlp --> + --> residual of the next layer
 
-A linear that adds to the residual hands the sum to the norm after it (`Normed`), so a layer's result is already on its
-way into the next layer's first norm.
+A linear that adds to the residual also prepares the sum for the next norm (`Normed`), so a layer's result is already
+prepared for the next layer's first norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Projection(Protocol):
 
 
 class Attention(Protocol):
-    """What a layer needs of its attention. It owns its weights, and says what heads it has."""
+    """What a layer needs of its attention. It owns its weights and knows its heads."""
 
     @property
     def shape(self) -> AttentionShape:
@@ -79,11 +79,11 @@ class SelfAttention:
 
 
 class DecoderLayer(Protocol):
-    """What the loop needs of a layer."""
+    """A layer, as `run_layers` calls it."""
 
     @property
     def input_norm(self) -> Norm:
-        """What the residual goes through on its way into the layer."""
+        """The norm of the layer's input."""
         ...
 
     @property
@@ -120,9 +120,9 @@ class PreNormLayer:
 
 @dataclass(frozen=True, slots=True)
 class PostNormLayer:
-    """Norms behind attention and MLP too, before their results are added (Gemma; OLMo 2 has these alone).
+    """Norms after attention and MLP too, before their results are added (Gemma; OLMo 2 has only these).
 
-    A norm between a linear and the addition keeps them apart: each is a launch of its own on a GPU.
+    A norm between a linear and the addition prevents their fusion: on a GPU each is a launch of its own.
     """
 
     input_norm: Norm

@@ -1,4 +1,4 @@
-"""The token embedding, and what draft heads make of it."""
+"""The token embedding, and the input that draft heads compute from it."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from overlap_spec.models.layers.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows by token id. Draft heads share it, its scale included: they get what the target's layers get."""
+    """Rows by token id. Draft heads share it with its scale, so they read the same rows as the target's layers."""
 
     weight: Tensor  # [V, H]
-    scale: float = 1.0  # of every row that is looked up, in the weight's type
+    scale: float = 1.0  # factor of every row that is looked up, in the weight's type
 
     @property
     def vocab_size(self) -> int:
@@ -35,13 +35,17 @@ class Embedding:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.weight.device
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Shapes: tokens [T] i64 -> [T, H]."""
         rows = F.embedding(tokens, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
+
+    def scaled(self, scale: float) -> "Embedding":
+        """The same memory, with a scale."""
+        return Embedding(self.weight, scale)
 
     def tied_head(self) -> AnyLinear:
         """The head of a model that ties both: the same memory, without the scale."""
@@ -50,7 +54,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """Norm of the token's embedding and norm of the features, side by side: one kernel, if nothing is scaled."""
+    """Concatenates the norms of a token's embedding and of its features: one kernel if the embedding has no scale."""
 
     embedding: Embedding
     token_norm: RMSNorm

@@ -1,9 +1,9 @@
 """Linears over flattened rows.
 
-A linear knows what surrounds it in a layer, because on a GPU that is one kernel: `gated` is the first half of an MLP,
-`add` adds to the residual and hands the sum to the next norm.
+A linear includes its neighbours in a layer, because on a GPU they are one kernel: `gated` is the first half of an MLP;
+`add` adds to the residual and prepares the sum for the next norm.
 
-They hold loaded tensors and are called with [T, ...] rows; there is no module tree and no autograd.
+Linears hold loaded tensors and are called with [T, ...] rows; there is no module tree and no autograd.
 """
 
 from abc import ABC, abstractmethod
@@ -27,14 +27,14 @@ from torch import Tensor
 
 from overlap_spec.models.work import ForwardWork, product_work
 
-FEW_ROWS = 4  # fewer are padded to so many: they cost more than these
+FEW_ROWS = 4  # fewer rows are padded to this many, because they would take longer
 
 
 class AnyLinear(ABC):
-    """A linear, `x @ weight.T + bias`. It owns its weight: callers use the methods below, whatever its format is.
+    """A linear, `x @ weight.T + bias`. It owns its weight: callers use only the methods below, for every format.
 
-    A subclass must multiply. What surrounds the product in a layer is then a sequence of operations, which a subclass
-    replaces where it has a kernel for all of them.
+    A subclass must implement the product. The defaults of `gated`, `add` and `argmax` run a product and then separate
+    operations; a subclass overrides them where it has a fused kernel.
     """
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class AnyLinear(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """The weight's device."""
 
     @property
     @abstractmethod
@@ -66,12 +66,12 @@ class AnyLinear(ABC):
 
     @property
     def work(self) -> ForwardWork:
-        """What it reads and computes, from its shape."""
+        """The bytes that it reads and its operations, from its shape."""
         return product_work(self.num_bytes, self.out_features * self.in_features)
 
     @abstractmethod
     def rows(self, ids: Tensor | slice) -> "AnyLinear":
-        """The linear of these columns of the result alone: a view for a slice, a copy for [N] i64 (FR-Spec)."""
+        """The linear for only these columns of the result: a view for a slice, a copy for [N] i64 (FR-Spec)."""
 
     @abstractmethod
     def __call__(self, x: Tensor | Normed) -> Tensor:
@@ -83,16 +83,16 @@ class AnyLinear(ABC):
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
         """The sum with the residual, on its way into `norm`. Shapes: x [T, I], residual [T, O]."""
-        rows, stream = add_rms_norm(self(x), residual, norm.weight, norm.eps)
-        return Normed(stream, rows)
+        rows, values = add_rms_norm(self(x), residual, norm.weight, norm.eps)
+        return Normed(values, rows)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        """The result of a head, which is compared: 16 bits would make ties. Shapes: -> [T, O], float32 or wider."""
+        """Logits of a head, unrounded: in 16 bits many would be equal. Shapes: -> [T, O], float32 or wider."""
         y = self(x)
         return y.float() if y.element_size() == 2 else y
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
-        """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [O] i64 -> [T] i64."""
+        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [O] i64 -> [T] i64."""
         columns = self.logits(x).argmax(-1)
         return columns if ids is None else ids[columns]
 
@@ -130,7 +130,7 @@ class DenseLinear(AnyLinear):
         return product_work(self.num_bytes, self.out_features * self.in_features + num_biases)
 
     def matrix(self) -> Tensor:
-        """The weight in rows, copied if its layout is another one. Shapes: -> [O, I]."""
+        """The weight as contiguous rows, copied from any other layout. Shapes: -> [O, I]."""
         return self.stored if self.stored.layout is torch.strided else self.stored.to_dense()
 
     def rows(self, ids: Tensor | slice) -> AnyLinear:
@@ -139,23 +139,18 @@ class DenseLinear(AnyLinear):
 
 @dataclass(frozen=True, slots=True)
 class Linear(DenseLinear):
-    """Rows of the weight one after another. Rows of x are independent: the others change a row by rounding only."""
+    """A linear whose weight has contiguous rows. Other rows of x change a row's result by rounding only."""
 
     bias: Tensor | None = None  # [O]
 
     @property
-    def weight(self) -> Tensor:
-        """Shapes: -> [O, I]."""
-        return self.stored
-
-    @property
     def operand(self) -> DenseWeight:
-        """What the kernels multiply by."""
+        """The weight as an operand of the kernels."""
         return DenseWeight(self.stored)
 
     @property
     def fused(self) -> bool:
-        """True if a kernel takes what surrounds the linear into it."""
+        """Whether a kernel fuses the linear with its neighbours."""
         return self.stored.is_cuda and self.bias is None
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
@@ -174,7 +169,7 @@ class Linear(DenseLinear):
         return linear_argmax(x, self.operand, ids) if self.fused else DenseLinear.argmax(self, x, ids)
 
     def _alone(self, x: Tensor) -> Tensor:
-        """On a CPU BLAS most often computes `weight @ x.T` at memory speed for few rows, `x @ weight.T` at half."""
+        """The product alone. For few rows a CPU's BLAS is fastest with `weight @ x.T`, `x @ weight.T` runs at half."""
         if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
             return F.linear(x, self.stored, self.bias)
         return linear_columns(x, self.stored, self.bias)
@@ -182,7 +177,7 @@ class Linear(DenseLinear):
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear(DenseLinear):
-    """A linear in float32 for a CPU, its weight in the layout that oneDNN likes best. The plain one is not kept."""
+    """A linear in float32 for a CPU, with its weight only in the layout that oneDNN prefers."""
 
     bias: Tensor | None = None  # [O]
 
@@ -198,7 +193,7 @@ def linear_columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None, least_rows: int = 1) -> Tensor:
-    """By a weight in oneDNN's layout, with fewer rows than `least_rows` padded to so many."""
+    """Multiply by a weight in oneDNN's layout; x is padded to at least `least_rows` rows."""
     num_rows = x.shape[0]
     if num_rows < least_rows:
         x = F.pad(x, (0, 0, 0, least_rows - num_rows))
@@ -206,7 +201,7 @@ def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None, least_rows: in
     return y if y.shape[0] == num_rows else y[:num_rows]
 
 
-def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
     """The form that is fastest where the weight is. Shapes: weight [O, I], bias [O].
 
     Two cores of an AMD EPYC, float32, the four linears of SmolLM2's 30 layers (425 MB), ms a pass; a busy host, so only
@@ -223,7 +218,7 @@ def linear_map(weight: Tensor, bias: Tensor | None = None) -> AnyLinear:
 
 @dataclass(frozen=True, slots=True)
 class HeadLogits:
-    """`LazyLogits` of a head: a caller that wants the largest logit alone needs none of the others."""
+    """`LazyLogits` of a head: a caller that only wants the argmax does not compute all logits."""
 
     head: AnyLinear  # [V, H]
     rows: Tensor | Normed  # [R, H]
@@ -233,5 +228,5 @@ class HeadLogits:
         return self.head.logits(self.rows)
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
-        """The column of each row's largest logit, looked up in `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
+        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
         return self.head.argmax(self.rows, ids)

@@ -1,12 +1,12 @@
-"""The forms that a linear in float32 can have on a CPU, and giving a whole model another one.
+"""The forms of a float32 linear on a CPU, and the conversion of a whole model to one of them.
 
-Which is fastest depends on the processor and the BLAS behind torch, by factors: one row of SmolLM2's linears on two
-cores takes 12 ms packed and 26 through `F.linear` on an EPYC, 38 and 20 on a Xeon.
+The fastest form depends on the processor and on torch's BLAS, by factors: one row of SmolLM2's linears on two cores
+takes 12 ms packed and 26 ms through `F.linear` on an EPYC, 38 and 20 on a Xeon.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,14 @@ from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear, PackedLinear, linear_columns, linear_packed
+from overlap_spec.models.layers.linear_tree import with_linears
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a weight lies in memory, and what multiplies by it."""
+    """A memory layout of a weight, and the function that multiplies by it."""
 
     name: str
     lay_out: Callable[[Tensor], Tensor]  # [O, I] -> opaque, or as it is
@@ -58,57 +59,17 @@ class FormedLinear(DenseLinear):
 
 
 def laid_out(linear: DenseLinear, form: Form) -> Tensor:
-    """Its weight as the form wants it; what was packed while loading is not packed again."""
+    """The weight in the form's layout; a weight that was packed at load is not packed again."""
     if isinstance(linear, PackedLinear) and form.lay_out is _packed:
         return linear.stored
     return form.lay_out(linear.matrix())
 
 
-def linears_of(node: object) -> Iterator[DenseLinear]:
-    """Every dense linear below a tree of dataclasses and tuples, in order."""
-    if isinstance(node, DenseLinear):
-        yield node
-    elif isinstance(node, tuple):
-        for child in node:
-            yield from linears_of(child)
-    elif is_dataclass(node):
-        for field in fields(node):
-            yield from linears_of(getattr(node, field.name))
-
-
 def in_form(node: T, form: Form, head: Form) -> T:
     """The tree with dense linears in `form`, heads (fields of that name) in `head`; a shared one stays shared."""
-    return cast(T, _Former(form, head).visit(node, ""))
 
+    def formed(linear: DenseLinear, name: str) -> FormedLinear:
+        chosen = head if name == "head" else form
+        return FormedLinear(laid_out(linear, chosen), linear.bias, chosen)
 
-class _Former:
-    def __init__(self, form: Form, head: Form) -> None:
-        self._form = form
-        self._head = head
-        self._formed: dict[tuple[int, int], FormedLinear] = {}
-        self._kept: list[Tensor] = []  # so that no address is used again
-
-    def visit(self, node: Any, name: str) -> Any:
-        if isinstance(node, DenseLinear):
-            return self._formed_linear(node, self._head if name == "head" else self._form)
-        if isinstance(node, tuple) and type(node) is tuple:
-            children = tuple(self.visit(child, name) for child in node)
-            return children if any(new is not old for new, old in zip(children, node, strict=True)) else node
-        if is_dataclass(node) and not isinstance(node, type):
-            return self._rebuilt(node)
-        return node
-
-    def _rebuilt(self, node: Any) -> Any:
-        old = {field.name: getattr(node, field.name) for field in fields(node) if field.init}
-        new = {name: self.visit(value, name) for name, value in old.items()}
-        changed = {name: value for name, value in new.items() if value is not old[name]}
-        return replace(node, **changed) if changed else node
-
-    def _formed_linear(self, linear: DenseLinear, form: Form) -> FormedLinear:
-        stored = linear.stored
-        address = stored.data_ptr() if stored.layout is torch.strided else id(stored)
-        key = address, linear.out_features  # the first rows of a linear are at its address
-        if key not in self._formed:
-            self._kept.append(stored)
-            self._formed[key] = FormedLinear(laid_out(linear, form), linear.bias, form)
-        return self._formed[key]
+    return with_linears(node, formed)

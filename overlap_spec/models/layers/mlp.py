@@ -13,7 +13,7 @@ from overlap_spec.models.work import ForwardWork
 
 
 class MLP(Protocol):
-    """What a layer needs of an MLP. It owns its weights."""
+    """The MLP of a layer. It owns its weights."""
 
     @property
     def work(self) -> ForwardWork:
@@ -31,7 +31,7 @@ class MLP(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """With SiLU."""
+    """A gated MLP with SiLU."""
 
     gate_up: AnyLinear  # [2I, H], gate first
     down: AnyLinear  # [H, I]
@@ -53,7 +53,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class GeluMLP(GatedMLP):
-    """With GELU in its tanh form, one operation after another."""
+    """A gated MLP with GELU in its tanh form, one operation after another."""
 
     def _gated(self, x: Normed) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)

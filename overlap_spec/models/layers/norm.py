@@ -1,7 +1,7 @@
 """Norms over flattened rows.
 
-A norm is asked for in three ways: of rows (`__call__`), of a residual that no linear has just added to (`enter`), and
-of the sum of a linear's result and the residual (`join`), which is one kernel on a GPU where the linear has one.
+A norm has three forms: of rows (`__call__`), of a residual that no linear has just added to (`enter`), and of the sum
+of a linear's result and the residual (`join`), which on a GPU is fused with the linear if that has such a kernel.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from overlap_spec.models.work import ForwardWork, product_work
 
 
 class Norm(Protocol):
-    """What a layer needs of a norm. It owns its weight."""
+    """A norm of a layer. It owns its weight."""
 
     @property
     def work(self) -> ForwardWork:
@@ -39,7 +39,7 @@ class Norm(Protocol):
 
 
 class RMSNorm(KernelNorm):
-    """Root-mean-square norm, in the model's type. Kernels can begin it where the residual is written."""
+    """Root-mean-square norm in the model's type. The kernel that writes the residual can compute a part of it."""
 
     __slots__ = ()
 
@@ -80,7 +80,7 @@ class WideRMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class NoNorm:
-    """In place of a norm that a layer does not have."""
+    """Placeholder for a norm that a layer does not have."""
 
     @property
     def work(self) -> ForwardWork:
@@ -97,5 +97,5 @@ class NoNorm:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What norms are computed in."""
+    """The type that norms are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -12,10 +12,10 @@ from overlap_spec.models.layers.linear import AnyLinear
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear(AnyLinear):
-    """One shard of a linear whose columns of input are divided: results are partial until all shards' are summed.
+    """One shard of a linear whose input columns are divided: a shard's result is a part of the sum over all shards.
 
-    The sum must come before the residual is added and the next norm begins, so `add` is the form of `AnyLinear`:
-    product, reduction, then addition and norm in one operation. At most one shard has a bias.
+    The shards must be summed before the residual is added and the next norm begins, so `add` keeps the form of
+    `AnyLinear`: product, all-reduce, then addition and norm in one operation. At most one shard has a bias.
     """
 
     shard: AnyLinear  # [O, I / n]

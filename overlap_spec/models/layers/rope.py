@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
@@ -20,13 +21,14 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Which frequencies, and how they are stretched. `scaling` is the checkpoint's own dict (with its rope type)."""
+    """The frequencies and their scaling. `scaling` is the checkpoint's own dict (with its rope type)."""
 
     kind: str  # default | linear | llama3 | yarn | divisors
     theta: float
     head_dim: int
-    max_positions: int  # of the checkpoint; the table may be longer
+    max_positions: int  # the checkpoint's; the table may be longer
     scaling: Mapping[str, Any]
+    num_fixed: int = 0  # pairs of a head, after the rotated ones, that are not rotated
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], head_dim: int, origin: str) -> "RopeConfig":
@@ -40,7 +42,7 @@ class RopeConfig:
             raise CheckpointError(
                 f"{origin}: rope type {kind!r} is not supported; supported: {', '.join(sorted(_FREQUENCIES))}"
             )
-        if scaling.get("mrope_section") or config.get("partial_rotary_factor", 1.0) != 1.0:
+        if scaling.get("mrope_section") or partial_rotary_factor(config) != 1.0:
             raise CheckpointError(
                 f"{origin}: rotary position with mrope sections or over part of a head is not supported"
             )
@@ -60,9 +62,17 @@ class RopeConfig:
     def table(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Shapes: [num_positions, d], float64 for a float64 model, else float32."""
         inverse, factor = self.frequencies()
+        assert factor == 1.0 or not self.num_fixed, "pairs that are not rotated keep their length"
+        inverse = F.pad(inverse, (0, self.num_fixed))
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse
         table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1)
         return table.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def partial_rotary_factor(config: Mapping[str, Any]) -> float:
+    """The part of each head that is rotated."""
+    parameters = config.get("rope_parameters") or {}
+    return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
 def _powers(rope: RopeConfig) -> Tensor:

@@ -1,1 +1,1 @@
-"""From checkpoints to models."""
+"""Loads models from checkpoints."""

@@ -1,4 +1,4 @@
-"""Tensors of one checkpoint by canonical name, checked and converted on the way.
+"""The tensors of one checkpoint by canonical name, checked and converted as they are taken.
 
 Canonical names are Hugging Face's without the leading `model.`: `layers.0.self_attn.q_proj.weight`,
 `embed_tokens.weight`, `norm.weight`, `lm_head.weight`.
@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class TensorSource(Protocol):
-    """Where tensors come from: safetensors shards, .bin shards or a GGUF file."""
+    """The files that tensors are read from: safetensors shards, .bin shards or a GGUF file."""
 
     origin: str  # directory or file, for messages
 
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
 
 
 class Weights(Protocol):
-    """Tensors by canonical name: a checkpoint's, or made up (`dummy.py`)."""
+    """Tensors by canonical name: a checkpoint's, or random ones (`dummy.py`)."""
 
     @property
     def origin(self) -> str:
@@ -74,7 +74,7 @@ class Weights(Protocol):
 
 
 class Checkpoint:
-    """Hands out each tensor once; what nobody took at the end is an error, because it would change the result."""
+    """Hands out each tensor once. A tensor that is left at the end is an error, because it would change the result."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a draft's weights come from: what all loaders of drafts are given."""
+"""The origin of a draft's weights, which every loader of drafts takes as its argument."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def ignore_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A draft's directory, and how it is read. `token_map`: file of the target tokens that it may guess (FR-Spec)."""
+    """A draft's directory and load format. `token_map`: file of the target tokens that it may guess (FR-Spec)."""
 
     path: str
     dtype: torch.dtype
@@ -43,12 +43,12 @@ class DraftSource:
         load_format: str = "auto",
         token_map: str | None = None,
     ) -> "DraftSource":
-        """In the target's type, where that is."""
+        """The source for a draft with the target's dtype and device."""
         return cls(path, target.embedding.dtype, target.embedding.device, load_format, token_map, progress)
 
     @property
     def is_dummy(self) -> bool:
-        """Whether weights are made up."""
+        """Whether weights are random."""
         return self.load_format == DUMMY
 
     @property
@@ -61,24 +61,24 @@ class DraftSource:
         return read_json(Path(self.path) / "config.json")
 
     def target_ids(self, target: LoadedTarget) -> Tensor | None:
-        """The tokens of the map, if there is one. Shapes: [N] i64. Raises: CheckpointError."""
+        """The token map, if there is one. Shapes: [N] i64. Raises: CheckpointError."""
         return None if self.token_map is None else read_token_map(self.token_map, target.vocab_size)
 
     def refuse_unless(self, wanted: DraftKind) -> None:
-        """Raises: CheckpointError if the tensors show another kind of draft. Made-up weights have no tensors to see."""
+        """Raises: CheckpointError if the tensors are of another kind of draft. Random weights are not checked."""
         if not self.is_dummy:
             kind = draft_kind(self._open().shapes())
             if kind is not wanted:
                 raise CheckpointError(f"{self.path}: expected {wanted.value}, but this looks like {kind.value}")
 
     def weights(self, canonical: Callable[[str], str], made_up_ids: Tensor | None = None) -> Weights:
-        """The tensors by canonical name. `made_up_ids`: the tokens that a made-up head guesses."""
+        """The tensors by canonical name. `made_up_ids`: the tokens that a random head guesses."""
         if self.is_dummy:
             return DummyWeights(self.path, self.dtype, self.device, self.progress, made_up_ids)
         return Checkpoint(self._open(), canonical, self.dtype, self.device, self.progress)
 
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, as the file has them."""
+        """The names of all tensors, as in the file."""
         return tuple(self._open().shapes())
 
     def _open(self) -> TensorSource:

@@ -1,7 +1,7 @@
-"""Random weights of a model's true shape, made on its device: `--load-format dummy`.
+"""Random weights with a model's true shapes, made on its device: `--load-format dummy`.
 
 Speed depends on shapes, not on values, so a benchmark needs a config.json only. Values are seeded and small enough
-that activations stay finite in 16 bits: maps are normal(0, 0.02) as before training, norms are 1, biases 0.
+that activations stay finite in 16 bits: linears are normal(0, 0.02) as before training, norms are 1, biases 0.
 """
 
 import torch
@@ -12,13 +12,13 @@ from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.loading.checkpoint import Shape
 
 SEED = 1234
-SCALE = 0.02  # what Llama models start training from
+SCALE = 0.02  # standard deviation with which Llama models are initialised
 
 
 class DummyWeights:
-    """`Weights` that holds whatever is asked for; tensors are made in the order of asking, which a loader fixes.
+    """`Weights` that makes every tensor when it is taken. A loader takes them in a fixed order, so values repeat.
 
-    `target_ids`: what a head's guesses stand for, where it guesses in a vocabulary of its own. Shapes: [Vd] i64.
+    `target_ids`: the target's ids of a head's guesses, if its vocabulary is smaller. Shapes: [Vd] i64.
     """
 
     def __init__(
@@ -41,15 +41,13 @@ class DummyWeights:
         return name in self._raw
 
     def names(self) -> frozenset[str]:
-        """Only those that do not follow from the config: optional tensors are not there."""
+        """Only names that do not follow from the config: optional tensors are missing."""
         return frozenset(self._raw)
 
     def shape(self, name: str) -> Shape:
-        """See `Weights`."""
         return tuple(self.take_raw(name).shape)
 
     def file_of(self, name: str) -> str:
-        """See `Weights`."""
         return self.origin
 
     def take(self, name: str, shape: Shape) -> Tensor:
@@ -62,7 +60,6 @@ class DummyWeights:
         return weight.fill_(1.0) if len(shape) == 1 else weight.normal_(0.0, SCALE, generator=self._random)
 
     def take_raw(self, name: str, shape: Shape = ()) -> Tensor:
-        """See `Weights`."""
         if name not in self._raw:
             raise CheckpointError(f"{self.origin}: tensor {name} is missing")
         return self._raw[name]
@@ -75,7 +72,7 @@ class DummyWeights:
 
 
 def spread_target_ids(draft_vocab_size: int | None, vocab_size: int) -> Tensor | None:
-    """A fixed increasing map of draft ids over the target's vocabulary; None where they are the same.
+    """Target ids of draft ids, ascending and spread over the vocabulary; None where both are the same.
 
     Shapes: -> [Vd] i64 on the CPU.
     """

@@ -1,7 +1,7 @@
 """Builds an EAGLE-3 head from a checkpoint and its target's weights.
 
-Layouts in the wild differ in the prefix `model.`, in `midlayer` for `layers.0`, and in what is left out because
-the target has it. What a checkpoint must agree on with its target is checked here.
+Published layouts differ in the prefix `model.`, in `midlayer` for `layers.0`, and in the tensors that they leave out
+because the target has them. The loader checks that the sizes of checkpoint and target agree.
 """
 
 import torch
@@ -13,7 +13,7 @@ from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
@@ -23,7 +23,7 @@ _AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 
 def canonical_name(name: str) -> str:
-    """One name for each weight, whatever the layout."""
+    """The canonical name of a weight in any layout."""
     name = parts.canonical_name(name)
     if name.startswith("midlayer."):
         return f"layers.0.{name.removeprefix('midlayer.')}"
@@ -32,7 +32,7 @@ def canonical_name(name: str) -> str:
 
 
 def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Eagle3Weights:
-    """Take every weight of the head; borrow the target's embedding and head where the checkpoint has none to use.
+    """Take every weight of the head; use the target's embedding and head where the checkpoint has none.
 
     Raises: CheckpointError naming file, tensor, found and expected.
     """
@@ -81,13 +81,13 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
         return Eagle3Fusion(norms, None)
     weight = checkpoint.take("fc.weight", (hidden, config.fused_size))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
-    return Eagle3Fusion(norms, linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
+    return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 
 
 def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int, token_norm: RMSNorm) -> PreNormLayer:
-    """The first layer reads embedding and features side by side; the others are ordinary.
+    """Take one layer. The first reads embedding and features, concatenated; the others are ordinary.
 
-    Their first norm is called `hidden_norm` or `input_layernorm`; with both, `hidden_norm` is the one in use.
+    Their first norm is called `hidden_norm` or `input_layernorm`; if a layer has both, it is `hidden_norm`.
     """
     llama, hidden = config.llama, config.llama.hidden_size
     shape = llama.attention_shape(llama.windows[index])
@@ -99,7 +99,7 @@ def _load_layer(config: Eagle3Config, checkpoint: Weights, index: int, token_nor
 
 
 def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Embedding:
-    """The target's, unless the head is narrower or wider, or uses its own as output."""
+    """The target's embedding, unless the head has another width, or uses its own embedding as output."""
     name, hidden = "embed_tokens.weight", config.llama.hidden_size
     if hidden == target.hidden_size and not config.llama.tie_word_embeddings:
         checkpoint.skip(name)

@@ -1,22 +1,21 @@
 """Builds an EAGLE head from a checkpoint and its target's weights.
 
-Checkpoints bring `fc` and layers; embedding and head are the target's, whatever else is in the file. Layouts differ in
-the prefix `model.`.
+The checkpoint's `fc` and layers are taken; embedding and head are the target's, even if the file has others. Layouts
+differ in the prefix `model.`.
 """
 
 import torch
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.drafts.eagle import EagleWeights
-from overlap_spec.models.drafts.eagle_config import EagleConfig
+from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
-from overlap_spec.models.layers.linear import AnyLinear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_layer
-from overlap_spec.models.loading.parts import finish
+from overlap_spec.models.loading.parts import finish, mapped_head
 from overlap_spec.models.work import count_bytes
 
 
@@ -44,23 +43,11 @@ def load_eagle(
     return EagleWeights(target.embedding, fc, layers, unread, head, ids, own)
 
 
-def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLinear, Tensor]:
-    """The rows of the target's head that guesses are made with, gathered once, and the tokens that they stand for.
-
-    Shapes: target_ids [N] i64, None for all -> head [N, H], ids [N] i64 on its device. FR-Spec: Zhao et al. 2025,
-    arXiv:2502.14856.
-    """
-    if target_ids is None:
-        return target.head, torch.arange(target.vocab_size, device=target.head.device)
-    ids = target_ids.to(target.head.device)
-    return target.head.rows(ids), ids
-
-
 def _load_fc(config: EagleConfig, checkpoint: Weights) -> AnyLinear:
     hidden = config.llama.hidden_size
     weight = checkpoint.take("fc.weight", (hidden, 2 * hidden))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
-    return linear_map(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
+    return make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
 
 
 def _load_layer(config: EagleConfig, checkpoint: Weights, index: int, unread: RMSNorm) -> PreNormLayer:

@@ -1,8 +1,7 @@
-"""Where a .gguf file's tensors are, and their values.
+"""Reads the tensors of a .gguf file, with gguf's reader.
 
-gguf's reader, but for one thing: it makes an object of every token in the metadata, which takes seconds, and here they
-are stepped over. The common types are dequantised by torch on all threads, exactly: a 16-bit scale times a few bits is
-a float32.
+gguf makes an object of every token in the metadata, which takes seconds; this reader skips them. torch dequantises the
+common types on all threads, exactly: a 16-bit scale times an integer of few bits is exact in float32.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class GgufTensor:
     data: Bytes
 
     def values(self) -> Tensor:
-        """In float32. Raises: NotImplementedError for a type that gguf can only name."""
+        """The values in float32. Raises: NotImplementedError for a type that gguf cannot dequantise."""
         if self.kind is GGMLQuantizationType.F32:
             return torch.from_numpy(self.data.copy()).view(torch.float32).view(self.shape)
         if self.kind is GGMLQuantizationType.Q4_1:  # per 32 values: scale, least, then 16 bytes: values 0.. and 16..
@@ -54,7 +53,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def read_tensors(path: Path) -> list[GgufTensor]:
-    """Every tensor, in the order of the file. Raises: OSError, ValueError if it is no such file."""
+    """Every tensor, in the order of the file. Raises: OSError; ValueError if it is not a GGUF file."""
     try:
         return [_found(tensor) for tensor in _TensorReader(path).tensors]
     except (IndexError, KeyError, UnicodeDecodeError) as error:
@@ -67,7 +66,7 @@ def _found(tensor: ReaderTensor) -> GgufTensor:
 
 
 class _TensorReader(GGUFReader):
-    """gguf's reader, which steps over arrays in the metadata instead of making objects of their elements."""
+    """gguf's reader, but it skips arrays in the metadata instead of making objects of their elements."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":

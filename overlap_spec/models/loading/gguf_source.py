@@ -1,6 +1,6 @@
 """Tensors of a .gguf file under their Hugging Face names, dequantised.
 
-llama.cpp stores query and key rows for rotation of neighbouring pairs; they are put back into halves:
+llama.cpp orders query and key rows for rotation of neighbouring pairs; this module restores the order of halves:
 
     row of a head in the file   0   1   2   3  ...        row in Hugging Face's order   0  d/2   1  d/2+1 ...
 """
@@ -46,19 +46,17 @@ class GgufSource:
         }
 
     def shapes(self) -> Mapping[str, Shape]:
-        """See `TensorSource`."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def file_of(self, name: str) -> str:
-        """See `TensorSource`."""
         return self.origin
 
     def read(self, name: str) -> Tensor:
-        """See `TensorSource`. Dequantised to float32."""
+        """The tensor, dequantised to float32 on the CPU."""
         tensor = self._tensors[name]
         try:
             values = tensor.values()
-        except NotImplementedError:  # what gguf raises for the types that it can only name
+        except NotImplementedError:  # gguf cannot dequantise this type
             raise CheckpointError(
                 f"{self.origin}: tensor {tensor.name}: type {tensor.kind.name} cannot be dequantised"
             ) from None
@@ -68,7 +66,7 @@ class GgufSource:
 
 
 def _hugging_face_name(name: str) -> str:
-    """Names that are not known stay as they are; the loader refuses them by that name."""
+    """The Hugging Face name. An unknown name is kept, and the loader refuses it."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, stem, kind = match.groups()
         return f"layers.{layer}.{_LAYER[stem]}.{kind}" if stem in _LAYER else name

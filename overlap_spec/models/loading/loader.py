@@ -1,17 +1,19 @@
-"""From files to loaded models: which loader reads which checkpoint.
+"""Loads targets and drafts from files, and chooses the loader for each checkpoint.
 
-A worker reads configs, loads weights, sizes its KV pool from the memory that is left, then calls `attach`.
+A worker reads configs, loads weights, sizes its KV pool from the remaining memory, then calls `attach`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.drafts.eagle_config import EagleConfig
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
@@ -27,7 +29,7 @@ from overlap_spec.models.targets.llama_config import LlamaConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:
-    """The target's numbers, before any weight is read.
+    """The target's config, read before any weight.
 
     Raises: CheckpointError naming file and key, or the architecture that is not supported.
     """
@@ -38,7 +40,7 @@ def read_target_config(files: ModelFiles) -> TargetConfig:
 def load_target(
     files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress = ignore_progress
 ) -> LoadedTarget:
-    """Load a target's weights, converted once.
+    """Load a target's weights, converted to its dtype and device.
 
     Raises: CheckpointError naming file, tensor, found and expected.
     """
@@ -47,7 +49,7 @@ def load_target(
     if files.load_format == DUMMY:
         weights = DummyWeights(files.weights, dtype, device, progress)
     else:
-        source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config)
+        source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
         weights = Checkpoint(source, canonical_name, dtype, device, progress)
     _refuse_draft_heads(weights)
     return architecture_of(files.config, _origin(files)).load(config, weights)
@@ -67,7 +69,7 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftH
 def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
     """Load the EAGLE or EAGLE-2 head of a target.
 
-    A checkpoint with an MTP layer is run by the same method, as SGLang's documentation has it.
+    The same method also runs a checkpoint with an MTP layer, as SGLang documents.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.
     """
@@ -105,16 +107,21 @@ def load_mtp_layers(source: DraftSource, target: LoadedTarget, num_layers: int) 
 
 def _mtp_config(source: DraftSource) -> LlamaConfig:
     """Of the whole checkpoint, whose MTP layers are like its own. Raises: CheckpointError."""
-    config = architecture_of(source.config(), source.origin).read_config(source.config(), source.origin)
+    found = source.config()
+    config = architecture_of(found, source.origin).read_config(found, source.origin)
     if not isinstance(config, LlamaConfig):
-        raise CheckpointError(f"{source.origin}: an MTP layer of this architecture is not supported")
+        raise CheckpointError(f"{source.origin}: an MTP layer of {_names(found)} is not supported")
     return config
 
 
-def _open_gguf(path: Path, config: TargetConfig) -> TensorSource:
+def _open_gguf(path: Path, config: TargetConfig, found: Mapping[str, Any]) -> TensorSource:
     if not isinstance(config, LlamaConfig):
-        raise CheckpointError(f"{path}: a GGUF file of this architecture is not supported; give its safetensors")
+        raise CheckpointError(f"{path}: a GGUF file of {_names(found)} is not supported; give its safetensors")
     return GgufSource(path, config)
+
+
+def _names(config: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, config.get("architectures") or ()))
 
 
 def _origin(files: ModelFiles) -> str:

@@ -1,6 +1,6 @@
-"""Takes an MTP layer, in any layout, from its target's checkpoint.
+"""Takes MTP layers, in any layout, from their target's checkpoint.
 
-The target's own tensors are beside it, and are left alone here:
+The checkpoint also has the target's own tensors, which this loader skips:
 
     model.mtp_layers.0.input_proj.weight  ->  layers.0.input_proj.weight
     model.layers.0.mlp.up_proj.weight     ->  target.model.layers.0.mlp.up_proj.weight
@@ -14,10 +14,9 @@ from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import DraftInput
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.eagle_loader import mapped_head
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import count_bytes
 
@@ -29,9 +28,9 @@ def load_mtp(
     target: LoadedTarget,
     target_ids: Tensor | None = None,
 ) -> MtpWeights:
-    """Take the one MTP layer. `config` is that of the whole checkpoint.
+    """Take the one MTP layer. `config`: that of the whole checkpoint.
 
-    With `target_ids` [N] i64 it guesses among these tokens alone (FR-Spec).
+    With `target_ids` [N] i64 it guesses only these tokens (FR-Spec).
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint has instead.
     """
@@ -40,7 +39,7 @@ def load_mtp(
         raise CheckpointError(
             f"{checkpoint.origin}: it has several MTP layers, one for each guess: --enable-multi-layer-eagle runs them"
         )
-    head, ids = mapped_head(target, target_ids)
+    head, ids = parts.mapped_head(target, target_ids)
     weights = _load_layer(config, layout, checkpoint, 0, target, head, ids)
     _finish(checkpoint)
     return weights
@@ -55,13 +54,13 @@ def load_mtp_layers(
     """
     _check_against_target(config, target)
     found = {name.split(".")[1] for name in checkpoint.names() if name.startswith("layers.")}
-    if found and len(found) < num_layers:  # made-up weights have as many as are wanted
+    if found and len(found) < num_layers:  # random weights have as many as needed
         raise ConfigError(
             "speculative_num_steps",
             f"{checkpoint.origin} has {len(found)} MTP layers, one for each draft step of --enable-multi-layer-eagle:"
             f" give at most {len(found)}, not {num_layers}",
         )
-    shared, ids = mapped_head(target, None)
+    shared, ids = parts.mapped_head(target, None)
     layers = []
     for index in range(num_layers):
         name, shape = f"layers.{index}.{layout.head}.weight", (shared.out_features, shared.in_features)
@@ -81,13 +80,13 @@ def _load_layer(
     head: AnyLinear,
     ids: Tensor,
 ) -> MtpWeights:
-    """Take layer `index`, and pass over its copies of what is the target's."""
+    """Take layer `index`, and skip its copies of the target's tensors."""
     window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
     prefix, hidden = f"layers.{index}", config.hidden_size
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
     hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
     weight = checkpoint.take(f"{prefix}.{layout.fc}.weight", (hidden, 2 * hidden))
-    fc = linear_map(swapped_halves(weight) if layout.hidden_first else weight)
+    fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
     shape = config.attention_shape(window)
     layer = llama_loader.load_layer(config, checkpoint, index, shape, hidden, "input_layernorm")
     norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")
@@ -99,7 +98,7 @@ def _load_layer(
 
 
 def _finish(checkpoint: Weights) -> None:
-    """Leave the target's tensors alone: another loader takes them."""
+    """Skip the target's tensors, which another loader takes, and check that no other tensor is left."""
     checkpoint.skip(*(name for name in checkpoint.names() if name.startswith(OF_TARGET)))
     parts.finish(checkpoint)
 

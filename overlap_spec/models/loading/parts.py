@@ -1,45 +1,59 @@
-"""Takes from a checkpoint the parts that families share.
+"""Takes the parts that families share from a checkpoint.
 
-Linears of the same input are stacked (query, key and value; gate and up): fewer, larger products.
+Linears with the same input are stacked (query, key and value; gate and up), for fewer and larger products.
 """
 
 import torch
 from torch import Tensor
 
+from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import Embedding
-from overlap_spec.models.layers.linear import AnyLinear, Linear, linear_map
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import Weights
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
 
 
 def canonical_name(name: str) -> str:
-    """Checkpoints differ in the leading `model.`."""
+    """The name without a leading `model.`, which only some checkpoints have."""
     return name.removeprefix("model.")
 
 
-def take_embedding(checkpoint: Weights, vocab_size: int, size: int, scale: float = 1.0) -> Embedding:
+def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding:
     """The token embedding."""
-    return Embedding(checkpoint.take("embed_tokens.weight", (vocab_size, size)), scale)
+    return Embedding(checkpoint.take("embed_tokens.weight", (vocab_size, size)))
 
 
 def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinear:
-    """The head: the embedding's memory if tied."""
+    """The head, which shares the embedding's memory if tied."""
     if tied:
         checkpoint.skip("lm_head.weight")
         return embedding.tied_head()
     return Linear(checkpoint.take("lm_head.weight", (embedding.vocab_size, embedding.size)))
 
 
+def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLinear, Tensor]:
+    """The rows of the target's head for the tokens that a draft may guess, gathered once, and those tokens.
+
+    Shapes: target_ids [N] i64, None for all -> head [N, H], ids [N] i64 on its device. FR-Spec: Zhao et al. 2025,
+    arXiv:2502.14856.
+    """
+    if target_ids is None:
+        return target.head, torch.arange(target.vocab_size, device=target.head.device)
+    ids = target_ids.to(target.head.device)
+    return target.head.rows(ids), ids
+
+
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
-    """Linears of the same input, stacked. `sizes`: output rows by name."""
+    """Stack linears with the same input. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return linear_map(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
 
 
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
-    """A stored bias of zeros changes nothing, and would keep the linear from being fused on a GPU; a made-up one has
-    the cost of the model's own.
+    """The stacked biases; None if all stored ones are zero, because a bias prevents fusion on a GPU.
+
+    A random model keeps its zeros, so that it costs as much as the real one.
     """
     biases = torch.cat([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
     is_stored = all(f"{name}.bias" in checkpoint for name in sizes)

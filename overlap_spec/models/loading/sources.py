@@ -16,9 +16,9 @@ from overlap_spec.models.loading.checkpoint import Shape, TensorSource
 
 
 def open_directory(directory: Path, load_format: str = "auto") -> TensorSource:
-    """The weights of a directory in that format; safetensors where both are there and either will do.
+    """The weights of a directory in the given format; `auto` prefers safetensors to .bin.
 
-    Raises: CheckpointError if there are none, or an index names a shard that is not there.
+    Raises: CheckpointError if there are none, or an index names a missing shard.
     """
     if files := weight_files(directory, load_format):
         is_bin = files[0].suffix == ".bin"
@@ -40,15 +40,12 @@ class SafetensorsSource:
             self._open(file)
 
     def shapes(self) -> Mapping[str, Shape]:
-        """See `TensorSource`."""
         return self._shapes
 
     def file_of(self, name: str) -> str:
-        """See `TensorSource`."""
         return str(self._files[name])
 
     def read(self, name: str) -> Tensor:
-        """See `TensorSource`."""
         return self._readers[self._files[name]](name)
 
     def _open(self, file: Path) -> None:
@@ -60,7 +57,7 @@ class SafetensorsSource:
 
 
 class BinSource:
-    """Tensors of torch-saved .bin files, without running any code that they may hold."""
+    """Tensors of torch-saved .bin files, read without running code from them."""
 
     def __init__(self, directory: Path, files: list[Path]) -> None:
         self.origin = str(directory)
@@ -72,15 +69,12 @@ class BinSource:
             self._files.update(dict.fromkeys(tensors, file))
 
     def shapes(self) -> Mapping[str, Shape]:
-        """See `TensorSource`."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def file_of(self, name: str) -> str:
-        """See `TensorSource`."""
         return str(self._files[name])
 
     def read(self, name: str) -> Tensor:
-        """See `TensorSource`."""
         return self._tensors[name]
 
 

@@ -1,4 +1,4 @@
-"""What sets the supported architectures apart, as a table.
+"""What sets Llama and its cousins apart, as a table.
 
 All are Llama's decoder: embedding, pre-norm attention with rotary positions, gated SiLU, RMSNorm.
 """
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.targets.reading import SLIDING, ConfigReader
 
 Windows = tuple[int | None, ...]  # by layer: how many keys a row sees, its own included; None: all of them
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBias:
-    """Which maps of attention have a bias."""
+    """Which linears of attention have a bias."""
 
     qkv: bool
     output: bool
@@ -25,7 +26,7 @@ class Family:
     """How an architecture departs from the others. Functions take the config, as it is in config.json."""
 
     attention_bias: Callable[[Mapping[str, Any]], AttentionBias]
-    windows: Callable[[Mapping[str, Any], str], Windows]  # (config, its file), one per layer
+    windows: Callable[[ConfigReader], Windows]  # one per layer
     mlp_bias: bool = False  # true: where the config asks for it
     head_norms: bool = False  # the heads of q and k are normalised, each by itself, before rotation
     head_dim: int | None = None  # where the config names none; None: hidden size / heads
@@ -67,46 +68,35 @@ def _nowhere(config: Mapping[str, Any]) -> AttentionBias:
     return AttentionBias(qkv=False, output=False)
 
 
-def _no_window(config: Mapping[str, Any], origin: str) -> Windows:
-    """Llama has none; a key that says otherwise means another model."""
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", True):
-        raise CheckpointError(f"{origin}: sliding_window {window} is not supported for this architecture")
-    return (None,) * int(config["num_hidden_layers"])
+def _no_window(config: ConfigReader) -> Windows:
+    """Llama has none; with one in the config it is another model."""
+    window = config.values.get("sliding_window")
+    if window is not None and config.values.get("use_sliding_window", True):
+        raise CheckpointError(f"{config.origin}: sliding_window {window} is not supported for this architecture")
+    return (None,) * config.size("num_hidden_layers")
 
 
-def _window_everywhere(config: Mapping[str, Any], origin: str) -> Windows:
+def _window_everywhere(config: ConfigReader) -> Windows:
     """Mistral: a window in the config holds for every layer."""
-    window = _window(config, origin)
-    if window is not None and len(set(config.get("layer_types") or ())) > 1:
-        raise CheckpointError(f"{origin}: layer_types that differ are not supported for this architecture")
-    return (window,) * int(config["num_hidden_layers"])
+    window = config.window()
+    if window is not None and len(set(config.values.get("layer_types") or ())) > 1:
+        raise CheckpointError(f"{config.origin}: layer_types that differ are not supported for this architecture")
+    return (window,) * config.size("num_hidden_layers")
 
 
-def _window_where_asked(config: Mapping[str, Any], origin: str) -> Windows:
+def _window_where_asked(config: ConfigReader) -> Windows:
     """Qwen: only with `use_sliding_window`, and then in the layers that `layer_types` names, or in the upper ones."""
-    num_layers = int(config["num_hidden_layers"])
-    window = _window(config, origin) if config.get("use_sliding_window", False) else None
+    num_layers = config.size("num_hidden_layers")
+    window = config.window() if config.values.get("use_sliding_window", False) else None
     if window is None:
         return (None,) * num_layers
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.get("max_window_layers", _QWEN_FULL_LAYERS)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers or not set(kinds) <= {_SLIDING, _FULL}:
-        raise CheckpointError(f"{origin}: layer_types must be {num_layers} times {_SLIDING!r} or {_FULL!r}")
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
-
-
-def _window(config: Mapping[str, Any], origin: str) -> int | None:
-    window = config.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise CheckpointError(f"{origin}: sliding_window must be null or a positive integer, found {window!r}")
-    return window
+    if (kinds := config.layer_types()) is not None:
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    first = config.values.get("max_window_layers", _QWEN_FULL_LAYERS)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what models call their number
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _QWEN_FULL_LAYERS = 28  # below them no layer has a window, where the config does not say
 
 FAMILIES = {

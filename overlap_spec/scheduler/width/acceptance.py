@@ -24,7 +24,6 @@ MEMORY_STEPS = 8
 HOPED_RATE = 0.85  # of a column that is not tested, as a share of the one before it
 FIRST_TESTS = 4.0  # how many tests that is worth at first
 DRIFT = 1 / 256  # how fast hope comes back, in terms of how fast tests take it away
-WORD = (1 << 64) - 1
 
 
 def fading(count: int) -> float:
@@ -32,23 +31,9 @@ def fading(count: int) -> float:
     return math.exp(-count / max(MEMORY, MEMORY_STEPS * count))
 
 
-def columns_of(path: int) -> tuple[list[int], int]:
-    """The accepted columns, root aside, and the last one with a guess (`StepResult.paths`)."""
-    word = path & WORD
-    last = word.bit_length() - 1
-    return [column for column in range(1, last + 1) if word >> column - 1 & 1], last
-
-
-def accepted_columns(result: StepResult) -> list[Sequence[int]]:
-    """The window columns of each slot's accepted guesses. Of chains there are no paths: column i holds guess i."""
-    if result.paths:
-        return [columns_of(path)[0] for path in result.paths]
-    return [range(1, len(run)) for run in result.tokens]
-
-
-def last_guesses(result: StepResult) -> list[int]:
-    """The last window column with a guess, of each slot; 0 without one."""
-    return [columns_of(path)[1] for path in result.paths] if result.paths else result.num_proposed
+def accepted_columns(result: StepResult) -> Sequence[Sequence[int]]:
+    """The window columns of each slot's accepted guesses."""
+    return result.paths or [range(1, len(run)) for run in result.tokens]
 
 
 class AcceptedTokens:
@@ -70,7 +55,7 @@ class AcceptedTokens:
     def observe(self, result: StepResult) -> None:
         """Take in a settled decode step."""
         by_last: dict[int, list[int]] = {}  # last column with a guess -> accepted columns of each group
-        for columns, last in zip(accepted_columns(result), last_guesses(result), strict=True):
+        for columns, last in zip(accepted_columns(result), result.last_guesses or result.num_proposed, strict=True):
             accepted = by_last.setdefault(last, [0] * len(self._widths))
             accepted[0] += 1
             for column in columns:

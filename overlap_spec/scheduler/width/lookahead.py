@@ -36,11 +36,12 @@ class Lookahead(NamedTuple):
 
 def lookaheads(result: StepResult) -> list[Lookahead]:
     """The windows of a result, by slot."""
+    none = [0] * len(result.tokens)
+    facts = (result.levels or none, result.strengths or none, result.next_columns or none)
     seen = []
-    for columns, packed in zip(accepted_columns(result), result.lookaheads or [0] * len(result.tokens), strict=True):
-        levels, strength, next_column = packed & 255, packed >> 8 & 255, packed >> 16
-        right = [*columns, next_column] if next_column else list(columns)
-        seen.append(Lookahead(bisect_right(CLASSES, strength) - 1, levels, right, min(len(columns) + 1, levels)))
+    for accepted, levels, strength, following in zip(accepted_columns(result), *facts, strict=True):
+        right = [*accepted, following] if following else list(accepted)
+        seen.append(Lookahead(bisect_right(CLASSES, strength) - 1, levels, right, min(len(accepted) + 1, levels)))
     return seen
 
 
@@ -55,7 +56,7 @@ class MatchedWidth:
         return self._width if self._matched else 1
 
     def observe(self, result: StepResult) -> None:
-        self._matched = any(window.levels for window in lookaheads(result))
+        self._matched = any(result.levels)
 
 
 class MatchClass:

@@ -60,7 +60,10 @@ class DeferredRows:
 
 
 class AutoregressiveProposer:
-    """Learns the head's output at the last committed draft row, from which guess 1 is drawn. A `Drafter` of trees."""
+    """A `Proposer[Tensor]`, and a `Drafter` of trees.
+
+    It learns the head's output at the last committed draft row, from which guess 1 is drawn. Shapes: [B, H].
+    """
 
     first_row = 0
 

@@ -88,7 +88,7 @@ def rows_to_remember(num_layers: int, width: int, max_deferred: int) -> int:
 
 
 class MultiLayerProposer:
-    """Learns rows, which `propose` runs: the guesses that the layers need are drawn between them."""
+    """A `Proposer[None]`: `propose` runs the rows that it remembers, and draws guesses between the layers."""
 
     def __init__(
         self,
@@ -105,26 +105,24 @@ class MultiLayerProposer:
         self._max_deferred = max_deferred
         self._probs = probs
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
         """Absorb prompt chunks, and make rows of the chunk before again, which now have their tokens."""
         assert rows.row_starts is not None
         starts, ends = rows.row_starts[:-1].long(), rows.row_starts[1:].long()
         begins = rows.positions[starts.clamp(max=len(rows.positions) - 1)]
         first = self._recent.first
-        first[prompts.seats] = torch.where(prompts.fresh > 0, begins, first[prompts.seats])
+        first[prompts.chunk_slots] = torch.where(prompts.fresh > 0, begins, first[prompts.chunk_slots])
         self._finish_earlier(prompts, rows.page_table, starts, ends, begins)
         features = self._layers.features(output)
         self._remember(prompts, features, starts, ends, begins)
         self._run_chunks(prompts.next_tokens, features, rows, ends)
-        return features.new_empty(len(prompts.slots), 0)
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
-        """Remember the window's rows; those after the last that stands are overwritten next time."""
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Remember the window's rows; those after the last accepted one are overwritten next time."""
         width = verdict.tokens.shape[1]
         positions = batch.lengths[:, None] + torch.arange(width, device=batch.lengths.device)
         features = self._layers.features(output).view(len(batch.slots), width, -1)
         self._recent.put(batch.slots[:, None], positions, features, verdict.follow.view_as(positions))
-        return features.new_empty(len(batch.slots), 0)
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Remember the root's row."""
@@ -135,7 +133,7 @@ class MultiLayerProposer:
         """Write the layers' KV of as many rows as can be deferred: of what is not, it is what it was."""
         self._run_last(batch, self._max_deferred, 0)
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+    def propose(self, batch: SlotBatch, learnt: None, num_guesses: int) -> Guesses:
         """Absorb what a window of so many guesses committed, and draw each guess from its layer."""
         guesses = self._run_last(batch, num_guesses + 1, num_guesses)
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
@@ -174,8 +172,8 @@ class MultiLayerProposer:
         num_rows = self._layers.num_layers - 1
         if num_rows == 0:
             return
-        rows = last_rows(page_table, begins, self._recent.first[prompts.seats], num_rows, self._page_size)
-        features, tokens = self._recent.get(prompts.seats, begins, num_rows)
+        rows = last_rows(page_table, begins, self._recent.first[prompts.chunk_slots], num_rows, self._page_size)
+        features, tokens = self._recent.get(prompts.chunk_slots, begins, num_rows)
         after = starts[:, None] + torch.arange(num_rows, device=starts.device)
         known = prompts.next_tokens[after.clamp(max=len(prompts.next_tokens) - 1)]
         tokens = torch.cat((tokens, known.masked_fill(after >= ends[:, None], 0)), 1)
@@ -187,7 +185,7 @@ class MultiLayerProposer:
         """Keep the last rows of each chunk. Shapes: features [T, H]; starts, ends, begins [B] i64."""
         newest = ends[:, None] - self._recent.most + torch.arange(self._recent.most, device=ends.device)
         is_there = newest >= starts[:, None]
-        slots = torch.where(is_there, prompts.seats[:, None], len(self._recent.first) - 1)
+        slots = torch.where(is_there, prompts.chunk_slots[:, None], len(self._recent.first) - 1)
         positions = begins[:, None] + newest - starts[:, None]
         newest = newest.clamp(min=0)
         self._recent.put(slots, positions, features[newest], prompts.next_tokens[newest])

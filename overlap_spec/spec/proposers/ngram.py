@@ -84,25 +84,23 @@ class NgramMemory:
 
 
 class NgramProposer:
-    """A `SelfDrafting`: it needs no model, so it learns nothing of hidden states."""
+    """A `SelfDrafting` and a `Proposer[None]`: all that it knows is in its memory."""
 
     def __init__(self, memory: NgramMemory, windows: NgramWindows) -> None:
         self.memory = memory
         self._windows = windows
         self._chains = memory.limits.max_breadth == 1
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
         """Share the prompts that are complete, with the tokens drawn after them."""
         ends = rows.positions[prompts.last_rows] + 1
         most = rows.page_table.shape[1] * self.memory.pool.page_size
         self.memory.share(rows.page_table, prompts.slots, torch.zeros_like(ends), ends, most)
-        return prompts.slots[:, None]
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Share what was committed."""
         starts, most = batch.lengths + 1, verdict.tokens.shape[1]
         self.memory.share(batch.page_table, batch.slots, starts, starts + verdict.accept_len, most)
-        return batch.slots[:, None]
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Nothing ever waits."""
@@ -110,7 +108,7 @@ class NgramProposer:
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Nothing was missed."""
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+    def propose(self, batch: SlotBatch, learnt: None, num_guesses: int) -> Guesses:
         """What followed the best matches, own and others'."""
         memory, windows = self.memory, self._windows
         known = memory.pool.rows_of(batch.page_table)
@@ -122,12 +120,11 @@ class NgramProposer:
         windows.strength[batch.slots] = merged.strength
         return Guesses(merged.tokens, None if self._chains else merged.parents)
 
-    def lookahead(self, batch: SlotBatch, verdict: Verdict, last: Tensor) -> Tensor:
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
         """See `SelfDrafting`."""
         windows = self._windows
-        return ngram_lookahead(
-            windows.tokens, windows.parents, windows.levels, windows.strength, batch.slots, verdict.tokens, last
-        )
+        whole = windows.tokens, windows.parents, windows.levels, windows.strength
+        ngram_lookahead(*whole, batch.slots, verdict.tokens, verdict.last, out)
 
     def forget(self) -> None:
         """See `SelfDrafting`."""

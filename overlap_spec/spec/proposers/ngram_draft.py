@@ -13,7 +13,6 @@ from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import DraftProfile, TreeShape
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.spec.drafts import EngineShape
-from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus
 
@@ -54,7 +53,7 @@ class NgramDraft:
             tree=None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses),
         )
 
-    def attach(self, cache: KVCache, shape: EngineShape) -> Proposer:
+    def attach(self, cache: KVCache, shape: EngineShape) -> NgramProposer:
         log = with_slots(self.log, shape.num_rows)
         memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus)
         memory.enter_corpus()

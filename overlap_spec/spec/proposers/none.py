@@ -1,5 +1,7 @@
 """Proposes nothing: plain decoding is speculation with a window of one."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,11 @@ from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 class NoProposer:
     """The null proposer."""
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Any:
         """Nothing to learn."""
-        return prompts.slots[:, None]
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Any:
         """Nothing to learn."""
-        return batch.slots[:, None]
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Nothing to learn later."""
@@ -25,6 +25,6 @@ class NoProposer:
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Nothing was missed."""
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+    def propose(self, batch: SlotBatch, learnt: Any, num_guesses: int) -> Guesses:
         """None."""
         return Guesses(torch.full((num_guesses, len(batch.slots)), -1, dtype=torch.int64, device=batch.slots.device))

@@ -71,8 +71,16 @@ class RecentTokens:
         return self.tokens[batch.slots[:, None], positions % self.most]
 
 
+@dataclass(frozen=True)
+class LastTokens:
+    """The committed tokens at the end of each slot, as a forward takes them. n: 2, or what a step can commit."""
+
+    tokens: Tensor  # [B, n] i64
+    count: Tensor | None = None  # [B] i64: how many of them there are, the root the last; None: n
+
+
 class StandaloneProposer:
-    """Learns of each slot its root and the token before that."""
+    """A `Proposer[LastTokens]`: it learns each slot's root and the token before that."""
 
     first_row = 1
 
@@ -86,15 +94,15 @@ class StandaloneProposer:
         self._page_size = page_size
         self._recent = recent
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> LastTokens:
         """Absorb prompt chunks: every row, the first token's too."""
         self._model.forward(prompts.tokens, rows)
-        return torch.stack((prompts.tokens, prompts.next_tokens), 1)[prompts.last_rows]
+        return LastTokens(torch.stack((prompts.tokens, prompts.next_tokens), 1)[prompts.last_rows])
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
-        """Find the new root and the token before it, which is the old root if no guess stands. No forward."""
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> LastTokens:
+        """Find the new root and the token before it, which is the old root if no guess is accepted. No forward."""
         known = torch.cat((self._recent.get(batch, batch.lengths[:, None]), verdict.tokens), 1)  # from the old root on
-        return known.gather(1, torch.stack((verdict.accept_len, verdict.accept_len + 1), 1))
+        return LastTokens(known.gather(1, torch.stack((verdict.accept_len, verdict.accept_len + 1), 1)))
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Keep the token committed after the root: the new root."""
@@ -107,7 +115,7 @@ class StandaloneProposer:
         tokens = self._recent.get(batch, rows.positions.view(len(batch.slots), -1))
         self._model.forward(tokens.reshape(-1), rows)
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+    def propose(self, batch: SlotBatch, learnt: LastTokens, num_guesses: int) -> Guesses:
         """Draw each guess, with the noise the target will use at that position."""
         hidden = self.enter(batch, learnt)
         guesses: list[Tensor] = []
@@ -118,12 +126,12 @@ class StandaloneProposer:
             guesses.append(draw_guess(self.logits(hidden), batch, guesses, self.target_ids, self._probs))
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
-    def enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor | Normed:
+    def enter(self, batch: SlotBatch, learnt: LastTokens) -> Tensor | Normed:
         """Run the root and the token before it. See `Drafter`."""
-        self._recent.put(batch, batch.lengths, learnt[:, 1])
+        self._recent.put(batch, batch.lengths, learnt.tokens[:, 1])
         before = (batch.lengths - 1).clamp(min=0)  # the dummy slot has no tokens
         rows = window_rows(batch, torch.stack((before, before + 1), 1), self._page_size)
-        hidden = self._model.forward(learnt.reshape(-1), rows).hidden
+        hidden = self._model.forward(learnt.tokens.reshape(-1), rows).hidden
         return hidden.view(len(batch.slots), 2, -1)[:, 1].contiguous()
 
     def features(self, drafted: Tensor | Normed) -> Tensor:
@@ -143,22 +151,23 @@ class StandaloneProposer:
 class RereadingProposer(StandaloneProposer):
     """The same where guesses are trees, which leave no KV behind: what a step commits is read once it is known.
 
-    Learns the tokens that were committed last, the root at their end, and how many they are.
+    It learns the tokens that were committed last, the root at their end, and how many they are.
     """
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> LastTokens:
         """Absorb prompt chunks; the root, which was drawn, is left."""
         self._model.forward(prompts.tokens, rows)
         roots = prompts.next_tokens[prompts.last_rows]
-        return torch.stack((roots, torch.ones_like(roots)), 1)
+        return LastTokens(roots[:, None], torch.ones_like(roots))
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> LastTokens:
         """See the class. No forward."""
-        return torch.cat((verdict.tokens, verdict.accept_len[:, None] + 1), 1)
+        return LastTokens(verdict.tokens, verdict.accept_len + 1)
 
-    def enter(self, batch: SlotBatch, learnt: Tensor) -> Tensor | Normed:
+    def enter(self, batch: SlotBatch, learnt: LastTokens) -> Tensor | Normed:
         """Run what was committed; rows after the root's are overwritten before a row attends to them."""
-        tokens, count = learnt[:, :-1].clamp(min=0), learnt[:, -1]
+        assert learnt.count is not None, "as this class learns"
+        tokens, count = learnt.tokens.clamp(min=0), learnt.count
         self._recent.put(batch, batch.lengths, tokens.gather(1, count[:, None] - 1).squeeze(1))
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         rows = window_rows(batch, (batch.lengths - count + 1)[:, None] + columns, self._page_size)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from overlap_spec_kernels import Candidates, add_children, expand_tree, select_tree
+from overlap_spec_kernels import MASK_BITS, Candidates, add_children, expand_tree, select_tree
 from torch import Tensor
 
-from overlap_spec.models.interfaces import MASK_BITS, LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.interfaces import Prompts, Proposer
+from overlap_spec.spec.interfaces import Learnt, Prompts, Proposer
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.rows import tree_rows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -31,13 +31,13 @@ from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 Drafted = TypeVar("Drafted")  # what a draft's rows give
 
 
-class Drafter(Proposer, Protocol[Drafted]):
+class Drafter(Proposer[Learnt], Protocol[Learnt, Drafted]):
     """A proposer of chains, and the steps of which its chains are made."""
 
     target_ids: Tensor  # [Vd] i64: target id of each column of logits
     first_row: int  # a child of the root has its row so many positions after the slot's length
 
-    def enter(self, batch: SlotBatch, learnt: Tensor) -> Drafted:
+    def enter(self, batch: SlotBatch, learnt: Learnt) -> Drafted:
         """The row of each slot that predicts what follows its root: B rows."""
         ...
 
@@ -91,10 +91,10 @@ class Scratch:
     positions: Tensor  # [B, M] i64
 
 
-class TreeProposer(Generic[Drafted]):
-    """Learns what its drafter learns."""
+class TreeProposer(Generic[Learnt, Drafted]):
+    """A `Proposer[Learnt]`: it learns what its drafter learns."""
 
-    def __init__(self, drafter: Drafter[Drafted], branching: Branching, scratch_start: int) -> None:
+    def __init__(self, drafter: Drafter[Learnt, Drafted], branching: Branching, scratch_start: int) -> None:
         """`scratch_start`: cache row of the draft where the tree of slot 0 begins; those of the others follow."""
         self._drafter = drafter
         self._branching = branching
@@ -105,11 +105,11 @@ class TreeProposer(Generic[Drafted]):
         bits = torch.ones_like(self._row) << self._row % MASK_BITS
         self._own_bit = torch.where(self._row[:, None] // MASK_BITS == words, bits[:, None], 0)  # [M, words]
 
-    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Learnt:
         """See `Proposer`."""
         return self._drafter.prefill(prompts, rows, output)
 
-    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Learnt:
         """See `Proposer`."""
         return self._drafter.extend(batch, rows, output, verdict)
 
@@ -121,7 +121,7 @@ class TreeProposer(Generic[Drafted]):
         """See `Proposer`."""
         self._drafter.catch_up(batch, counts)
 
-    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+    def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:
         """Grow as many levels as so many guesses can have, and keep the best nodes."""
         num_levels, topk = min(self._branching.num_levels, num_guesses), self._branching.topk
         nodes, scratch = self._root(batch, learnt), self._scratch(batch)
@@ -137,7 +137,7 @@ class TreeProposer(Generic[Drafted]):
             add_children(grown, first, logs, columns, self._drafter.target_ids, nodes.log_probs, nodes.index)
         return Guesses(*select_tree(*grown, num_guesses))
 
-    def _root(self, batch: SlotBatch, learnt: Tensor) -> Nodes[Drafted]:
+    def _root(self, batch: SlotBatch, learnt: Learnt) -> Nodes[Drafted]:
         zeros = torch.zeros_like(batch.slots)[:, None]
         mask = zeros[:, :, None].repeat(1, 1, self._own_bit.shape[1])
         return Nodes(self._drafter.enter(batch, learnt), zeros.float(), zeros - 1, mask)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from overlap_spec.messages import ForwardShape, Roofline
-from overlap_spec.metrics.ceilings import Ceiling, known_ceiling
+from overlap_spec.metrics.step_floor import Ceiling, known_ceiling
 from overlap_spec.models.kv_cache import KVShape
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.worker.sizing.geometry import LoadedModels

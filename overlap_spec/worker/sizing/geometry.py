@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap_spec.config import MIB, Settings
+from overlap_spec.config import Settings
+from overlap_spec.messages import CudaFacts
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
@@ -14,7 +15,7 @@ from overlap_spec.worker.sizing.savings import Demand, savings
 
 MAX_DEPTH = 2  # steps in flight that tables and rings are made for
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
-TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a score for every head, row and key
+TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a number for every head, row and key
 MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
@@ -111,13 +112,15 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
         token_bytes=TOKEN_BYTES + draft.token_bytes,
+        level_rows=1 if draft.tree is None else draft.tree.level_rows,
+        history=settings.model.max_len if settings.logit_processor else 0,
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 
 
-def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
-    """For the start-up table: what memory goes to, and what gives some of it back."""
-    parts = {
+def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
+    """What memory holds, and what gives some of it back."""
+    held = {
         "of target weights": demand.target_weights,
         "of draft weights": demand.draft_weights,
         "of n-gram log": demand.ngram_log,
@@ -126,12 +129,12 @@ def memory_facts(demand: Demand, graph_bytes: int) -> dict[str, str]:
         "of draft probabilities": demand.draft_probs,
         "of CUDA graphs": graph_bytes,
     }
-    taken = ", ".join(f"{num_bytes // MIB} MiB {what}" for what, num_bytes in parts.items() if num_bytes)
-    beside = f" and {demand.token_bytes} beside it" if demand.token_bytes else ""
-    return {
-        "memory": f"{taken}; {demand.target_kv + demand.draft_kv} bytes of KV cache a token{beside}",
-        "to save memory": ", ".join(map(str, savings(demand))),
-    }
+    return CudaFacts(
+        held_bytes={purpose: num_bytes for purpose, num_bytes in held.items() if num_bytes},
+        kv_bytes=demand.target_kv + demand.draft_kv,
+        other_bytes=demand.token_bytes,
+        savings=tuple(savings(demand)),
+    )
 
 
 def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:

@@ -11,8 +11,13 @@ import torch
 
 from overlap_spec.config import MIB, CacheSettings
 from overlap_spec.errors import ConfigError
+from overlap_spec.sampling.sampler import SLICE
 
 CPU_POOL_BYTES = 1024 * MIB
+LOGIT_BYTES = torch.float32.itemsize
+DRAWN_BYTES = 96  # of a logit in a slice: filters hold 48 in tensors of their own, and a sort on a GPU the rest
+HISTORY_BYTES = 48  # of a row and a token before it, in a logit processor of one's own
+OTHER_BYTES = 128 * MIB  # of libraries and attention
 ADVICE = "lower --max-total-tokens or --speculative-num-draft-tokens, or use a 16-bit --dtype"
 
 
@@ -73,10 +78,20 @@ def num_pages(cache: CacheSettings, bytes_per_token: int, budget: Budget, least_
     return wanted + 1
 
 
-def workspace_bytes(num_logits: int, chunk_bytes: int) -> int:
-    """What the largest step needs besides KV.
+def drawing_bytes(num_slots: int, rows: int, vocab_size: int, history: int = 0) -> int:
+    """What drawing `rows` tokens of each slot takes, of processors, samplers and verifiers alike.
 
-    `num_logits`: logits of the widest verify step, in float32 with a copy, and a sampler's float64 slice.
+    Logits in float32 and their processed copy; what a slice of them is drawn through. `history`: tokens before a row,
+    where a processor of one's own looks at them: it may hold as many logits again, and 48 bytes for each row and token.
+    """
+    num_logits = num_slots * rows * vocab_size
+    own = num_logits * LOGIT_BYTES + num_slots * rows * history * HISTORY_BYTES if history else 0
+    return num_logits * 2 * LOGIT_BYTES + max(SLICE, rows * vocab_size) * DRAWN_BYTES + own
+
+
+def workspace_bytes(chunk_bytes: int) -> int:
+    """What the largest step needs besides KV and drawing.
+
     `chunk_bytes`: one activation of the longest prefill chunk; about 24 of them live at once.
     """
-    return num_logits * 4 * 2 + 512 * MIB + chunk_bytes * 24
+    return OTHER_BYTES + chunk_bytes * 24

@@ -7,8 +7,8 @@ sum: CUDA graphs, whose memory is known once they are captured, and `--mem-fract
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from overlap_spec.config import MIB
-from overlap_spec.worker.sizing.memory_budget import workspace_bytes
+from overlap_spec.messages import MemorySaving
+from overlap_spec.worker.sizing.memory_budget import drawing_bytes, workspace_bytes
 
 FEW_REQUESTS = 4
 SHORT_CHUNK = 2048  # prompt tokens
@@ -33,6 +33,8 @@ class Demand:
     ngram_log: int = 0
     ngram_capacity: int = 0  # tokens that the log holds
     token_bytes: int = 0  # of a token, beside its KV: its id
+    level_rows: int = 1  # rows of each slot in a draft step
+    history: int = 0  # tokens before a row that a logit processor of one's own may look at
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
 
     @property
@@ -43,8 +45,9 @@ class Demand:
     @property
     def workspace(self) -> int:
         """What the largest step needs."""
-        num_logits = self.max_running_requests * self.width * self.vocab_size
-        return workspace_bytes(num_logits, self.chunk * self.hidden_size * self.itemsize)
+        rows = max(self.width, self.level_rows)
+        drawn = drawing_bytes(self.max_running_requests, rows, self.vocab_size, self.history)
+        return drawn + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
 
     @property
     def scratch(self) -> int:
@@ -64,23 +67,10 @@ class Demand:
         return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs
 
 
-@dataclass(frozen=True)
-class Saving:
-    """A flag with the value that saves, and what it gives back beside pages and in each token's page."""
-
-    flag: str
-    num_bytes: int
-    kv_bytes: int  # of a token in the pool
-
-    def __str__(self) -> str:
-        per_token = f" and {self.kv_bytes} bytes a token" if self.kv_bytes else ""
-        return f"{self.flag} ({self.num_bytes // MIB} MiB{per_token})"
-
-
-def savings(demand: Demand) -> list[Saving]:
+def savings(demand: Demand) -> list[MemorySaving]:
     """What can be turned down, each by itself, in the order in which to try."""
     return [
-        Saving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
+        MemorySaving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
         for flag, less in _turned_down(demand)
         if less.num_bytes < demand.num_bytes
     ]

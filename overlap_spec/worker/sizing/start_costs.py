@@ -10,7 +10,7 @@ import torch
 
 from overlap_spec.config import Settings
 from overlap_spec.messages import StepCosts
-from overlap_spec.metrics.ceilings import Ceiling
+from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.costs import ceiling_of

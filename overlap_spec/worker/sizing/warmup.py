@@ -6,16 +6,18 @@ slot, and nobody reads the dummy page.
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.prefill_graphs import GraphPrefiller
 from overlap_spec.worker.sizing.geometry import Geometry
+from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
 
 CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
 PROBE_TOKENS = 64
@@ -63,22 +65,35 @@ def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
     return (1, 6, 16, PROBE_TOKENS, 256, 512, 1024, geometry.max_chunk)
 
 
-def capture_graphs(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> float:
-    """Let decode and short prefill steps run as CUDA graphs from now on. Returns the seconds it took.
+@dataclass(frozen=True)
+class Captures:
+    """The graphs of decode and prefill steps, how many there are of each part, and how long the captures took."""
 
-    Nothing may be in flight.
-    """
-    started = time.perf_counter()
-    if batch_sizes:
-        decoder = GraphDecoder(executor.decode_step, executor.slots, geometry.step_widths, batch_sizes)
-        most_rows = min(geometry.max_len, geometry.max_chunk)
-        prefiller = GraphPrefiller(executor.prefill_step, executor.slots, most_rows)
-        pool = torch.cuda.graph_pool_handle()  # one for all: graphs run one after another
-        decoder.capture(pool)
-        prefiller.capture(pool)
-        executor.decoder, executor.prefiller = decoder, prefiller
-        _run_uncaptured(executor, geometry)
-    return time.perf_counter() - started
+    decoder: Decoder
+    prefiller: Prefiller
+    counts: Counter[str]
+    seconds: float
+
+
+def capture_graphs(
+    executor: Executor,
+    geometry: Geometry,
+    batch_sizes: tuple[int, ...],
+    make_recorder: Callable[[], GraphRecorder] = CudaRecorder,
+    layers_apart: bool = LAYERS_APART,
+) -> Captures:
+    """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
+    if not batch_sizes:
+        return Captures(executor.decode_step, executor.prefill_step, Counter(), 0.0)
+    started, slots, recorder = time.perf_counter(), executor.slots, make_recorder()
+    decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
+    most_rows = min(geometry.max_len, geometry.max_chunk)
+    prefiller = GraphPrefiller(executor.prefill_step, slots, most_rows, layers_apart)
+    decoder.capture(recorder)
+    prefiller.capture(recorder)
+    executor.use(decoder, prefiller)
+    _run_uncaptured(executor, geometry)
+    return Captures(decoder, prefiller, recorder.counts, time.perf_counter() - started)
 
 
 def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:

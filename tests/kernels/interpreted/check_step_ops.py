@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from overlap_spec_kernels import PublishedColumns
 from overlap_spec_kernels.norm.draft_input import _draft_input_triton, draft_input_reference
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton
 from overlap_spec_kernels.norm.select_rows import _select_rows_triton, select_rows_reference
@@ -20,6 +21,7 @@ from support.step_inputs import (
     step_slots,
     token_rows,
 )
+from support.verdicts import UNWRITTEN, assert_same, unwritten
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
@@ -69,10 +71,25 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
     )
     if store is not None:
         assert torch.equal(store.pool[16:], wanted_store.pool[16:])
-    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
-        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+    assert_same(actual, expected)
     assert torch.equal(state.length, expected_state.length)
     assert torch.equal(state.window, expected_state.window)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_judge_chain_leaves_the_columns_of_others_alone(width: int) -> None:
+    state, published = slot_state(7, width, page_size=16), PublishedColumns(width, is_self_drafting=True)
+    slots = step_slots(state, 7)
+    window, drawn = draws("by chance", state.window[slots])
+    verdicts = []
+    for judge in (_judge_chain_triton, judge_chain_reference):
+        length, windows = state.length.clone(), state.window.clone()
+        out = unwritten(7, published)
+        assert judge(drawn, window, slots, state.length[slots], length, windows, state.dummy, None, None, out) is out
+        verdicts.append(out)
+    assert_same(*verdicts)
+    rows = verdicts[0].published
+    assert (rows.lookahead == UNWRITTEN).all() and not (rows.rows[:, :-3] == UNWRITTEN).any()
 
 
 @pytest.mark.parametrize("num_rows, width, columns", SHAPES_WITH_GUESSES)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from overlap_spec_kernels import PublishedColumns
 from overlap_spec_kernels.attention.move_cache_rows import _move_cache_rows_triton, move_cache_rows_reference
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
 from overlap_spec_kernels.tree.add_children import Candidates, _add_children_triton, add_children_reference
@@ -28,6 +29,7 @@ from support.tree_inputs import (
     tied_logits,
     tree_state,
 )
+from support.verdicts import UNWRITTEN, assert_same, unwritten
 
 every_shape = pytest.mark.parametrize("num_rows, width, columns, depth", SHAPES)
 
@@ -67,10 +69,25 @@ def test_judge_tree(given: bool, kind: str, num_rows: int, width: int, columns: 
     expected = judge_tree_reference(*arguments, expected_state.length, expected_state.window, *rest, wanted_store)
     if store is not None:
         assert torch.equal(store.pool[16:], wanted_store.pool[16:])
-    for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
-        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+    assert_same(actual, expected)
     assert torch.equal(state.length, expected_state.length)
     assert torch.equal(state.window, expected_state.window)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(2, 2), (9, 4), (16, 16)])
+def test_judge_tree_leaves_the_columns_of_others_alone(width: int, depth: int) -> None:
+    state, published = tree_state(7, width, page_size=16), PublishedColumns(depth, True, is_self_drafting=True)
+    slots = step_slots(state, 7)
+    window, drawn = draws("by chance", state.window[slots], state.parents[slots])
+    verdicts = []
+    for judge in (_judge_tree_triton, judge_tree_reference):
+        length, windows, out = state.length.clone(), state.window.clone(), unwritten(7, published)
+        rows = (drawn, window, state.parents[slots], slots, state.length[slots], length, windows, state.dummy)
+        assert judge(*rows, depth, None, None, out) is out
+        verdicts.append(out)
+    assert_same(*verdicts)
+    rows = verdicts[0].published
+    assert (rows.lookahead == UNWRITTEN).all() and not (rows.rows[:, :-3] == UNWRITTEN).any()
 
 
 @pytest.mark.parametrize(("num_rows", "num_guesses", "columns"), [(1, 3, 4), (7, 1, 5), (33, 15, 16)])

@@ -1,6 +1,6 @@
 """An actor for tests of the process topology: ready at once, drained at once, gone on Shutdown."""
 
-from overlap_spec.messages import Drained, Shutdown, ToScheduler
+from overlap_spec.messages import Drained, Shutdown, TokenizerFacts, ToScheduler
 from overlap_spec.runtime.actor import ActorContext
 
 
@@ -8,7 +8,7 @@ async def main(context: ActorContext) -> None:
     """Be ready, drain at once, leave on Shutdown."""
     inbox = context.inbox(ToScheduler)
     context.progress("loading", 1, 2)
-    context.ready({"role": context.role})
+    context.ready(TokenizerFacts(context.role, ""))
     while True:
         message = await inbox.recv()
         assert isinstance(message, Shutdown)

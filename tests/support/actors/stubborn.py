@@ -1,11 +1,12 @@
-"""A fake actor that is ready and then listens to nobody."""
+"""A fake actor that is ready and then ignores every message."""
 
 import asyncio
 
+from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime.actor import ActorContext
 
 
 async def main(context: ActorContext) -> None:
     """Never leave."""
-    context.ready({})
+    context.ready(TokenizerFacts(context.role, ""))
     await asyncio.sleep(3600)

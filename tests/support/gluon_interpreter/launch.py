@@ -20,9 +20,7 @@ import pytest
 import torch
 from overlap_spec_kernels.launch import GluonKernel, TritonKernel
 from triton import language as tl
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 
 from support.gluon_interpreter.language import names
 from support.gluon_interpreter.program import Program, Tiles
@@ -123,24 +121,14 @@ def argument(name: str, value: Any) -> Any:
     return Tensor(value, tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
 
 
-def kernel_function(value: Any, kernel: type[TritonKernel], compiled: Any) -> Callable[..., Any] | None:
-    """The Python function of a kernel, whether or not a launch has compiled its module; None for anything else."""
-    function: Callable[..., Any] | None = None
-    if isinstance(value, kernel):
-        function = value._function
-    elif isinstance(value, compiled):
-        function = value.fn
-    return function
-
-
 def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
     """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the twins."""
     gpu = Hopper()
     for module in _WITH_KERNELS:
-        kinds = (TritonKernel, JITFunction) if module is _ARGMAX else (GluonKernel, GluonJITFunction)
+        kind = TritonKernel if module is _ARGMAX else GluonKernel
         for name, value in list(vars(module).items()):
-            if function := kernel_function(value, *kinds):
-                patch.setattr(module, name, Interpreted(gpu, function))
+            if isinstance(value, kind):
+                patch.setattr(module, name, Interpreted(gpu, value.function))
     for module in _OPS:
         patch.setattr(module, "runs_triton", lambda tensor: tensor.dtype != torch.float64)
     for module in _LINEARS:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class Step:
-    """One verify step: the guesses, how many stood, and what was committed (bonus included)."""
+    """One verify step: the guesses, how many were accepted, and what was committed (bonus included)."""
 
     guesses: list[int]
     accept_len: int
@@ -43,7 +43,7 @@ class CachedModel:
         self._cache = DynamicCache()
 
     def read(self, tokens: list[int], start: int) -> tuple[list[int], list[Tensor]]:
-        """Read tokens at positions start.., forgetting what stood there.
+        """Read tokens at positions start.., overwriting what was there.
 
         Returns the most probable token after each, and the hidden states [rows, H] that enter each layer, then those
         after the final norm.

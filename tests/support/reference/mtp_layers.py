@@ -3,7 +3,7 @@
 Nothing is kept from step to step: every layer reads all committed tokens again. Layer i's row at position p takes
 (features of p, token of p + 1 + i), where tokens past the last committed one are guesses, and its last row guesses.
 Features are the target's hidden states before its final norm, or in a chain the output of the layer before, before
-its own norm. The target is transformers' model; not here: what a layer computes (`mtp_reference.py`).
+its own norm. The target is transformers' model; `mtp.py` computes a layer.
 """
 
 from abc import ABC, abstractmethod

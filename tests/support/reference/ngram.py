@@ -1,12 +1,12 @@
 """NGRAM's guesses written out in plain Python, with dicts and lists.
 
-What follows the places where the last tokens stood before is merged into a trie, match after match, in the order of
+What follows earlier occurrences of the last tokens is merged into a trie, match after match, in the order of
 rank: the longest first, own ones before others', later ones before earlier ones.
 """
 
 from dataclasses import dataclass, field
 
-OWN = 16  # matches of a request with itself that count
+OWN = 16  # matches of a request with itself, at most
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Limits:
     by_frequency: bool = False
 
     def sizes(self) -> list[int]:
-        """Lengths of the n-grams that are looked up among what all requests said."""
+        """Lengths of the n-grams that are looked up among the tokens of all requests."""
         between = [size for size in (2, 4, 8, 16) if self.min_match < size < self.max_match]
         return sorted({self.min_match, *between, self.max_match})
 
 
 @dataclass
 class Match:
-    """A place where the last `length` tokens stood, and what followed it there."""
+    """An earlier occurrence of the last `length` tokens, and what followed it."""
 
     length: int
     following: list[int]
@@ -72,7 +72,7 @@ def own_matches(tokens: list[int], limits: Limits, num_levels: int) -> list[Matc
 
 
 def shared_matches(said: list[list[int]], tokens: list[int], limits: Limits, num_levels: int) -> list[Match]:
-    """With what all requests said, the latest last, `tokens` themselves among them: the latest of each size."""
+    """With the tokens of all requests, the latest last, `tokens` themselves among them: the latest of each size."""
     places = set()
     for size in limits.sizes():
         latest = [
@@ -92,7 +92,7 @@ def guess(
 ) -> tuple[list[int], list[int], int]:
     """(tokens, parents, tokens of the longest match): of the best guesses, parents as window columns, 0 the root.
 
-    `tokens`: the request's, `said`: everybody's.
+    `tokens`: the request's, `said`: those of all requests.
     """
     num_levels = min(limits.branch, num_guesses)
     own = own_matches(tokens, limits, num_levels)

@@ -1,7 +1,7 @@
 """Greedy speculative decoding of one request with EAGLE-2's dynamic trees, written out: node by node, path by path.
 
 Nothing is done at once: a node is drafted by running the path that leads to it as a chain, and the target walks down
-the tree reading one token after the other. Row rules are those of `reference_loop.py`.
+the tree reading one token after the other. Row rules are those of `reference/loop.py`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Shape(NamedTuple):
 
 @dataclass
 class TreeStep:
-    """One verify step: the tree after its root, which of its columns stood, and what was committed (bonus included)."""
+    """One verify step: the tree after its root, which columns were accepted, what was committed (bonus included)."""
 
     guesses: list[int]
     parents: list[int]
@@ -44,7 +44,7 @@ class Head(Protocol):
         ...
 
     def token(self, column: int) -> int:
-        """What a column of logits stands for."""
+        """The token of a column of logits."""
         ...
 
 
@@ -104,7 +104,7 @@ class ModelDrafter:
 class Node:
     """A guess: the product of probabilities down to it, as a log; the guesses that lead to it, itself included."""
 
-    worth: float
+    log_prob: float
     path: list[int]
     parent: "Node | None"
 
@@ -115,13 +115,13 @@ def grow(drafter: Drafter, shape: Shape) -> tuple[list[int], list[int]]:
     open_nodes: list[Node | None] = [None]
     for _ in range(shape.num_steps):
         level = [
-            Node((node.worth if node else 0.0) + value, [*(node.path if node else []), token], node)
+            Node((node.log_prob if node else 0.0) + value, [*(node.path if node else []), token], node)
             for node in open_nodes
             for value, token in drafter.children(node.path if node else [], shape.topk)
         ]
         every += level
-        open_nodes = list(sorted(level, key=lambda node: -node.worth)[: shape.topk])
-    kept = sorted(every, key=lambda node: -node.worth)[: shape.num_draft_tokens - 1]
+        open_nodes = list(sorted(level, key=lambda node: -node.log_prob)[: shape.topk])
+    kept = sorted(every, key=lambda node: -node.log_prob)[: shape.num_draft_tokens - 1]
     columns = {id(node): column for column, node in enumerate(kept, 1)}
     return [node.path[-1] for node in kept], [columns[id(node.parent)] if node.parent else 0 for node in kept]
 
@@ -133,7 +133,7 @@ class Target(Protocol):
 
 
 class Recorded:
-    """What a model would say along one greedy answer, which is read once for any number of drafts."""
+    """A model's output along one greedy answer, which is read once for any number of drafts."""
 
     def __init__(self, model: Any, prompt: list[int], num_tokens: int) -> None:
         target = CachedModel(model)

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap_spec.models.drafts.eagle import EagleWeights
-from overlap_spec.models.drafts.eagle_config import EagleConfig
+from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import eagle3_loader, eagle_loader
-from support.tiny.models import TinyCheckpoint, _layer, _normal, _open
+from support.tiny.layouts import final_norm
+from support.tiny.models import TinyCheckpoint, _layer, _normal, _open, head_config
 
 
 def tiny_eagle(seed: int, target: TinyCheckpoint, *, agree: bool = True, **changes: Any) -> TinyCheckpoint:
     """A head for `target` in the common layout: fc with bias, no input_layernorm in the first layer, no norm."""
     random = torch.Generator().manual_seed(seed)
     hidden = target.config["hidden_size"]
-    config = target.config | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1} | changes
+    config = head_config(target) | {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1} | changes
     strength = 0.1 if agree else 1.0
     tensors = {
         "fc.weight": _normal(random, strength * (2 * hidden) ** -0.5, hidden, 2 * hidden),
@@ -32,7 +32,7 @@ def tiny_eagle(seed: int, target: TinyCheckpoint, *, agree: bool = True, **chang
         tensors |= _layer(config, f"layers.{index}", hidden, random, strength)
     del tensors["layers.0.input_layernorm.weight"]
     if agree:  # the target's norm multiplies by its weight what the head hands on as it is
-        tensors["fc.weight"] *= target.tensors["model.norm.weight"][:, None]
+        tensors["fc.weight"] *= final_norm(target.config, target.tensors)[:, None]
     return TinyCheckpoint(config, tensors)
 
 

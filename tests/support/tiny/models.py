@@ -23,11 +23,14 @@ from torch import Tensor
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import eagle3_loader, llama_loader, parts
+from overlap_spec.models.loading import eagle3_loader, parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
+from overlap_spec.models.registry import architecture_of
 from overlap_spec.models.targets.decoder import DecoderWeights
-from overlap_spec.models.targets.families import family_of
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.families import FAMILIES, family_of
+from support.tiny.layouts import around_one as _around_one
+from support.tiny.layouts import final_norm, in_own_layout
+from support.tiny.layouts import normal as _normal
 
 VOCAB, EOS = 128, 2
 CPU = torch.device("cpu")
@@ -83,7 +86,7 @@ def tiny_config(*, layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **chan
 
 
 def tiny_target(seed: int, *, context: float = 0.15, spread: float = 3.0, **config: Any) -> TinyCheckpoint:
-    """A random target; `context` scales what its layers add to the stream, `spread` is the logits' deviation."""
+    """A random target; `context` scales what its layers add to the residual, `spread` is the logits' deviation."""
     settings = tiny_config(**config)
     random = torch.Generator().manual_seed(seed)
     hidden, vocab = settings["hidden_size"], settings["vocab_size"]
@@ -93,7 +96,15 @@ def tiny_target(seed: int, *, context: float = 0.15, spread: float = 3.0, **conf
     tensors["model.norm.weight"] = _around_one(random, hidden)
     if not settings["tie_word_embeddings"]:
         tensors["lm_head.weight"] = _normal(random, spread * hidden**-0.5, vocab, hidden)
-    return TinyCheckpoint(settings, tensors)
+    return TinyCheckpoint(settings, in_own_layout(settings, tensors, random, context))
+
+
+def head_config(target: TinyCheckpoint) -> dict[str, Any]:
+    """What a draft head's config takes from its target's: the heads of other families have Llama's layers."""
+    if target.config["architectures"][0] in FAMILIES:
+        return dict(target.config)
+    llama = tiny_config()
+    return {key: target.config[key] for key in llama} | {key: llama[key] for key in ("architectures", "model_type")}
 
 
 def tiny_eagle3(
@@ -111,7 +122,7 @@ def tiny_eagle3(
     """
     random = torch.Generator().manual_seed(seed)
     hidden = target.config["hidden_size"]
-    config = target.config | {
+    config = head_config(target) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
@@ -124,7 +135,7 @@ def tiny_eagle3(
     tensors["midlayer.hidden_norm.weight"] = _around_one(random, hidden)
     features = hidden * len(aux_layers)
     tensors["fc.weight"] = _normal(random, 0.1 * features**-0.5 if agree else features**-0.5, hidden, features)
-    tensors["norm.weight"] = target.tensors["model.norm.weight"] if agree else _around_one(random, hidden)
+    tensors["norm.weight"] = final_norm(target.config, target.tensors) if agree else _around_one(random, hidden)
     for index in range(1, config["num_hidden_layers"]):
         tensors |= _further_layer(config, index, random, 0.2 if agree else 1.0)
     if draft_vocab is not None:
@@ -138,8 +149,11 @@ def load_tiny_target(
     checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
 ) -> DecoderWeights:
     """Through the real loader, from memory."""
-    config = LlamaConfig.from_hf(checkpoint.config, "memory/config.json")
-    return llama_loader.load_llama(config, _open(checkpoint, parts.canonical_name, dtype, device))
+    architecture = architecture_of(checkpoint.config, "memory/config.json")
+    config = architecture.read_config(checkpoint.config, "memory/config.json")
+    loaded = architecture.load(config, _open(checkpoint, parts.canonical_name, dtype, device))
+    assert isinstance(loaded, DecoderWeights)
+    return loaded
 
 
 def load_tiny_draft(checkpoint: TinyCheckpoint, target: LoadedTarget) -> Eagle3Weights:
@@ -166,14 +180,6 @@ def _open(checkpoint: TinyCheckpoint, canonical: Any, dtype: torch.dtype, device
     return Checkpoint(MemorySource(checkpoint.tensors), canonical, dtype, device, lambda done, total: None)
 
 
-def _normal(random: torch.Generator, scale: float, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=random, dtype=torch.float64) * scale
-
-
-def _around_one(random: torch.Generator, size: int) -> Tensor:
-    return 1 + _normal(random, 0.1, size)
-
-
 def _layer(
     config: Mapping[str, Any], name: str, inputs: int, random: torch.Generator, strength: float
 ) -> dict[str, Tensor]:
@@ -188,14 +194,14 @@ def _layer(
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    into_stream = {"self_attn.o_proj", "mlp.down_proj"}
+    into_residual = {"self_attn.o_proj", "mlp.down_proj"}
     family = family_of(config)
     bias = family.attention_bias(config)
     mlp = family.mlp_bias and config.get("mlp_bias", False)
     biased = {part for part in shapes if (mlp if "mlp" in part else bias.output if "o_proj" in part else bias.qkv)}
     tensors = {}
     for part, (rows, columns) in shapes.items():
-        scale = (strength * 2 if part in into_stream else 1.0) * columns**-0.5
+        scale = (strength * 2 if part in into_residual else 1.0) * columns**-0.5
         tensors[f"{name}.{part}.weight"] = _normal(random, scale, rows, columns)
         if part in biased:
             tensors[f"{name}.{part}.bias"] = _normal(random, 0.1, rows)
@@ -228,7 +234,7 @@ def _draft_vocabulary(target: TinyCheckpoint, size: int, random: torch.Generator
 
 
 def _pass_embedding_through(config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Make attention find the row's own token (equal embeddings score highest) and add its embedding to the stream."""
+    """Make attention find the row's own token (equal embeddings score highest) and add its embedding."""
     hidden, dim = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     group = heads // kv_heads

@@ -16,7 +16,8 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import mtp_loader
 from overlap_spec.models.targets.families import family_of
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open
+from support.tiny.layouts import final_norm
+from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
 
 PREFIX = "model.mtp_layers.0"
 
@@ -24,7 +25,7 @@ PREFIX = "model.mtp_layers.0"
 def tiny_mtp(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCheckpoint:
     """The layer alone, with the config of a checkpoint that holds the target too."""
     random = torch.Generator().manual_seed(seed)
-    config = target.config | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    config = head_config(target) | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
     hidden, strength = config["hidden_size"], 0.1 if agree else 1.0
     tensors = _layer(config, PREFIX, hidden, random, strength) | _biases(config, [PREFIX], random)
     tensors |= {
@@ -33,7 +34,7 @@ def tiny_mtp(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCh
     tensors[f"{PREFIX}.input_proj.weight"] = _normal(random, strength * (2 * hidden) ** -0.5, hidden, 2 * hidden)
     if agree:
         tensors[f"{PREFIX}.input_proj.weight"][:, hidden:] += torch.eye(hidden, dtype=torch.float64)
-    own = target.tensors["model.norm.weight"] if agree else _around_one(random, hidden)
+    own = final_norm(target.config, target.tensors) if agree else _around_one(random, hidden)
     return TinyCheckpoint(config, tensors | {f"{PREFIX}.final_layernorm.weight": own})
 
 
@@ -82,7 +83,7 @@ def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyChec
                 continue
             moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
             tensors[f"model.mtp.layers.{index}.{names.get(stem, stem)}.{kind}"] = moved
-    return TinyCheckpoint(target.config | {"num_nextn_predict_layers": num_layers}, tensors)
+    return TinyCheckpoint(head_config(target) | {"num_nextn_predict_layers": num_layers}, tensors)
 
 
 def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from overlap_spec.models.drafts.language_draft import LanguageDraftWeights
 from overlap_spec.models.interfaces import LoadedTarget
+from support.tiny.layouts import final_norm
 from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -22,7 +23,7 @@ def tiny_language_draft(
     narrow = {"num_attention_heads": 2, "num_key_value_heads": 1}
     draft = tiny_target(seed, hidden=hidden, vocab=vocab or size, layers=1, **(narrow | config))
     head = target.tensors.get(HEAD, target.tensors[EMBEDDING])
-    draft.tensors[NORM] = target.tensors[NORM]
+    draft.tensors[NORM] = final_norm(target.config, target.tensors)
     for name, known in ((EMBEDDING, target.tensors[EMBEDDING]), (HEAD, head)):
         shared = min(size, len(draft.tensors[name]))
         draft.tensors[name][:shared] = known[:shared]

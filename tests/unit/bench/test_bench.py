@@ -13,7 +13,7 @@ from overlap_spec.bench.tables import fill, render
 from overlap_spec.bench.workload import (
     GREEDY,
     SAMPLED,
-    Sampling,
+    SamplingMode,
     Workload,
     batch_prompts,
     chat_prompts,
@@ -115,7 +115,7 @@ def test_what_warms_up_is_as_long_as_what_is_measured_and_never_measured(vocab_s
 
 def test_ways_of_sampling() -> None:
     assert [way.label for way in (GREEDY, *SAMPLED)] == ["greedy", "T 1", "T 0.7, top_p 0.9"]
-    params = Sampling(0.7, 0.9).params(50)
+    params = SamplingMode(0.7, 0.9).params(50)
     assert (params.temperature, params.top_p, params.max_new_tokens, params.seed) == (0.7, 0.9, 50, 0)
     assert not params.ignore_eos
 

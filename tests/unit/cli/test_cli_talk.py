@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from support.fake_facts import fake_facts
 from support.fake_settings import fake_settings
 
 from overlap_spec.cli.background import BackgroundLoop
@@ -23,7 +24,16 @@ from overlap_spec.client.calls import Delta
 from overlap_spec.config import AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ActorDied, RequestError
-from overlap_spec.messages import ChatPrompt, Finish, FinishKind, SamplingParams, Usage
+from overlap_spec.messages import (
+    ChatPrompt,
+    CudaFacts,
+    EngineFacts,
+    Finish,
+    FinishKind,
+    MemorySaving,
+    SamplingParams,
+    Usage,
+)
 
 STOP = Finish(FinishKind.STOP)
 
@@ -192,7 +202,7 @@ def test_urls_that_a_person_on_this_machine_can_use() -> None:
     assert "/generate" in curl_line("http://h:1", needs_key=False, takes_text=False)
 
 
-def shown_table(settings: Settings, facts: Any) -> str:
+def shown_table(settings: Settings, facts: EngineFacts) -> str:
     console = Console(width=120, file=io.StringIO())
     console.print(start_table(settings, facts, "http://h:1", "ipc:///x"))
     assert isinstance(console.file, io.StringIO)
@@ -201,19 +211,7 @@ def shown_table(settings: Settings, facts: Any) -> str:
 
 def test_the_table_names_method_memory_and_endpoints() -> None:
     settings = replace(fake_settings(), spec=SpecSettings("EAGLE3", "/heads/tiny", 3, 1, 4))
-    facts: Any = {
-        "worker": {
-            "pages": 7,
-            "page_size": 4,
-            "tokens": 28,
-            "chunk_tokens": 64,
-            "weights_mib": 513,
-            "draft_weights_mib": 37,
-        },
-        "scheduler": {"prefix_cache": "bigram keys"},
-        "tokenizer": {"client_endpoint": "ipc:///x"},
-    }
-    shown = shown_table(settings, facts)
+    shown = shown_table(settings, fake_facts())
     for words in (
         "EAGLE3 (3, 1, 4)",
         "/heads/tiny",
@@ -232,7 +230,8 @@ def test_the_table_says_what_was_chosen_why_and_what_is_lossy() -> None:
     accept = AcceptSettings(ngram_force_greedy_verify=True)
     attention = AttentionSettings(target_torch=True, draft_window=64)
     settings = replace(fake_settings(), spec=replace(spec, accept=accept), attention=attention)
-    shown = shown_table(settings, {"worker": {"memory": "9 MiB of workspace", "to save memory": "--dtype (4 MiB)"}})
+    memory = CudaFacts({"of workspace": 9 << 20}, 512, 0, (MemorySaving("--dtype", 4 << 20, 0),))
+    shown = shown_table(settings, fake_facts(platform=memory, verification=str(accept)))
     for words in (
         "as many as a match may have",
         "LOSSY at temperature > 0",
@@ -241,12 +240,12 @@ def test_the_table_says_what_was_chosen_why_and_what_is_lossy() -> None:
         "--dtype (4 MiB)",
     ):
         assert words in shown
-    assert "sees" not in shown_table(fake_settings(), {})
+    assert "sees" not in shown_table(fake_settings(), fake_facts())
 
 
 def test_the_table_says_which_weights_are_made_up() -> None:
     settings = replace(fake_settings(), spec=SpecSettings("EAGLE3", "/heads/tiny", 3, 1, 4, draft_load_format="dummy"))
-    assert "/heads/tiny, RANDOM WEIGHTS" in shown_table(settings, {})
+    assert "/heads/tiny, RANDOM WEIGHTS" in shown_table(settings, fake_facts())
     files = replace(settings.model.files, load_format="dummy")
-    assert shown_table(replace(settings, model=replace(settings.model, files=files)), {}).count("RANDOM") == 2
-    assert "RANDOM" not in shown_table(fake_settings(), {})
+    assert shown_table(replace(settings, model=replace(settings.model, files=files)), fake_facts()).count("RANDOM") == 2
+    assert "RANDOM" not in shown_table(fake_settings(), fake_facts())

@@ -265,7 +265,7 @@ def test_the_threads_that_the_user_wants(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_blas_of_16_bit_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's own choice stands, and float32 is asked for as it was tested."""
+    """A user's own choice is kept, and float32 uses the interface that it was tested with."""
     name = "TORCH_BLAS_PREFER_CUBLASLT"
     monkeypatch.delenv(name, raising=False)
     exact, rounded = resolved(machine=GPU, dtype="float32"), resolved(machine=GPU)

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from overlap_spec import cli
-from overlap_spec.cli.flags import engine_config
+from overlap_spec.cli.flags import REFUSED, engine_config
 from overlap_spec.cli.parser import UsageError
-from overlap_spec.cli.refused_flags import REFUSED
 from overlap_spec.config import (
     NGRAM,
     AttentionSettings,

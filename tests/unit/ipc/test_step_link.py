@@ -16,8 +16,9 @@ import pytest
 import uvloop
 import zmq
 
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import Endpoints, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -113,7 +114,7 @@ def test_a_cancelled_reader_loses_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, PACKET_BYTES - 256, PACKET_BYTES, 3 * PACKET_BYTES, 4 << 20])
 def test_a_thread_reads_messages_of_any_size_in_order(tmp_path: Path, num_bytes: int) -> None:
-    """Some of them lie in files and some do not, and nobody reads before all are sent."""
+    """Some of them lie in files and some do not, and none is read before all are sent."""
     with ends(tmp_path, ToWorker) as link:
         sent = [plan(step, (num_bytes + 256 * step) * (step != 2)) for step in range(5)]
         for message in sent:
@@ -249,7 +250,7 @@ def test_a_sender_that_goes_leaves_what_it_sent(tmp_path: Path) -> None:
             link.inbox.wait(0.05)
             link.inbox.poll()
             slept.append(time.monotonic() - started)
-        assert max(slept) > 0.04, "a connection that has ended must not keep its reader awake"
+        assert max(slept) > 0.04, "a connection that has ended must not wake its reader"
 
 
 def test_a_reader_that_has_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,5 +266,5 @@ def test_a_reader_that_has_gone_is_said_once(tmp_path: Path, caplog: pytest.LogC
             late.send(plan(step, 4 * PACKET_BYTES * step))
         late.close()
         assert [record.message.split(" (")[0] for record in caplog.records] == [
-            f"nobody reads {tmp_path / 'reader.steps'} any more"
+            f"the reader of {tmp_path / 'reader.steps'} is gone"
         ]

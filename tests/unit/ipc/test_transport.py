@@ -12,8 +12,10 @@ import msgspec
 import pytest
 import uvloop
 import zmq
+from support.memory_link import MemoryLink
 
-from overlap_spec.ipc.transport import Endpoints, MemoryLink, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
@@ -118,14 +120,14 @@ def test_a_message_of_another_link_is_refused(tmp_path: Path) -> None:
 
 def test_a_send_never_blocks_when_nobody_reads(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    outlet: ZmqOutlet[Any] = ZmqOutlet(context, Endpoints(tmp_path).inbox("nobody"))
+    outlet: ZmqOutlet[Any] = ZmqOutlet(context, Endpoints(tmp_path).inbox("unbound"))
     for uid in range(20_000):  # far beyond ZeroMQ's default high-water mark of 1,000
         outlet.send(abort(uid))
     outlet.close()
     context.destroy(linger=0)
 
 
-def test_last_words_leave_after_close(tmp_path: Path) -> None:
+def test_messages_leave_after_close(tmp_path: Path) -> None:
     """A dying actor sends, closes and exits; its reader still gets the message."""
     address = Endpoints(tmp_path).inbox("scheduler")
 

@@ -5,8 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from overlap_spec.messages import Stats
 from overlap_spec.metrics import prometheus
-from overlap_spec.metrics.histogram import WeightedHistogram
-from overlap_spec.metrics.prometheus import ServerMetrics
+from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 
 STATS = Stats(
     num_running=3,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from overlap_spec.models.layers.linear import Linear, PackedLinear, linear_map
+from overlap_spec.models.layers.linear import Linear, PackedLinear, make_linear
 from overlap_spec.models.work import count_bytes
 
 
@@ -17,30 +17,30 @@ def test_a_linear_is_a_product(rows: int, width: int, biased: bool, dtype: torch
     weight = torch.randn(48, width, generator=random, dtype=dtype)
     bias = torch.randn(48, generator=random, dtype=dtype) if biased else None
     x = torch.randn(rows, width, generator=random, dtype=dtype)
-    y = linear_map(weight, bias)(x)
+    y = make_linear(weight, bias)(x)
     torch.testing.assert_close(y, F.linear(x, weight, bias), atol=tolerance, rtol=0)
     assert y.is_contiguous()
 
 
 def test_weights_are_packed_in_float32_on_a_cpu_only() -> None:
-    packed = linear_map(torch.zeros(8, 1536))
+    packed = make_linear(torch.zeros(8, 1536))
     assert isinstance(packed, PackedLinear)
     assert count_bytes((packed, packed)) == 8 * 1536 * 4, "shared memory counts once"
-    assert isinstance(linear_map(torch.zeros(8, 1536, dtype=torch.float64)), Linear)
-    assert isinstance(linear_map(torch.zeros(8, 1536, dtype=torch.bfloat16)), Linear)
+    assert isinstance(make_linear(torch.zeros(8, 1536, dtype=torch.float64)), Linear)
+    assert isinstance(make_linear(torch.zeros(8, 1536, dtype=torch.bfloat16)), Linear)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_linear_leaves_its_input_alone(rows: int) -> None:
     x = torch.randn(rows, 2048)
     before = x.clone()
-    linear_map(torch.randn(8, 2048))(x)
+    make_linear(torch.randn(8, 2048))(x)
     assert torch.equal(x, before)
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
     x = torch.randn(7, 576)
-    for form in (linear_map(torch.randn(96, 576)), Linear(torch.randn(96, 576))):
+    for form in (make_linear(torch.randn(96, 576)), Linear(torch.randn(96, 576))):
         together = form(x)
         for row in range(7):
             torch.testing.assert_close(form(x[row : row + 1])[0], together[row], atol=1e-4, rtol=0)
@@ -50,7 +50,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 def test_a_linear_tells_its_size_and_gathers_rows(biased: bool) -> None:
     weight, bias = torch.randn(48, 64), torch.randn(48) if biased else None
     x, ids = torch.randn(5, 64), torch.tensor([7, 0, 47])
-    for linear in (Linear(weight, bias), linear_map(weight, bias)):
+    for linear in (Linear(weight, bias), make_linear(weight, bias)):
         assert (linear.out_features, linear.in_features) == (48, 64)
         assert linear.num_bytes == 4 * 48 * (65 if biased else 64)
         assert (linear.device, linear.compute_dtype) == (torch.device("cpu"), torch.float32)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from overlap_spec.models.layers.linear import DenseLinear, Linear, linear_map
-from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of
+from overlap_spec.models.layers.linear import DenseLinear, Linear, make_linear
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form
+from overlap_spec.models.layers.linear_tree import linears_of
 
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
@@ -23,7 +24,7 @@ def tiny_model() -> Model:
     torch.manual_seed(0)
     embedding = torch.randn(40, 32)
     return Model(
-        tuple(linear_map(torch.randn(48, 32), torch.randn(48)) for _ in range(2)), Linear(embedding), embedding
+        tuple(make_linear(torch.randn(48, 32), torch.randn(48)) for _ in range(2)), Linear(embedding), embedding
     )
 
 
@@ -47,7 +48,7 @@ def test_heads_have_a_form_of_their_own_and_the_rest_stays() -> None:
 
 
 def test_what_is_shared_stays_shared() -> None:
-    shared = linear_map(torch.randn(48, 32))
+    shared = make_linear(torch.randn(48, 32))
     first, second = in_form((shared, shared), FORMS["packed"], FORMS["packed"])
     assert first is second
 

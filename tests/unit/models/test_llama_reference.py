@@ -9,8 +9,11 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -45,9 +48,22 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma 3 with stretched rope": TINY_FAMILIES["gemma 3"] | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma 3 with windows by layer": TINY_FAMILIES["gemma 3"]
+    | {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    },
+    "gemma 3 untied": TINY_FAMILIES["gemma 3"] | {"tie_word_embeddings": False},
+    "olmo 2 with yarn": TINY_FAMILIES["olmo 2"] | {"rope_scaling": YARN, "tie_word_embeddings": True},
+    "phi 3 with groups and a quarter rotated": TINY_FAMILIES["phi 3"]
+    | {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 LENGTHS = (33, 5)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -86,6 +102,7 @@ def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[i
 def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", norm_in_own_dtype)
+    monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
     checkpoint = tiny_target(3, context=1.0, **CASES[case])
     tokens = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     paged = Paged(num_requests=2)

@@ -51,7 +51,7 @@ def assert_same(loaded: LoadedTarget, checkpoint: TinyCheckpoint, dtype: torch.d
     expected = load_tiny_target(checkpoint, dtype)
     assert loaded.embedding.dtype == dtype
     assert torch.equal(loaded.embedding.weight, expected.embedding.weight)
-    assert torch.equal(loaded.head.weight, expected.head.weight)
+    assert torch.equal(loaded.head.stored, expected.head.stored)
     units = torch.eye(loaded.hidden_size, dtype=dtype)  # a map of them is its weight, whatever form it has
     assert torch.equal(loaded.layers[1].mlp.gate_up(units), expected.layers[1].mlp.gate_up(units))
 
@@ -94,7 +94,7 @@ def test_names_without_prefix_and_old_buffers(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     loaded = load(write_checkpoint(tmp_path, tiny_target(4, tie_word_embeddings=True)))
-    assert loaded.head.weight is loaded.embedding.weight
+    assert loaded.head.stored is loaded.embedding.weight
     expected = sum(tensor.nbytes for tensor in tiny_target(4, tie_word_embeddings=True).tensors.values())
     assert loaded.num_bytes == expected, "counted once"
 
@@ -213,8 +213,8 @@ HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] =
         configured(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2]}),
         r"distinct layers of the target, 0 to 1, found \[0, 2\]",
     ),
-    "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default layers"),
-    "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 layers are tapped"),
+    "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default aux layers"),
+    "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 aux layers are named"),
     "bad draft vocab": (configured(draft_vocab_size="all"), "draft_vocab_size must be null or a positive integer"),
     "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
     "unknown rope": (configured(rope_scaling={"type": "dynamic", "factor": 2}), "rope type 'dynamic'"),

@@ -22,9 +22,9 @@ def no_user_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def wakes_cost(us: float, covered: int, awake: float = 1.3) -> waiting.Probe:
+def wakes_cost(us: float, covered: int, spinning: float = 1.3) -> waiting.Probe:
     """Pauses up to a spin of `covered` need no waking."""
-    return lambda spin: [awake] * 3 if spin >= covered else [us] * 3
+    return lambda spin: [spinning] * 3 if spin >= covered else [us] * 3
 
 
 @pytest.mark.parametrize("covered", SPINS)
@@ -41,7 +41,7 @@ def test_where_spinning_costs_more_no_thread_spins() -> None:
 
 
 def test_rare_pauses_count_for_less() -> None:
-    probe = {0: [60, 60, 60], 1000: [1, 1, 9], 3000: [1, 1, 1]}
+    probe = {0: [60, 60, 60], 1000: [1, 1, 6], 3000: [1, 1, 1]}
     assert shortest_of(lambda spin: probe.get(spin, [1, 1, 1])) == 1000
 
 

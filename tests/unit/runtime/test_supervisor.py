@@ -14,6 +14,7 @@ import pytest
 from support.fake_settings import fake_settings
 
 from overlap_spec.errors import ActorDied
+from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
@@ -52,7 +53,7 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
         run_dir = RunDirectory(tmp_path)
         supervisor = Supervisor(run_dir, OBEDIENT, lambda *line: seen.append(line))
         await supervisor.start(fake_settings())
-        assert supervisor.facts == {role: {"role": role} for role in OBEDIENT}
+        assert supervisor.facts == {role: TokenizerFacts(role, "") for role in OBEDIENT}
         assert seen == [("loading", 1, 2)] * 3
         assert run_dir.path.stat().st_mode & 0o777 == 0o700
         assert (run_dir.path / "settings.msgpack").stat().st_mode & 0o777 == 0o600
@@ -76,7 +77,7 @@ def test_error_at_start_arrives_in_the_childs_own_words(tmp_path: Path, capfd: p
             assert caught.value.actor == "worker"
 
     asyncio.run(scenario())
-    assert capfd.readouterr().err == "", "an error raised on purpose is told once, by whoever started the engine"
+    assert capfd.readouterr().err == "", "an error raised on purpose is reported once, by the parent"
 
 
 def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,15 @@ import random
 
 import msgspec
 from support.fake_device import FakeDevice, make_admit, make_ready
+from support.memory_link import MemoryLink
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,
     EngineLimits,
+    SchedulerFacts,
     Shutdown,
     Stats,
     TokenDeltas,
@@ -34,7 +35,7 @@ class MemoryContext:
         self.settings, _ = resolve(EngineConfig(page_size=4), files, Machine(1, False))
         self.links = {"scheduler": MemoryLink(ToScheduler), "worker": MemoryLink(ToWorker)}
         self.links["tokenizer"] = MemoryLink(ToTokenizer)
-        self.facts: dict[str, str | int | float] = {}
+        self.facts: SchedulerFacts | None = None
         self.trace = NO_TRACE
 
     def step_inbox(self, union):
@@ -57,11 +58,11 @@ def test_it_serves_once_the_worker_is_ready():
         running = asyncio.create_task(main(context))
         links["scheduler"].send(Abort(5, AbortReason.REQUESTED))  # early: kept, not lost, not fatal
         await asyncio.sleep(0)
-        assert not context.facts
+        assert context.facts is None
         links["scheduler"].send(device.ready)
         assert await links["tokenizer"].recv() == EngineLimits(256, 256 - 2 * 4 - 4, 8, 97)
         assert isinstance(await links["tokenizer"].recv(), Stats)
-        assert context.facts["steps_in_flight"] == 2 and context.facts["prefix_cache"] == "bigram keys"
+        assert context.facts.steps_in_flight == 2 and context.facts.prefix_cache == "bigram keys"
         links["scheduler"].send(make_admit(1, [1, 2, 3], 5))
         tokens: list[int] = []
         while len(tokens) < 5:
@@ -92,6 +93,6 @@ def test_the_worker_bounds_the_depth():
         context.links["scheduler"].send(msgspec.structs.replace(make_ready(), max_depth=1))
         context.links["scheduler"].send(Shutdown(drain=False))
         await main(context)
-        assert context.facts["steps_in_flight"] == 1
+        assert context.facts.steps_in_flight == 1
 
     asyncio.run(inner())

@@ -44,10 +44,10 @@ def step(bench: Bench, tokens: list[list[int]]) -> None:
     plan = bench.plans.popleft()
     bench.scheduler.dispatch(StepResult(plan.step_id, tokens, [3] * len(tokens), 0.01))
     bench.scheduler.plan_ahead()
-    bench.scheduler.speak()
+    bench.scheduler.send_replies()
     bench.plans += bench.worker.drain()
     for message in bench.tokenizer.drain():
-        bench._hear(message)
+        bench._receive(message)
 
 
 def test_whole_runs_count_before_the_cut_and_discarded_steps_do_not():

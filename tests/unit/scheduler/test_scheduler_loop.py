@@ -5,10 +5,10 @@ import random
 
 import pytest
 from support.fake_device import Bench, FakeDevice, make_admit, make_ready
+from support.memory_link import MemoryLink
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.ipc.transport import MemoryLink
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -23,7 +23,8 @@ from overlap_spec.messages import (
     ToTokenizer,
     ToWorker,
 )
-from overlap_spec.scheduler.loop import Links, build_scheduler
+from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.loop import Links
 
 PROMPT = list(range(1, 11))
 

@@ -1,4 +1,4 @@
-"""The prefix cache against a dictionary of prefixes, and the examples worth reading."""
+"""The prefix cache against a dictionary of prefixes, and examples to read."""
 
 import random
 from array import array

@@ -46,7 +46,7 @@ def test_nothing_is_said_while_idle():
     bench = busy_bench(0.01, max_new=4)
     said = len(bench.stats)
     bench.now += 100
-    bench.scheduler.speak()
+    bench.scheduler.send_replies()
     assert len(bench.stats) == said == 1 and not bench.tokenizer.drain()
 
 

@@ -57,9 +57,9 @@ def test_host_time_is_hidden_but_for_the_gap() -> None:
         bench.run_device()
         bench.now += 0.3
         bench.results[0] = msgspec.structs.replace(bench.results[0], gpu_gap=GAP, launch_time=LAUNCH)
-        reporter.awake()
+        reporter.resume()
         bench.now += 0.0004
-        reporter.asleep()
+        reporter.pause()
         bench.deliver_result()
     for stats in bench.stats[1:-1]:
         assert stats.host_time == pytest.approx(0.0004 + LAUNCH)

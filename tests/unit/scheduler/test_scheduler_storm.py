@@ -50,9 +50,7 @@ def random_long_admit(rng: random.Random, uid: int, prompts: list[list[int]]):
 
 def random_admit(rng: random.Random, uid: int, prompts: list[list[int]]):
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))]
-    if (
-        prompts and rng.random() < 0.6
-    ):  # share a prefix with somebody, or repeat them whole, or go on after their answer
+    if prompts and rng.random() < 0.6:  # share a prefix with an earlier prompt, repeat it whole, or continue its answer
         other = rng.choice(prompts[-8:])[:50]
         prompt = other[: rng.choice([len(other), rng.randint(1, len(other))])] + prompt[: rng.choice([0, 0, 1, 5])]
     max_new = rng.choice([1, 2, 3, 5, 8, 20, 40])

@@ -59,7 +59,7 @@ def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
 def test_it_is_never_much_worse_than_plain_decoding(batch_size: int, seed: int) -> None:
-    """Any costs, any rates: from the second moment on, when it has seen something."""
+    """Any costs, any rates: from the second step on, when it has seen a result."""
     rng = random.Random(seed)
     for i in range(6):
         two = 1 + rng.random() / (2 if i % 2 else 10)
@@ -148,7 +148,7 @@ def test_a_fixed_width_is_what_a_worker_without_costs_gets() -> None:
 
 def test_the_engine_narrows_by_what_its_results_say() -> None:
     """Whole scheduler: acceptance is measured from results, the width arrives in plans."""
-    costs = StepCosts((1, 8), (1, 2, 4), ((1.0, 2.1, 4.5),) * 2)  # no acceptance is worth that
+    costs = StepCosts((1, 8), (1, 2, 4), ((1.0, 2.1, 4.5),) * 2)  # no acceptance pays for that
     bench = Bench(make_ready(step_costs=costs, max_deferred=4, num_pages=200))
     for uid in range(1, 5):
         bench.admit(make_admit(uid, [uid, 2, 3], 60))

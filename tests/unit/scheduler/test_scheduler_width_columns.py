@@ -1,4 +1,4 @@
-"""The width policy where guesses branch, against trees that are played by hand: each column tells what it is worth."""
+"""The width policy where guesses branch, against trees that are played by hand: each column has its own rate."""
 
 import random
 from itertools import pairwise
@@ -76,14 +76,16 @@ def test_it_is_nearly_as_fast_as_the_best_width_for_any_tree(seed: int) -> None:
     assert engine.plain_ratio() > 0.95 * max(speeds(tree, costs).values())
 
 
-def path(*columns: int, last: int) -> int:
-    """As a result has it, with a sign."""
-    word = sum(1 << column - 1 for column in columns) + (1 << last)
-    return word - (1 << 64) if word >> 63 else word
+Row = tuple[list[int], int]  # the columns of a path, and the last one with a guess
 
 
-def result(*paths: int) -> StepResult:
-    return StepResult(0, [[7]] * len(paths), [0] * len(paths), 0.0, paths=list(paths))
+def path(*columns: int, last: int) -> Row:
+    return list(columns), last
+
+
+def result(*rows: Row) -> StepResult:
+    paths, last_guesses = map(list, zip(*rows, strict=True))
+    return StepResult(0, [[7]] * len(rows), [0] * len(rows), 0.0, paths=paths, last_guesses=last_guesses)
 
 
 def test_each_column_is_tested_by_the_windows_that_have_it() -> None:

@@ -1,9 +1,10 @@
-"""The width policy of methods that foresee, against windows that are played by hand. Time is the costs' own."""
+"""The width policy of self-drafting methods, against windows that are played by hand. Time is the costs' own."""
 
 import random
 from dataclasses import dataclass
 
 import pytest
+from msgspec import structs
 
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
@@ -20,7 +21,7 @@ class Slot:
     strength: int = 0
     levels: int = 0
     rate: float = 0.0  # at which each guess is right
-    columns: tuple[int, ...] = tuple(range(1, 12))  # where the right guess of each level stands
+    columns: tuple[int, ...] = tuple(range(1, 12))  # of the right guess of each level
 
 
 class Engine:
@@ -41,29 +42,26 @@ class Engine:
     def _step(self) -> int:
         count = len(self.slots)
         width = self.policy.choose(count)
-        runs, proposed, lookaheads, paths = [], [], [], []
+        runs, proposed, paths, next_columns = [], [], [], []
         for slot in self.slots:
             right = 0
             while right < slot.levels and self._rng.random() < slot.rate:
                 right += 1
-            stood = [column for column in slot.columns[:right] if column < width]
-            seen = len(stood)
+            accepted = [column for column in slot.columns[:right] if column < width]
+            seen = len(accepted)
             runs.append([7] * (seen + 1))
             proposed.append(min(slot.levels, width - 1))
-            lookaheads.append(slot.levels | slot.strength << 8 | (slot.columns[seen] << 16 if right > seen else 0))
-            paths.append(sum(1 << column - 1 for column in stood) + (1 << min(11, width - 1)))
+            next_columns.append(slot.columns[seen] if right > seen else 0)
+            paths.append(accepted)
         self.tokens += sum(map(len, runs)) / count
         self.seconds += CostTable(CHEAP).seconds(count)[WIDTHS.index(width)]
-        self._flight.append(
-            StepResult(
-                0,
-                runs,
-                proposed,
-                0.0,
-                lookaheads=lookaheads if any(lookaheads) else [],
-                paths=paths if width > 1 else [],
-            )
-        )
+        result = StepResult(0, runs, proposed, 0.0)
+        if any(slot.levels for slot in self.slots):
+            levels, strengths = zip(*((slot.levels, slot.strength) for slot in self.slots), strict=True)
+            result = structs.replace(result, levels=list(levels), strengths=list(strengths), next_columns=next_columns)
+        if width > 1:
+            result = structs.replace(result, paths=paths, last_guesses=[min(11, width - 1)] * count)
+        self._flight.append(result)
         if len(self._flight) == self._depth:
             self.policy.observe(self._flight.pop(0))
         return width
@@ -146,5 +144,6 @@ def test_explicit_numbers_are_kept_unless_nothing_matches() -> None:
     assert policy.choose(4) == 12
     policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0))
     assert policy.choose(4) == 1
-    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, lookaheads=[0, 0, 3 | 1 << 8, 0]))
+    matched = {"levels": [0, 0, 3, 0], "strengths": [0, 0, 1, 0], "next_columns": [0] * 4}
+    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, **matched))
     assert policy.choose(64) == 12

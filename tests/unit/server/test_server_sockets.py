@@ -14,7 +14,7 @@ import pytest
 from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.server.app import create_app
-from overlap_spec.server.serve import HttpServer
+from overlap_spec.server.http_server import HttpServer
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 HANG = json.dumps({"messages": [{"role": "user", "content": "one hang"}], "stream": True}).encode()

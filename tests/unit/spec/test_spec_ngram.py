@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from overlap_spec_kernels import allocate_log, store_tokens, with_slots
+from overlap_spec_kernels import PublishedColumns, allocate_log, store_tokens, with_slots
 from overlap_spec_kernels.ngram.ngram_log import PAGE
 from support.no_processors import no_processors
 from support.reference.ngram import Limits, accepted, guess
 from support.tiny.tokenizer import write_tokenizer
+from support.verdicts import unwritten
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus
-from overlap_spec.spec.types import SlotBatch, Verdict
+from overlap_spec.spec.types import SlotBatch
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 3, 60, 16
 NOTHING = TargetOutput(torch.zeros(0), torch.zeros(0))
@@ -86,7 +87,7 @@ class Requests:
         lengths = torch.tensor([len(self.tokens[slot]) - 1 for slot in runs])
         committed = torch.tensor([run + [-1] * (most - len(run)) for run in runs.values()])
         counts = torch.tensor([len(run) for run in runs.values()])
-        verdict = Verdict(committed, NO_ROWS, counts - 1)
+        verdict = unwritten(len(slots), PublishedColumns(most))._replace(tokens=committed, accept_len=counts - 1)
         store_tokens(*self.pool.rows_of(self.tables[slots]), lengths + 1, committed, counts)
         self.proposer.extend(
             self.batch(slots, lengths), RowBatch(NO_ROWS, None, self.tables, None, 1, True), NOTHING, verdict
@@ -227,19 +228,20 @@ def test_forgotten_is_what_others_said_and_not_what_a_request_itself_did() -> No
     assert requests.propose(2)[0][0] == [8], "what is said from then on is shared again"
 
 
-def test_an_outlook_says_what_was_promised_and_what_became_of_it() -> None:
+def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
     requests = Requests(Limits(), num_guesses=4)
     requests.prefill(0, [1, 2, 3, 4, 1, 2])
     ((tokens, _, strength),) = requests.propose(0)
     assert (tokens, strength) == ([3, 4, 1, 2], 2)
-    batch, slots = requests.batch(torch.tensor([0]), torch.tensor([5])), torch.tensor([0])
+    batch = requests.batch(torch.tensor([0]), torch.tensor([5]))
 
-    def lookahead(committed: list[int]) -> tuple[int, int, int]:
-        verdict = Verdict(torch.tensor([committed]), NO_ROWS, slots)
-        packed = int(
-            requests.proposer.lookahead(batch, verdict, torch.tensor([len(committed) - 1 - committed.count(-1)]))
+    def lookahead(committed: list[int]) -> tuple[int, ...]:
+        accept_len = len(committed) - 1 - committed.count(-1)
+        verdict = unwritten(1, PublishedColumns(len(committed), is_self_drafting=True))._replace(
+            tokens=torch.tensor([committed]), accept_len=torch.tensor([accept_len])
         )
-        return packed & 255, packed >> 8 & 255, packed >> 16
+        requests.proposer.lookahead(batch, verdict, verdict.published.lookahead)
+        return tuple(verdict.published.lookahead[0].tolist())
 
     assert lookahead([3]) == (4, 2, 1), "a step of width 1 would have had a guess right"
     assert lookahead([9]) == (4, 2, 0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from overlap_spec_kernels.window.judge_chain import JudgedChain
+from overlap_spec_kernels import Verdict
 from support.given_logits import GivenLogits, commit, window_of
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class ConstantVerifier:
         return Drawn(torch.full_like(window.tokens, DRAWN))
 
 
-def judge(mean: float, window: Tensor, batch: SlotBatch) -> JudgedChain:
+def judge(mean: float, window: Tensor, batch: SlotBatch) -> Verdict:
     verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU))
     return commit(window, verifier.verify(window_of(window), GivenLogits(torch.empty(0, 1)), batch))
 

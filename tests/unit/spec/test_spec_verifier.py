@@ -1,15 +1,14 @@
 """Match verification on windows that can be checked by eye: one peaked logit per row."""
 
 import torch
-from overlap_spec_kernels.window.judge_chain import JudgedChain
 from support.given_logits import GivenLogits, commit, window_of
 from torch import Tensor
 
-from overlap_spec.spec.types import Drawn, Window
+from overlap_spec.spec.types import Drawn, Verdict, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 
 
-def match_chain(window: Tensor, drawn: Tensor) -> JudgedChain:
+def match_chain(window: Tensor, drawn: Tensor) -> Verdict:
     return commit(window, Drawn(drawn))
 
 
@@ -35,7 +34,7 @@ def test_a_missing_guess_equals_no_token() -> None:
     window = torch.tensor([[9, -1, -1, -1], [9, 1, -1, -1]])
     verdict = match_chain(window, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]]))
     assert verdict.accept_len.tolist() == [0, 1]
-    assert verdict.published[:, -1].tolist() == [0, 1]
+    assert verdict.published.num_guesses.tolist() == [0, 1]
 
 
 def test_a_window_of_one_is_plain_decoding() -> None:

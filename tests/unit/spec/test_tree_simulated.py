@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from overlap_spec_kernels import judge_tree
-from overlap_spec_kernels.window.judge_tree import JudgedTree
+from overlap_spec_kernels import Verdict, judge_tree
 from support.given_logits import GivenLogits
 from test_spec_simulated import CPU, DRAWN, ConstantVerifier
 
@@ -17,7 +16,7 @@ TOKENS = torch.tensor([9, 1, 2, 3, 4, 5, 6])
 LONGEST = 5
 
 
-def judge(mean: float, batch: SlotBatch) -> JudgedTree:
+def judge(mean: float, batch: SlotBatch) -> Verdict:
     verifier, size = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU)), len(batch.slots)
     tokens, parents = (row.repeat(size, 1) for row in (TOKENS, PARENTS))
     window = Window(tokens, batch.lengths[:, None].expand_as(tokens), parents)

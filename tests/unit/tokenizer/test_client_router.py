@@ -22,7 +22,7 @@ from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.client_router import ClientRouter
 
 Scene = Callable[[ClientEndpoint], Awaitable[None]]
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 
 
 def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
@@ -31,7 +31,7 @@ def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
         link = LinkSettings(**{"client_endpoint": None, "api_key": None, **settings})
         try:
             with ClientEndpoint(context, link, f"ipc://{directory}/client.sock") as endpoint:
-                async with asyncio.timeout(4 * PATIENCE_S):
+                async with asyncio.timeout(4 * TIMEOUT_S):
                     await scene(endpoint)
         finally:
             context.destroy(linger=0)
@@ -49,7 +49,7 @@ async def dealer(endpoint: ClientEndpoint, api_key: str | None = None) -> AsyncI
 
 
 async def arrives(router: ClientRouter) -> tuple[int, object]:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         return await router.recv()
 
 
@@ -70,7 +70,7 @@ def test_messages_go_both_ways_and_clients_have_numbers(tmp_path: Path) -> None:
             router.send(1, Pong(1.0, True))
             assert await one.recv() == Pong(1.0, True)
             assert await two.recv() == StatsReply("s", Stats())
-            router.send(77, Pong(1.0, True))  # nobody: nothing happens
+            router.send(77, Pong(1.0, True))  # no such client: nothing happens
 
     on_stage(scene, tmp_path)
 
@@ -93,7 +93,7 @@ def test_a_reader_is_woken_although_sends_touch_the_same_socket(tmp_path: Path) 
 
         async with dealer(endpoint) as client:
             echoing, shouting = asyncio.create_task(echo()), asyncio.create_task(shout(client))
-            heard = [await asyncio.wait_for(client.recv(), PATIENCE_S) for _ in range(1000)]
+            heard = [await asyncio.wait_for(client.recv(), TIMEOUT_S) for _ in range(1000)]
             await shouting
             echoing.cancel()
         assert [pong.sent_at for pong in heard if isinstance(pong, Pong)] == [float(index) for index in range(1000)]
@@ -177,7 +177,7 @@ def test_silence_ends_a_client_and_heartbeats_keep_it(tmp_path: Path) -> None:
                 heard.append(await arrives(endpoint.router))
             gone = [(number, word.why) for number, word in heard if isinstance(word, Gone)]
             assert gone == [(1, "was silent for 0.4 s")]
-            silent.send(Ping(1.0))  # back again, as somebody new
+            silent.send(Ping(1.0))  # back again, as a new client
             while (heard_last := await arrives(endpoint.router))[1] != Ping(1.0):
                 pass
             assert heard_last[0] == 3

@@ -26,7 +26,8 @@ from overlap_spec.config import (
     SpecSettings,
     encode_settings,
 )
-from overlap_spec.ipc.transport import Endpoints, Inbox, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.transport import Inbox, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFailed,
     ActorReady,
@@ -38,6 +39,7 @@ from overlap_spec.messages import (
     SamplingParams,
     Shutdown,
     TokenDeltas,
+    TokenizerFacts,
     ToScheduler,
     ToSupervisor,
     Usage,
@@ -45,7 +47,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.actor import SETTINGS_FILE
 
 M = TypeVar("M")
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 SETTINGS = Settings(
     model=ModelSettings(
         name="tiny",
@@ -90,7 +92,7 @@ class Process:
         self.process = subprocess.Popen(command)
 
     async def exit_status(self) -> int:
-        return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+        return await asyncio.to_thread(self.process.wait, TIMEOUT_S)
 
 
 @asynccontextmanager
@@ -107,7 +109,7 @@ async def started(settings: Settings = SETTINGS) -> AsyncIterator[Process]:
 
 
 async def hears(inbox: Inbox[Any], kind: type[M]) -> M:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(TIMEOUT_S):
         message = await inbox.recv()
     assert isinstance(message, kind), message
     return message
@@ -117,10 +119,10 @@ def test_a_process_gets_ready_serves_drains_and_stops() -> None:
     async def run() -> None:
         async with started() as tokenizer:
             ready = await hears(tokenizer.supervisor, ActorReady)
-            assert ready.facts == {"tokenizer": "BPE, 49152 tokens", "client_endpoint": tokenizer.address}
+            assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address)
             tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
             async with Client(tokenizer.address) as client:
-                await client.wait_ready(PATIENCE_S)
+                await client.wait_ready(TIMEOUT_S)
                 answer = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
                 admit = await hears(tokenizer.scheduler, Admit)
                 tokenizer.outlet.send(Shutdown(drain=True))

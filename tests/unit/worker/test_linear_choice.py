@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_spec.models.layers.linear import Linear, PackedLinear, linear_map
+from overlap_spec.models.layers.linear import Linear, PackedLinear, make_linear
 from overlap_spec.models.layers.linear_forms import FORMS, Form
 from overlap_spec.runtime import measured as measured_module
 from overlap_spec.worker.sizing import linear_choice
@@ -54,7 +54,7 @@ def test_each_part_is_timed_at_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> 
         return seconds
 
     monkeypatch.setattr(linear_choice, "timer", timer)
-    layers = tuple(linear_map(torch.randn(8, 4)) for _ in range(3))
+    layers = tuple(make_linear(torch.randn(8, 4)) for _ in range(3))
     target: Any = SimpleNamespace(head=Linear(torch.randn(9, 4)))
     monkeypatch.setattr(linear_choice, "linears_of", lambda node: [*layers, target.head])
     models: Any = SimpleNamespace(target=target)
@@ -75,7 +75,7 @@ def test_a_real_measurement_ends_and_nothing_is_timed_twice(
         "_best",
         lambda formed, inputs, limit: (rounds.append(len(inputs)), best(formed, inputs, limit))[1],
     )
-    timed = linear_choice.timer([linear_map(torch.randn(64, 32))])
+    timed = linear_choice.timer([make_linear(torch.randn(64, 32))])
     for _ in range(2):
         assert all(timed(form, 1, (1, 4)) > 0 for form in FORMS.values())
     assert len(rounds) == 3 * len(FORMS)
@@ -95,14 +95,14 @@ def test_forms_are_held_against_the_best_before_them(monkeypatch: pytest.MonkeyP
     limits: list[float] = []
     results = iter([3.0, 2.0, 4.0])  # of all rows alike
     monkeypatch.setattr(linear_choice, "_best", lambda formed, inputs, limit: (limits.append(limit), next(results))[1])
-    timed, rows = linear_choice.timer([linear_map(torch.randn(64, 32))]), linear_choice.PROMPT_ROWS
+    timed, rows = linear_choice.timer([make_linear(torch.randn(64, 32))]), linear_choice.PROMPT_ROWS
     for form in list(FORMS.values())[:3]:
         assert timed(form, torch.get_num_threads(), ()) > 0
     assert rows not in (1, 4) and limits == [float("inf"), 3.0 * linear_choice.HOPELESS, 2.0 * linear_choice.HOPELESS]
 
 
 def test_what_was_packed_while_loading_is_timed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, formed_of = linear_map(torch.randn(64, 32)), []
+    linear, formed_of = make_linear(torch.randn(64, 32)), []
     monkeypatch.setattr(linear_choice, "_best", lambda formed, inputs, limit: (formed_of.extend(formed), 1.0)[1])
     timed = linear_choice.timer([linear])
     for form in FORMS.values():

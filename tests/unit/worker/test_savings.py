@@ -93,12 +93,12 @@ def test_a_gpu_that_is_too_small_says_what_to_turn_down(monkeypatch: pytest.Monk
 
 
 def test_the_table_says_what_memory_goes_to() -> None:
-    facts = memory_facts(DEMAND, 50 * MIB)
+    facts = memory_facts(DEMAND, 50 * MIB).report()
     assert facts["memory"] == (
         "1000 MiB of target weights, 100 MiB of draft weights, 1152 MiB of workspace, 9 MiB for trees,"
         " 50 MiB of CUDA graphs; 5120 bytes of KV cache a token"
     )
-    assert facts["to save memory"].startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
+    assert str(facts["to save memory"]).startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
 
 
 def test_torch_attention_has_shorter_chunks() -> None:

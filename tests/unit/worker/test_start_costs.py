@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import StepCosts
-from overlap_spec.metrics.ceilings import Ceiling
+from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime import measured as measured_module
 from overlap_spec.worker.sizing import start_costs as module
 from overlap_spec.worker.sizing.geometry import Geometry

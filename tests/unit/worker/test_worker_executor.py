@@ -11,12 +11,14 @@ from support.no_processors import no_processors
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
+from overlap_spec.spec.types import Verdict
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.windows import Verified
+from overlap_spec.worker.windows import Forwarded
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
 WIDTH = 4
@@ -35,7 +37,8 @@ class Bench:
         self.slots = SlotRows(3, WIDTH, 16, no_processors(len(TABLE), page_size=4))
         proposer = ScriptedProposer(self.model, self.slots.window, WIDTH - 1)
         method = SpecMethod(proposer, ChainVerifier(torch.arange(len(TABLE))))
-        self.executor = Executor(device or CpuDevice(), self.slots, self.model, method, page_size=4)
+        steps = DecodeStep(self.slots, self.model, method, 4), PrefillStep(self.slots, self.model, method, 4)
+        self.executor = Executor(device or CpuDevice(), self.slots, *steps)
         self.steps = 0
 
     def plan(self, phase: Phase, work: list[SlotWork], width: int = WIDTH) -> StepPlan:
@@ -160,11 +163,12 @@ def test_new_sampling_in_an_old_slot_counts(bench: Bench) -> None:
     asked: list[SamplingWork] = []
 
     class Asked(DecodeStep):
-        def verify(self, slots: torch.Tensor, width: int, sampling: SamplingWork) -> Verified:
+        def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
             asked.append(sampling)
-            return bench.executor.decode_step.verify(slots, width, sampling)
+            return super().judge(forwarded, sampling)
 
-    bench.executor.decoder = Asked(bench.slots, bench.model, bench.executor.decode_step.method, 4)
+    step = Asked(bench.slots, bench.model, bench.executor.decode_step.method, 4)
+    bench.executor.use(step, bench.executor.prefill_step)
     bench.prefill(0, [1, 2, 3], SamplingParams(temperature=1.0, top_k=2, seed=1))
     bench.decode(0)
     assert asked == [SAMPLING_WORK[2]]

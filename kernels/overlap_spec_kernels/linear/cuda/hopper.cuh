@@ -1,4 +1,4 @@
-// PTX of Hopper that C++ has no words for: barriers, the copy engine, clusters, products of a warpgroup.
+// Wrappers of Hopper's PTX that CUDA C++ has no functions for: barriers, the copy engine, clusters, warpgroup products.
 #pragma once
 
 using u16 = unsigned short;
@@ -39,9 +39,9 @@ __device__ __forceinline__ void expect(u64* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
 }
 
-// At the barrier in the same place of another program of the cluster, or of this one. No order of the cluster's scope is
-// asked for: that is a fence of the whole GPU at every arrival, and what a barrier here guards is read by products that
-// have ended, and written by the copy engine.
+// Arrive at the barrier at the same address in another program of the cluster, or in this one. The arrival has no
+// release order at cluster scope, which would cost a fence of the whole GPU. None is needed: the memory that a barrier
+// guards here is read by products that have ended, and written by the copy engine.
 __device__ __forceinline__ void arrive_at(u64* barrier, u32 rank) {
     asm volatile(
         "{ .reg .b32 there;\n"
@@ -70,7 +70,7 @@ __device__ __forceinline__ void copy_tile(u32 target, const TensorMap* map, u64*
         : "memory");
 }
 
-// To the same place of all programs in `ranks`, a bit each; the barrier of each counts its bytes.
+// Copy to the same address in all programs of `ranks`, one bit each; each program's barrier counts its own bytes.
 __device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64* barrier, int k, int row, u16 ranks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -80,7 +80,7 @@ __device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64*
 
 // ---- products of a warpgroup ----
 
-// A matrix in shared memory whose rows are 128 swizzled bytes: its address, and 1024 bytes from eight rows to the next.
+// The descriptor of a matrix in shared memory with rows of 128 swizzled bytes; eight rows are 1024 bytes.
 __device__ __forceinline__ u64 described(u32 address) {
     return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | ((address & 0x3FFFF) >> 4);
 }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four 8 x 8 matrices of 16 bits from the registers of a product to shared memory; each lane has the address of a row.
+// Store four 8 x 8 matrices of 16 bits from a product's registers to shared memory; each lane has the address of a row.
 __device__ __forceinline__ void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)
@@ -121,8 +121,8 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// The kernel after this one, if it may, begins as soon as there is room for it; one that began early waits here until all
-// kernels before it have ended.
+// `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.
+// `wait_for_kernels_before`: a kernel that began early waits until all kernels before it have ended.
 __device__ __forceinline__ void let_next_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

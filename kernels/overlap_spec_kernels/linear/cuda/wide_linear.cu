@@ -1,29 +1,30 @@
-// y = x W^T for many rows of x on Hopper (sm_90a), with what follows the product done in its registers.
+// y = x W^T for many rows of x on Hopper (sm_90a), with the gate or the argmax computed in registers.
 //
-// The two programs of a cluster take a tile of 256 rows of x and COLUMNS rows of W: each has 128 rows of x of its own and
-// copies half of W's, which the copy engine sends to both. So W leaves the L2 cache once for 256 rows of x; a tile for
-// each program alone is more than that cache gives to 132 multiprocessors. (Gluon in Triton 3.6 cannot send a tile to a
-// cluster; that is why this is CUDA C++.) A program has three warpgroups: one copies, two multiply 64 rows of x each.
+// The two programs of a cluster take a tile of 256 rows of x and COLUMNS rows of W. Each program has 128 rows of x and
+// copies half of W's rows; the copy engine sends that half to both. So W is read from the L2 cache once for 256 rows of
+// x. If each program read its own tile of W, 132 multiprocessors would exceed that cache's bandwidth. (Gluon in Triton
+// 3.6 cannot send a tile to a cluster, so this is CUDA C++.) A program has three warpgroups: one copies, two multiply
+// 64 rows of x each.
 //
 //     ring       [stage] | 128 rows of x, 64 of K | COLUMNS rows of W, 64 of K |    swizzled by 128 bytes
 //     full       of a stage: its bytes have arrived, from both programs
 //     empty      of a stage: the four multiplying warpgroups of both programs have read it
 //
 // The command line defines COLUMNS, STAGES and one of GATED and ARGMAX; `wgmma.h` is written for COLUMNS and the type of
-// x. Not here: which maps take this kernel (_wide_linear.py).
+// x. Which linears take this kernel: wide_linear.py.
 
 #include "hopper.cuh"
 #include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high)
 
-// What the kernel is given beside the two tensor maps; the same fields in _wide_linear.py.
+// What the kernel is given beside the two tensor maps; the same fields in wide_linear.py.
 struct Work {
     void* out;        // GATED [T, N] of x's type, ARGMAX [T, num_columns] float32
     int* best_at;     // ARGMAX [T, num_columns]
     int num_rows;     // T
     int size_n;       // N, columns of the result
-    int chunks;       // of 64 of K
-    int num_pairs;    // of tiles of 128 rows of x
-    int num_columns;  // of tiles of W
+    int chunks;       // chunks of 64 columns of K
+    int num_pairs;    // pairs of tiles of 128 rows of x
+    int num_columns;  // tiles of W
 };
 
 constexpr int DEPTH = 64;
@@ -31,7 +32,7 @@ constexpr int ROWS = 128;
 constexpr int CLUSTER = 2;
 constexpr int GROUPS = 2;  // warpgroups that multiply
 constexpr int GROUP_ROWS = ROWS / GROUPS;
-constexpr int SUMS = COLUMNS / 2;  // of a thread: 64 x COLUMNS over 128 threads
+constexpr int SUMS = COLUMNS / 2;  // sums per thread: 64 x COLUMNS over 128 threads
 constexpr int X_BYTES = ROWS * DEPTH * 2;
 constexpr int W_BYTES = COLUMNS * DEPTH * 2;
 constexpr int STAGE_BYTES = X_BYTES + W_BYTES;
@@ -41,7 +42,7 @@ struct Barriers {
     u64 empty[STAGES];
 };
 
-// The tiles of a cluster are numbers first, first + step, ..; rows change first: they share W.
+// A cluster takes tiles first, first + step, .. Consecutive tiles differ in their rows of x and share W.
 struct Tile {
     int row, column;
 
@@ -52,7 +53,7 @@ struct Tile {
     static __device__ __forceinline__ int step() { return gridDim.x / CLUSTER; }
 };
 
-// Where a ring stands: a stage, and the parity of its barriers' phase.
+// A place in a ring: a stage, and the parity of its barriers' phase.
 struct Place {
     int stage = 0;
     u32 parity = 0;
@@ -161,5 +162,5 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + GROUPS), 1) __cluster_di
         wait_for_kernels_before();
         multiply_all(work, ring, ring + STAGES * STAGE_BYTES, &barriers, rank);
     }
-    meet_cluster();  // nobody leaves while the other may send to it
+    meet_cluster();  // no program leaves while the other may send to it
 }

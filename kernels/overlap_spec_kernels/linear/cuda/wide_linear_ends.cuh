@@ -1,16 +1,16 @@
-// What wide_linear.cu does with the sums of a warpgroup: 64 rows of a tile. Not here: the product.
+// The gate or the argmax of wide_linear.cu, from the sums of a warpgroup: 64 rows of a tile.
 //
-// Thread t of a warpgroup has, of rows t / 32 * 16 + t % 32 / 4 and 8 below, columns 8 j + t % 4 * 2 and the next:
+// Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 below, with columns 8 j + t % 4 * 2 and the next:
 // sums[4 j], sums[4 j + 1] and sums[4 j + 2], sums[4 j + 3].
 #pragma once
 
 #ifdef GATED
-constexpr int OUT_COLUMNS = COLUMNS / 2;  // gate's and up's sums of a column are of one thread
-constexpr int PIECES = OUT_COLUMNS / 8;   // of 16 bytes, of a staged row
+constexpr int OUT_COLUMNS = COLUMNS / 2;  // one thread has gate's and up's sums of a column
+constexpr int PIECES = OUT_COLUMNS / 8;   // pieces of 16 bytes in a staged row
 constexpr int PITCH = (PIECES + 1) * 16;  // an odd number of pieces: eight rows lie in different banks
 static_assert(PIECES % 2 == 0, "two pieces are staged at once");
 
-// silu(gate) * up of two neighbouring columns: of piece j, of a thread's upper or lower row.
+// silu(gate) * up of two neighbouring columns in piece j of a thread's upper or lower row.
 __device__ __forceinline__ u32 gated_pair(const float (&sums)[SUMS], int j, int below) {
     float y[2];
 #pragma unroll
@@ -21,14 +21,14 @@ __device__ __forceinline__ u32 gated_pair(const float (&sums)[SUMS], int j, int 
     return round2(y[0], y[1]);
 }
 
-// Rounded to x's type, put in order in shared memory, written 16 bytes a thread.
+// Round to x's type, put into order in shared memory, write 16 bytes per thread.
 __device__ __forceinline__ void finish(
     const float (&sums)[SUMS], const Work& work, const Tile& tile, char* staged, int group
 ) {
     int thread = threadIdx.x % 128, lane = thread % 32;
     staged += group * GROUP_ROWS * PITCH;
     u32 address = shared(staged) + (thread / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
-    meet_threads(group + 1, 128);  // the tile before has been written
+    meet_threads(group + 1, 128);  // the previous tile has been written
 #pragma unroll
     for (int j = 0; j < PIECES; j += 2)
         store_matrices(
@@ -48,7 +48,7 @@ __device__ __forceinline__ void finish(
 #endif
 
 #ifdef ARGMAX
-// The first of the largest, of a row and this tile's columns.
+// The largest of a row in this tile's columns, the first of equals.
 __device__ __forceinline__ void finish(
     const float (&sums)[SUMS], const Work& work, const Tile& tile, char* staged, int group
 ) {

@@ -1,4 +1,4 @@
-"""What the server says of itself: models, settings, measured figures; and the flush of the prefix cache."""
+"""Endpoints for models, settings and measured figures, and the flush of the prefix cache."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ SECRETS = frozenset({"api_key"})
 
 
 async def newest_stats(client: EngineClient) -> Stats:
-    """Ask the engine for its figures. Raises: Problem 503 if it does not say."""
+    """Ask the engine for its figures. Raises: Problem 503 if it does not answer."""
     try:
         async with asyncio.timeout(STATS_S):
             return await client.stats()
@@ -34,8 +34,8 @@ def as_json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-class Facts:
-    """What does not change: models and settings; and what the engine has measured so far."""
+class InfoEndpoints:
+    """Models and settings, which do not change, and what the engine has measured so far."""
 
     def __init__(self, client: EngineClient, info: ServerInfo) -> None:
         self._client = client

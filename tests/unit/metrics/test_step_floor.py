@@ -3,8 +3,7 @@
 import pytest
 
 from overlap_spec.messages import ForwardShape, Roofline
-from overlap_spec.metrics.ceilings import H200, known_ceiling
-from overlap_spec.metrics.roofline import forward_floor, step_floor
+from overlap_spec.metrics.step_floor import H200, forward_floor, known_ceiling, step_floor
 
 TARGET = ForwardShape(weight_bytes=1000, kv_bytes=10, row_flop=2000, head_flop=500, pair_flop=4)
 EXTEND = ForwardShape(weight_bytes=300, kv_bytes=2, row_flop=400, head_flop=100, pair_flop=1)

@@ -1,4 +1,4 @@
-"""How fast a decode step could be: the denominator of step efficiency is its time, this is the numerator.
+"""How fast a decode step could be: known ceilings of devices, and the floor, the numerator of step efficiency.
 
     floor = sum over the step's forwards of max((weight + KV bytes) / bytes_per_s, FLOP / flop_per_s)
 
@@ -12,7 +12,31 @@ step of B slots at width W:
 D is what a step can commit, and k the nodes of a tree's level that have children: W and 1 of a chain.
 """
 
+from dataclasses import dataclass
+
 from overlap_spec.messages import ForwardShape, Roofline
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a device can do at best. A rate of 0 is not known."""
+
+    bytes_per_s: float  # copying, reads and writes counted
+    flop_per_s: float  # matrix products
+
+
+# Device name as its driver gives it, and dtype. H200: a device-to-device copy and a large GEMM, torch 2.11, CUDA 13.
+H200 = "NVIDIA H200"
+CEILINGS = {
+    (H200, "bfloat16"): Ceiling(4.23e12, 790e12),
+    (H200, "float16"): Ceiling(4.23e12, 0.0),
+    (H200, "float32"): Ceiling(4.23e12, 0.0),
+}
+
+
+def known_ceiling(device_name: str, dtype: str) -> Ceiling | None:
+    """Look a device up by its exact name; another of the same family has another memory."""
+    return CEILINGS.get((device_name, dtype))
 
 
 def step_floor(roofline: Roofline, batch: int, width: int, context: int) -> float:

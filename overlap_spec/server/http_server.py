@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 POLL_S = 0.01
-LAST_MOMENTS_S = 1.0  # for what was cut off to end
+LAST_MOMENTS_S = 1.0  # for answers that were cut off to end
 
 
 class HttpServer:
@@ -76,7 +76,7 @@ class _Server(uvicorn.Server):
         yield
 
     def disconnect(self) -> None:
-        """Close every connection. To those who answer on one, this is a client that has gone away."""
+        """Close every connection. An endpoint that answers on one sees a client that has gone away."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 

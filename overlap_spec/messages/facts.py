@@ -1,0 +1,198 @@
+"""What each actor reports when it is ready: one struct per role, for the start table, `/server_info` and reports.
+
+Sizes are in bytes and times in seconds; `report` gives the same facts as a person reads them, by the names that JSON
+reports use.
+"""
+
+from typing import Any
+
+import msgspec
+
+from overlap_spec.messages.base import Message
+
+Report = dict[str, str | int | float]
+
+
+class TokenizerFacts(Message, frozen=True):
+    """`codec`: kind and size of the vocabulary. `client_endpoint`: the address that clients connect to."""
+
+    codec: str
+    client_endpoint: str
+
+    def report(self) -> Report:
+        """By name."""
+        return {"tokenizer": self.codec, "client_endpoint": self.client_endpoint}
+
+
+class SchedulerFacts(Message, frozen=True):
+    """The limits in force. Sizes in tokens. `prefix_cache_keys`: tokens in a key of the prefix cache; 0: it is off."""
+
+    max_total_tokens: int
+    max_running_requests: int
+    context_length: int
+    chunked_prefill_size: int
+    steps_in_flight: int
+    prefix_cache_keys: int
+
+    @property
+    def prefix_cache(self) -> str:
+        """The kind of keys, or off."""
+        names = {0: "off", 1: "token keys", 2: "bigram keys"}
+        return names.get(self.prefix_cache_keys, f"keys of {self.prefix_cache_keys} tokens")
+
+    def report(self) -> Report:
+        """By name."""
+        facts: Report = msgspec.structs.asdict(self)
+        del facts["prefix_cache_keys"]
+        return facts | {"prefix_cache": self.prefix_cache}
+
+
+class CpuFacts(Message, frozen=True):
+    """What the speed of a worker on a CPU depends on, and what was chosen for it.
+
+    `waiting`: how its threads wait for work. `linears`: the forms that were chosen for linear layers.
+    """
+
+    processor: str
+    num_cores: int
+    num_threads: int
+    waiting: str
+    linears: str
+
+    def report(self) -> Report:
+        """By name."""
+        return {
+            "processor": f"{self.processor}, {self.num_cores} cores",
+            "threads": f"{self.num_threads}, {self.waiting}",
+            "linears": self.linears,
+        }
+
+
+class MemorySaving(Message, frozen=True):
+    """A flag with the value that saves memory, and what it gives back beside pages and in each token's page."""
+
+    flag: str
+    num_bytes: int
+    kv_bytes: int  # of a token in the pool
+
+    def __str__(self) -> str:
+        per_token = f" and {self.kv_bytes} bytes a token" if self.kv_bytes else ""
+        return f"{self.flag} ({self.num_bytes >> 20} MiB{per_token})"
+
+
+class CudaFacts(Message, frozen=True):
+    """What the memory of a GPU holds.
+
+    `held_bytes`: by purpose ("of target weights"), KV pages left out. `kv_bytes`, `other_bytes`: of one token, in the
+    KV caches and beside them. `savings`: in the order in which to try them.
+    """
+
+    held_bytes: dict[str, int]
+    kv_bytes: int
+    other_bytes: int
+    savings: tuple[MemorySaving, ...]
+
+    def report(self) -> Report:
+        """By name."""
+        held = ", ".join(f"{num_bytes >> 20} MiB {purpose}" for purpose, num_bytes in self.held_bytes.items())
+        others = f" and {self.other_bytes} beside it" if self.other_bytes else ""
+        return {
+            "memory": f"{held}; {self.kv_bytes} bytes of KV cache a token{others}",
+            "to save memory": ", ".join(map(str, self.savings)),
+        }
+
+
+class WorkerFacts(Message, frozen=True, kw_only=True):
+    """Sizes, start and speed of the worker.
+
+    `num_pages`: pages that requests may use. `capture_s`: the part of `start_s` that CUDA graphs took. `bytes_per_s`,
+    `flop_per_s`: the device's ceilings, 0 where they are not known. `verification`, `acceptance`: how guesses are
+    accepted, and whether acceptance is simulated.
+    """
+
+    device: str
+    num_pages: int
+    page_size: int  # tokens
+    num_slots: int
+    chunk_tokens: int
+    platform: CpuFacts | CudaFacts
+    graph_batch_sizes: tuple[int, ...]
+    graph_counts: dict[str, int]  # by the part of a step that they replay
+    capture_s: float
+    step_widths: tuple[int, ...]
+    start_s: float
+    bytes_per_s: float
+    flop_per_s: float
+    verification: str
+    acceptance: str
+    weight_bytes: int
+    draft_weight_bytes: int
+    kv_bytes_per_token: int
+    draft_kv_bytes_per_token: int
+    logit_processor: str = "none"  # MODULE:NAME
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV pages hold."""
+        return self.num_pages * self.page_size
+
+    @property
+    def graphs(self) -> str:
+        """How many there are of each part of a step, for which batch sizes, and how long their capture took."""
+        sizes, counts = self.graph_batch_sizes, self.graph_counts
+        if not sizes:
+            return "none"
+        parts = ", ".join(f"{count} {part}" for part, count in counts.items())
+        batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
+        return f"{sum(counts.values())} for {batches}, captured in {self.capture_s:.1f} s: {parts}"
+
+    @property
+    def start_up(self) -> str:
+        """How long the start took, with and without captures."""
+        whole = f"{self.start_s:.1f} s"
+        rest = f"{whole}, {self.start_s - self.capture_s:.1f} s without captures"
+        return rest if self.graph_batch_sizes else whole
+
+    @property
+    def ceilings(self) -> str:
+        """The most that the device moves and computes."""
+        flop = f"{self.flop_per_s / 1e12:.3g} TFLOP/s" if self.flop_per_s else "FLOP/s not known"
+        return f"{self.bytes_per_s / 1e9:.0f} GB/s, {flop}"
+
+    def report(self) -> Report:
+        """By name."""
+        return {
+            "device": self.device,
+            "tokens": self.num_tokens,
+            "pages": self.num_pages,
+            "page_size": self.page_size,
+            "slots": self.num_slots,
+            "chunk_tokens": self.chunk_tokens,
+            **self.platform.report(),
+            "graphs": self.graphs,
+            "step_widths": " ".join(map(str, self.step_widths)),
+            "start_up": self.start_up,
+            "ceilings": self.ceilings,
+            "verification": self.verification,
+            "acceptance": self.acceptance,
+            "logit_processor": self.logit_processor,
+            "weights_mib": self.weight_bytes >> 20,
+            "draft_weights_mib": self.draft_weight_bytes >> 20,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "draft_kv_bytes_per_token": self.draft_kv_bytes_per_token,
+        }
+
+
+ActorFacts = TokenizerFacts | SchedulerFacts | WorkerFacts
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What all actors of an engine reported."""
+
+    tokenizer: TokenizerFacts
+    scheduler: SchedulerFacts
+    worker: WorkerFacts
+
+    def report(self) -> dict[str, Any]:
+        """By role and name."""
+        return {role: getattr(self, role).report() for role in self.__struct_fields__}

@@ -1,0 +1,1 @@
+"""Weights in fewer bits than the model computes in."""

@@ -1,0 +1,111 @@
+"""Gemma 3, text (arXiv:2503.19786): what it does differently from Llama.
+
+- the embedding is scaled by sqrt(hidden size); draft heads that share it get the scaled rows too
+- norms multiply by 1 + w in float32, and stand before and behind both attention and MLP
+- heads of queries and keys are normalised; queries are scaled by `query_pre_attn_scalar` instead of the head dim
+- five of six layers have a window, and rotate with another base than the others
+- the MLP's gate is a GELU
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.attention import AttentionShape
+from overlap_spec.models.layers.decoder import PostNormLayer, SelfAttention
+from overlap_spec.models.layers.head_norm import QueryKeyNormLinear
+from overlap_spec.models.layers.mlp import GeluMLP
+from overlap_spec.models.layers.norm import WideRMSNorm, wide_dtype
+from overlap_spec.models.layers.rope import RopeConfig
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
+from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader, DecoderConfig
+
+HEAD_DIM, QUERY_SCALAR, WINDOW = 256, 256, 4096  # where the config does not say
+BASES = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
+PATTERN = 6  # every so manieth layer has no window
+
+
+def read_config(config: Mapping[str, Any], origin: str) -> DecoderConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    reader = ConfigReader(config, origin)
+    reader.refuse_quantized()
+    reader.refuse_unless("hidden_activation", "gelu_pytorch_tanh")
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        reader.refuse_unless(key, False)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        reader.refuse_unless(key, None)
+    heads = reader.heads(HEAD_DIM)
+    scale = float(reader.size("query_pre_attn_scalar", QUERY_SCALAR)) ** -0.5
+    window = reader.window(WINDOW)
+    ropes = {kind: _rope(reader, kind, heads[2]) for kind in BASES}
+    shapes = (
+        AttentionShape(*heads, scale, window if kind == SLIDING else None, ropes[kind]) for kind in _layer_types(reader)
+    )
+    return reader.decoder(tuple(shapes), tied=True)
+
+
+def _layer_types(reader: ConfigReader) -> tuple[str, ...]:
+    pattern = reader.size("sliding_window_pattern", PATTERN)
+    default = (SLIDING if (index + 1) % pattern else FULL for index in range(reader.size("num_hidden_layers")))
+    return reader.layer_types() or tuple(default)
+
+
+def _rope(reader: ConfigReader, kind: str, head_dim: int) -> RopeConfig:
+    """A base for each kind of layer; `rope_scaling` stretches that of layers without a window alone."""
+    key, base = BASES[kind]
+    given = reader.values.get("rope_parameters") or {}
+    if given and not set(given) <= set(BASES):
+        raise CheckpointError(f"{reader.origin}: rope_parameters must be given for {FULL!r} and {SLIDING!r}")
+    scaling = given.get(kind) or (reader.values.get("rope_scaling") if kind == FULL else None) or {}
+    parameters = {"rope_theta": reader.values.get(key) or base, **scaling}
+    positions = reader.values.get("max_position_embeddings")
+    return RopeConfig.from_hf(
+        {"rope_parameters": parameters, "max_position_embeddings": positions}, head_dim, reader.origin
+    )
+
+
+def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
+    """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
+    scale = torch.tensor(config.hidden_size**0.5, dtype=torch.float32)  # then rounded to the model's type
+    embedding = take_embedding(checkpoint, config.vocab_size, config.hidden_size)
+    embedding = embedding.scaled(float(scale.to(embedding.dtype)))
+    layers = tuple(_load_layer(config, checkpoint, index) for index in range(config.num_layers))
+    norm = _load_norm(config, checkpoint, "norm", config.hidden_size)
+    head = take_head(checkpoint, embedding, config.tie_word_embeddings)
+    finish(checkpoint)
+    return DecoderWeights(embedding, layers, norm, head)
+
+
+def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PostNormLayer:
+    name, shape = f"layers.{index}", config.shapes[index]
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
+    sizes = (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * dim)
+    projections = {f"{name}.self_attn.{part}_proj": size for part, size in zip("qkv", sizes, strict=True)}
+    qkv = QueryKeyNormLinear(
+        take_linear(checkpoint, projections, hidden),
+        _load_norm(config, checkpoint, f"{name}.self_attn.q_norm", dim),
+        _load_norm(config, checkpoint, f"{name}.self_attn.k_norm", dim),
+        sizes,
+        groups=(shape.num_heads, shape.num_kv_heads),
+    )
+    output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, sizes[0])
+    gate_up = {f"{name}.mlp.{part}_proj": inner for part in ("gate", "up")}
+    return PostNormLayer(
+        input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
+        attention=SelfAttention(qkv, output, shape),
+        attention_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
+        mlp_norm=_load_norm(config, checkpoint, f"{name}.pre_feedforward_layernorm", hidden),
+        mlp=GeluMLP(
+            take_linear(checkpoint, gate_up, hidden), take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner)
+        ),
+        output_norm=_load_norm(config, checkpoint, f"{name}.post_feedforward_layernorm", hidden),
+    )
+
+
+def _load_norm(config: DecoderConfig, checkpoint: Weights, name: str, size: int) -> WideRMSNorm:
+    weight = checkpoint.take(f"{name}.weight", (size,))
+    return WideRMSNorm(1 + weight.to(wide_dtype(weight.dtype)), config.rms_norm_eps)

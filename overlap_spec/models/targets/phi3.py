@@ -1,0 +1,100 @@
+"""Phi-3 (arXiv:2404.14219): Llama's layers in another checkpoint layout.
+
+- queries, keys and values are one tensor, gate and up another
+- only a part of each head may be rotated, and all layers may have a window
+
+Kernels rotate pairs that are half a head apart, over the whole head. So the rows of queries and keys are put in an
+order in which rotated pairs come first, and the others have angle 0; the order of both is the same, and so are their
+products:
+
+    in the file   r0 r1 r2 r3 | f0 f1 f2 f3     pairs (r0, r2), (r1, r3); f are fixed
+    here          r0 r1 f0 f1 | r2 r3 f2 f3     pairs half a head apart
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.attention import AttentionShape
+from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention
+from overlap_spec.models.layers.linear import make_linear
+from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.layers.rope import RopeConfig, partial_rotary_factor
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
+from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
+
+
+def read_config(config: Mapping[str, Any], origin: str) -> DecoderConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    reader = ConfigReader(config, origin)
+    reader.refuse_quantized()
+    reader.refuse_unless("hidden_act", "silu", "swish")
+    heads = reader.heads()
+    shape = AttentionShape(*heads, heads[2] ** -0.5, reader.window(), _rope(reader, heads[2]))
+    return reader.decoder((shape,) * reader.size("num_hidden_layers"))
+
+
+def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
+    """Of the part that is rotated. Frequencies that change with the length of a request (longrope) are refused."""
+    key = "rope_parameters" if reader.values.get("rope_parameters") else "rope_scaling"
+    given = reader.values.get(key) or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind != "default":
+        raise CheckpointError(f"{reader.origin}: {key} of type {kind!r} is not supported; expected 'default'")
+    rotated = int(head_dim * partial_rotary_factor(reader.values))
+    if rotated < 2 or rotated % 2:
+        raise CheckpointError(f"{reader.origin}: partial_rotary_factor rotates {rotated} of {head_dim}: expected pairs")
+    whole = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
+    config = {**reader.values, "rope_parameters": whole, "partial_rotary_factor": 1.0}
+    return replace(RopeConfig.from_hf(config, rotated, reader.origin), num_fixed=(head_dim - rotated) // 2)
+
+
+def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
+    """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
+    embedding = take_embedding(checkpoint, config.vocab_size, config.hidden_size)
+    layers = tuple(_load_layer(config, checkpoint, index) for index in range(config.num_layers))
+    norm = _load_norm(config, checkpoint, "norm")
+    head = take_head(checkpoint, embedding, config.tie_word_embeddings)
+    finish(checkpoint)
+    return DecoderWeights(embedding, layers, norm, head)
+
+
+def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNormLayer:
+    name, shape = f"layers.{index}", config.shapes[index]
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * dim
+    qkv = checkpoint.take(f"{name}.self_attn.qkv_proj.weight", (rows, hidden))
+    output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, shape.num_heads * dim)
+    return PreNormLayer(
+        input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm"),
+        attention=SelfAttention(make_linear(_rotated_first(qkv, shape)), output, shape),
+        mlp_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm"),
+        mlp=GatedMLP(
+            take_linear(checkpoint, {f"{name}.mlp.gate_up_proj": 2 * inner}, hidden),
+            take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner),
+        ),
+    )
+
+
+def _rotated_first(qkv: Tensor, shape: AttentionShape) -> Tensor:
+    """Heads of queries and keys in the order of the picture above. Shapes: [(n + 2 nkv) d, H] -> the same."""
+    if not shape.rope.num_fixed:
+        return qkv
+    half, fixed = shape.rope.head_dim // 2, shape.rope.num_fixed
+    sizes = (half, half, fixed, fixed)
+    first, second, fixed_first, fixed_second = torch.arange(shape.head_dim, device=qkv.device).split(sizes)
+    order = torch.cat((first, fixed_first, second, fixed_second))
+    heads = qkv.unflatten(0, (-1, shape.head_dim))
+    num_rotated = shape.num_heads + shape.num_kv_heads
+    return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten(0, 1)
+
+
+def _load_norm(config: DecoderConfig, checkpoint: Weights, name: str) -> RMSNorm:
+    return RMSNorm(checkpoint.take(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)

@@ -1,0 +1,100 @@
+"""Reads the numbers of a config.json, and refuses by name what is not supported, before any weight is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.attention import AttentionShape
+
+SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` calls layers with a window and without
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The sizes that every decoder has."""
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    shapes: tuple[AttentionShape, ...]  # by layer
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.shapes)
+
+
+@dataclass(frozen=True)
+class ConfigReader:
+    """A config.json and where it is, for messages. All methods raise CheckpointError naming file and key."""
+
+    values: Mapping[str, Any]
+    origin: str
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer. `default`: where the config has null, or no such key."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            found = "it is missing" if value is None else f"found {value!r}"
+            raise CheckpointError(f"{self.origin}: {key} must be a positive integer, {found}")
+        return value
+
+    def heads(self, default_head_dim: int | None = None) -> tuple[int, int, int]:
+        """Query heads, key and value heads, head dim. `default_head_dim`: if not hidden size / heads."""
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        kv_heads = self.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"{self.origin}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        if self.values.get("head_dim") is None and default_head_dim is None and hidden % heads:
+            raise CheckpointError(
+                f"{self.origin}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+            )
+        return heads, kv_heads, self.size("head_dim", default_head_dim or hidden // heads)
+
+    def window(self, default: int | None = None) -> int | None:
+        """Keys that a row of a layer with a window sees."""
+        window = self.values.get("sliding_window", default)
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise CheckpointError(f"{self.origin}: sliding_window must be null or a positive integer, found {window!r}")
+        return window
+
+    def layer_types(self) -> tuple[str, ...] | None:
+        """Of each layer, `SLIDING` or `FULL`."""
+        kinds, num_layers = self.values.get("layer_types"), self.size("num_hidden_layers")
+        if kinds is None:
+            return None
+        if len(kinds) != num_layers or not set(kinds) <= {SLIDING, FULL}:
+            raise CheckpointError(f"{self.origin}: layer_types must be {num_layers} times {SLIDING!r} or {FULL!r}")
+        return tuple(kinds)
+
+    def refuse_unless(self, key: str, *supported: object) -> None:
+        """`supported`: values that the key may have, the first of them where the config does not say."""
+        value = self.values.get(key)
+        if value is not None and value not in supported:
+            raise CheckpointError(f"{self.origin}: {key} {value!r} is not supported; expected {supported[0]!r}")
+
+    def refuse_quantized(self) -> None:
+        """Weights are read in a floating-point type alone."""
+        if (quantization := self.values.get("quantization_config")) is not None:
+            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
+            raise CheckpointError(
+                f"{self.origin}: quantization_config ({method}) is not supported; use unquantized weights"
+            )
+
+    def decoder(self, shapes: tuple[AttentionShape, ...], tied: bool = False) -> DecoderConfig:
+        """`tied`: where the config leaves open whether the head is the embedding."""
+        given = self.values.get("tie_word_embeddings")
+        return DecoderConfig(
+            hidden_size=self.size("hidden_size"),
+            intermediate_size=self.size("intermediate_size"),
+            vocab_size=self.size("vocab_size"),
+            rms_norm_eps=float(self.values.get("rms_norm_eps", 1e-6)),
+            tie_word_embeddings=tied if given is None else bool(given),
+            shapes=shapes,
+        )

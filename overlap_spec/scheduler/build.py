@@ -1,0 +1,55 @@
+"""Assembles a scheduler for a worker that is ready."""
+
+import time
+from collections.abc import Callable
+
+from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.messages import WorkerReady
+from overlap_spec.runtime.tracing import NO_TRACE
+from overlap_spec.scheduler.admission import Admission
+from overlap_spec.scheduler.ledger import Ledger
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.loop import Links, Scheduler
+from overlap_spec.scheduler.pages import PagePool
+from overlap_spec.scheduler.planner import Planner
+from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.request_pages import RequestPages
+from overlap_spec.scheduler.stats import Counters, Reporter
+from overlap_spec.scheduler.traced_loop import TracedScheduler
+from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
+from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
+from overlap_spec.scheduler.width.rules import RuledWidth
+
+
+def build_scheduler(
+    ready: WorkerReady,
+    settings: SchedulerSettings,
+    cache: CacheSettings,
+    links: Links,
+    clock: Callable[[], float] = time.monotonic,
+) -> Scheduler:
+    """Assemble its parts. Raises: ConfigError if the worker's pool holds no request."""
+    limits = Limits(ready, settings)
+    pool = PagePool(limits.num_pages)
+    prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
+    memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
+    queues = RequestQueues(memory, limits.num_slots)
+    counters = Counters(runs=[0] * (limits.width + 1))
+    widths = _width_policy(ready, settings)
+    planner = Planner(queues, Admission(queues, limits), limits, counters, widths)
+    kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
+    ledger, reporter = Ledger(queues, limits, counters, widths), Reporter(queues, limits, counters, clock)
+    return kind_of_loop(queues, planner, ledger, reporter, links)
+
+
+def _width_policy(ready: WorkerReady, settings: SchedulerSettings) -> WidthPolicy:
+    if settings.width_rules:
+        return RuledWidth(settings.width_rules, settings.width_padding)
+    if ready.is_self_drafting and settings.keeps_width:
+        return MatchedWidth(ready.width)
+    if not ready.step_costs.widths:
+        return FixedWidth(ready.width)
+    if ready.is_self_drafting:
+        return LookaheadWidth(ready.step_costs)
+    return MeasuredWidth(ready.step_costs)

@@ -1,0 +1,27 @@
+"""The scheduler's loop with a record of each step's host work, for `bench step`."""
+
+from overlap_spec.messages import StepResult
+from overlap_spec.scheduler.loop import Scheduler
+from overlap_spec.scheduler.requests import Step
+
+
+class TracedScheduler(Scheduler):
+    """Records how long it takes to plan a step, to settle one and to send replies."""
+
+    def plan_step(self) -> Step | None:
+        begun = self.links.trace.now()
+        step = super().plan_step()
+        if step is not None:
+            sizes = {"batch": len(step.requests), "in_flight": len(self.inflight)}
+            self.links.trace.span("plan", begun, step.plan.step_id, **sizes)
+        return step
+
+    def settle(self, result: StepResult) -> None:
+        begun = self.links.trace.now()
+        super().settle(result)
+        self.links.trace.span("settle", begun, result.step_id)
+
+    def empty_outbox(self) -> None:
+        begun = self.links.trace.now()
+        super().empty_outbox()
+        self.links.trace.span("send deltas", begun)

@@ -1,0 +1,161 @@
+"""The parts of a step as CUDA graphs: what a part launches is recorded once and replayed.
+
+A step is three graphs, in the order of its parts. Tokens leave between the second and the third, so that an ordinary
+event tells the host that they are out; one captured event could not tell replay N from N + 1:
+
+    input -> | layers | judge, of the step's kind of sampling | published -> pinned, event | draft |
+
+`judge` and `draft` read what `layers` left at fixed addresses, so all kinds of sampling share the layers, and all kinds
+that a draft does not tell apart share the draft. Everything is on one stream: the copy into the input for step N + 1
+runs after step N, and so does whatever overwrites its output.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
+
+LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
+
+Replay = Callable[[], None]
+Forwarded = TypeVar("Forwarded")  # what the layers leave for the other parts
+Result = TypeVar("Result")
+
+
+class GraphRecorder(Protocol):
+    """Makes a graph of what a function launches. `counts`: how many there are, by part."""
+
+    counts: Counter[str]
+
+    def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
+        """Returns what replays it, and the result, which every replay writes anew. `part` names the graph."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what was launched. Nothing is being recorded."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs in one pool of memory, as they run one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self.counts: Counter[str] = Counter()
+
+    def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        self.counts[part] += 1
+        return graph.replay, result
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Parts(Generic[Forwarded]):
+    """The parts of one step on one input, operation by operation.
+
+    `draft`: None where there is nothing to draft. `draft_work`: what of a kind of sampling a draft takes.
+    """
+
+    forward: Callable[[], Forwarded]
+    judge: Callable[[Forwarded, SamplingWork], object]
+    draft: Callable[[Forwarded, SamplingWork], None] | None
+    draft_work: Callable[[SamplingWork], SamplingWork]
+    marks: ProfileMarks = NO_MARKS
+
+
+@dataclass(frozen=True)
+class KindGraphs(Generic[Forwarded]):
+    """What a step replays after its layers, by its kind of sampling."""
+
+    forwarded: Forwarded  # fixed addresses
+    judge: Replay
+    draft: Replay
+    marks: GraphMarks  # in the order of time; none unless a trace is wanted
+
+
+@dataclass(frozen=True)
+class PartGraphs(Generic[Forwarded]):
+    """The parts of one step, captured."""
+
+    layers: Replay
+    forwarded: Forwarded
+    kinds: dict[SamplingWork, KindGraphs[Forwarded]]
+
+
+def capture_parts(
+    parts: Parts[Forwarded], recorder: GraphRecorder, layers_apart: bool = LAYERS_APART
+) -> PartGraphs[Forwarded]:
+    """Run every part once, which compiles kernels, as a capture must not; then capture it."""
+    forwarded = parts.forward()
+    for kind in SAMPLING_WORK:
+        parts.judge(forwarded, kind)
+        if parts.draft is not None:
+            parts.draft(forwarded, kind)
+    recorder.finish()
+    return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
+
+
+def _capture_apart(parts: Parts[Forwarded], recorder: GraphRecorder) -> PartGraphs[Forwarded]:
+    layers, forwarded = recorder.record("layers", parts.forward)
+    kinds: dict[SamplingWork, KindGraphs[Forwarded]] = {}
+    drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
+    for kind in SAMPLING_WORK:
+        judge, _ = recorder.record("judge", partial(parts.judge, forwarded, kind))
+        marks, work = parts.marks.captured(), parts.draft_work(kind)
+        if work not in drafts:
+            drafts[work] = _capture_draft(parts, forwarded, work, recorder)
+        draft, draft_marks = drafts[work]
+        kinds[kind] = KindGraphs(forwarded, judge, draft, (*marks, *draft_marks))
+    return PartGraphs(layers, forwarded, kinds)
+
+
+def _capture_together(parts: Parts[Forwarded], recorder: GraphRecorder) -> PartGraphs[Forwarded]:
+    def verify(kind: SamplingWork) -> Forwarded:
+        forwarded = parts.forward()
+        parts.judge(forwarded, kind)
+        return forwarded
+
+    kinds: dict[SamplingWork, KindGraphs[Forwarded]] = {}
+    for kind in SAMPLING_WORK:
+        judge, forwarded = recorder.record("layers and judge", partial(verify, kind))
+        marks = parts.marks.captured()
+        draft, draft_marks = _capture_draft(parts, forwarded, kind, recorder)
+        kinds[kind] = KindGraphs(forwarded, judge, draft, (*marks, *draft_marks))
+    return PartGraphs(_nothing, kinds[SAMPLING_WORK[0]].forwarded, kinds)
+
+
+def _capture_draft(
+    parts: Parts[Forwarded], forwarded: Forwarded, work: SamplingWork, recorder: GraphRecorder
+) -> tuple[Replay, GraphMarks]:
+    if parts.draft is None:
+        return _nothing, ()
+    draft, _ = recorder.record("draft", partial(parts.draft, forwarded, work))
+    return draft, parts.marks.captured()
+
+
+def _nothing() -> None:
+    """The replay of a part that launches nothing."""
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect now, and not while a capture is under way: freeing CUDA memory would invalidate it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

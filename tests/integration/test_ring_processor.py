@@ -1,0 +1,52 @@
+"""A logit processor of one's own (the example's) in the whole engine: speculation changes nothing, whatever happens.
+
+The oracle decodes plainly and works the rule out in plain Python. Schedules are those of the storm: prefix hits,
+preemptions, chunks, depth 1 and 2, chains and trees, greedy and sampled.
+"""
+
+from collections import Counter
+
+import pytest
+from support.own_processors import OWN_PROCESSORS
+from support.storm import run_seeds, run_storm
+from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
+
+from overlap_spec.tokenizer.codec import TextCodec
+
+WHOLE, OF_OUTPUT = OWN_PROCESSORS
+GROWS_TREES = [name for name in EVERY_METHOD if name not in MULTI_LAYER and "NGRAM" not in name and "trees" not in name]
+
+
+def assert_it_decided(seen: Counter[str]) -> None:
+    assert seen["forbidden"] > 0 and seen["accepted"] > 0 and seen["rejected"] > 0, dict(seen)
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_every_method(codec: TextCodec, method: str) -> None:
+    assert_it_decided(run_seeds(range(4), codec, {"method": method, "processor": WHOLE}))
+
+
+@pytest.mark.parametrize("method", GROWS_TREES)
+def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
+    assert_it_decided(run_seeds(range(4, 8), codec, {"method": method, "topk": 3, "processor": WHOLE}))
+
+
+@pytest.mark.parametrize(
+    ("processor", "topk"),
+    [
+        (WHOLE, 1),
+        (OF_OUTPUT, 2),
+        *(pytest.param(*both, marks=pytest.mark.full) for both in ((WHOLE, 2), (OF_OUTPUT, 1))),
+    ],
+)
+def test_storm(codec: TextCodec, processor: str, topk: int) -> None:
+    """With preemptions and prefix hits, which the storm asserts: the output begins where it began before."""
+    seen = run_storm(25, codec, processor=processor, topk=topk)
+    assert_it_decided(seen)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_storm_of_200_schedules(codec: TextCodec, method: str) -> None:
+    assert_it_decided(run_storm(200, codec, method=method, processor=OF_OUTPUT))

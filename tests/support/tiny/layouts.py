@@ -1,0 +1,74 @@
+"""Tiny checkpoints of architectures that are not Llama with switches, made from one that is Llama's.
+
+The models stay much alike: what norms behind linears add to the residual is as much as the linears did.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+def normal(random: torch.Generator, scale: float, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=random, dtype=torch.float64) * scale
+
+
+def around_one(random: torch.Generator, size: int) -> Tensor:
+    return 1 + normal(random, 0.1, size)
+
+
+def in_own_layout(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """The tensors as the config's architecture has them; `context` scales what layers add to the residual."""
+    change = LAYOUTS.get(config["architectures"][0])
+    return tensors if change is None else change(config, tensors, random, context)
+
+
+def final_norm(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    """What the final norm multiplies by. Shapes: -> [H]."""
+    weight = tensors["model.norm.weight"]
+    return 1 + weight if config["architectures"] == ["Gemma3ForCausalLM"] else weight
+
+
+def _gemma3(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Norms are stored as what is added to one."""
+    found = {name.replace(BEHIND[0], "pre_feedforward_layernorm"): tensor for name, tensor in tensors.items()}
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    for name in _layers(config):
+        found |= {f"{name}.{norm}.weight": context * hidden**0.5 * around_one(random, hidden) for norm in BEHIND}
+        found |= {f"{name}.self_attn.{norm}.weight": around_one(random, dim) for norm in ("q_norm", "k_norm")}
+    return {name: tensor - 1 if name.endswith("norm.weight") else tensor for name, tensor in found.items()}
+
+
+def _olmo2(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    found = {name: tensor for name, tensor in tensors.items() if "input_layernorm" not in name}
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    heads = {"q_norm": config["num_attention_heads"], "k_norm": config["num_key_value_heads"]}
+    for name in _layers(config):
+        found |= {f"{name}.{norm}.weight": context * around_one(random, hidden) for norm in BEHIND}
+        found |= {f"{name}.self_attn.{norm}.weight": around_one(random, n * dim) for norm, n in heads.items()}
+    return found
+
+
+def _phi3(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    found = dict(tensors)
+    for name in _layers(config):
+        for whole, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            group = whole.partition(".")[0]
+            stacked = [found.pop(f"{name}.{group}.{part}_proj.weight") for part in parts]
+            found[f"{name}.{whole}_proj.weight"] = torch.cat(stacked)
+    return found
+
+
+def _layers(config: Mapping[str, Any]) -> list[str]:
+    return [f"model.layers.{index}" for index in range(config["num_hidden_layers"])]
+
+
+LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float], Tensors]] = {
+    "Gemma3ForCausalLM": _gemma3,
+    "Olmo2ForCausalLM": _olmo2,
+    "Phi3ForCausalLM": _phi3,
+}

@@ -1,0 +1,98 @@
+"""Architectures that are not Llama with switches: what their configs mean, what is refused by name, their layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target, write_checkpoint
+
+from overlap_spec.config import ModelFiles
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.norm import WideRMSNorm
+from overlap_spec.models.layers.rope import RopeConfig
+from overlap_spec.models.loading.draft_source import DraftSource
+from overlap_spec.models.loading.loader import load_mtp, load_target
+from overlap_spec.models.registry import architecture_of
+from overlap_spec.models.targets.reading import DecoderConfig
+
+GEMMA, OLMO, PHI = "gemma 3", "olmo 2", "phi 3"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; expected 'gelu_pytorch_tanh'"),
+    (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+    (GEMMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+    (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+    (GEMMA, {"attention_bias": True}, "attention_bias True is not supported; expected False"),
+    (GEMMA, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a positive integer, found 0"),
+    (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must be given for 'full_attention' and"),
+    (GEMMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+    (GEMMA, {"layer_types": ["full_attention"]}, "layer_types must be 2 times"),
+    (OLMO, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),
+    (OLMO, {"attention_bias": True}, "attention_bias True is not supported"),
+    (OLMO, {"sliding_window": 8}, "sliding_window 8 is not supported"),
+    (OLMO, {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
+    (PHI, {"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope' is not supported"),
+    (PHI, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' is not supported"),
+    (PHI, {"partial_rotary_factor": 0.2}, "partial_rotary_factor rotates 3 of 16: expected pairs"),
+    (PHI, {"sliding_window": 0}, "sliding_window must be null or a positive integer, found 0"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary position .* over part of a head"),
+]
+
+
+def read(family: str, **changes: Any) -> DecoderConfig:
+    config = tiny_config(**(TINY_FAMILIES[family] | changes))
+    found = architecture_of(config, "config.json").read_config(config, "config.json")
+    assert isinstance(found, DecoderConfig)
+    return found
+
+
+@pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
+def test_what_is_not_supported_is_refused_by_its_key(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
+        read(family, **changes)
+
+
+def test_gemmas_layers_take_turns() -> None:
+    config = read(GEMMA, layers=7, sliding_window_pattern=None, query_pre_attn_scalar=64, max_position_embeddings=9)
+    assert [shape.window for shape in config.shapes] == [6] * 5 + [None, 6]
+    assert {shape.scale for shape in config.shapes} == {0.125}
+    assert [shape.rope.theta for shape in config.shapes] == [1e4] * 5 + [1e6, 1e4]
+    assert read(GEMMA, tie_word_embeddings=None).tie_word_embeddings, "as its checkpoints leave it out"
+    assert not read(OLMO, tie_word_embeddings=None).tie_word_embeddings
+
+
+def test_gemmas_norms_are_rounded_once() -> None:
+    x, weight = torch.randn(3, 32).bfloat16(), 1 + 0.3 * torch.randn(32)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6) * weight
+    assert torch.equal(WideRMSNorm(weight, 1e-6)(x), wide.bfloat16())
+    target = load_tiny_target(tiny_target(1, **TINY_FAMILIES[GEMMA]), torch.bfloat16)
+    assert isinstance(target.norm, WideRMSNorm) and target.norm.weight.dtype == torch.float32
+    assert target.embedding.scale == float(torch.tensor(32**0.5).bfloat16())
+
+
+def test_pairs_that_are_not_rotated_have_angle_zero() -> None:
+    rope = RopeConfig("default", 1e4, 4, 16, {}, num_fixed=2)
+    cos, sin = rope.table(5, torch.float32, CPU).chunk(2, dim=1)
+    assert cos.shape == (5, 4) and bool((cos[:, 2:] == 1).all()) and bool((sin[:, 2:] == 0).all())
+    assert torch.equal(cos[:, :2], RopeConfig("default", 1e4, 4, 16, {}).table(5, torch.float32, CPU)[:, :2])
+
+
+@pytest.mark.parametrize("family", [GEMMA, OLMO, PHI])
+def test_gguf_and_mtp_layers_are_refused(family: str, tmp_path: Path) -> None:
+    checkpoint = tiny_target(1, **TINY_FAMILIES[family])
+    (tmp_path / "tiny.gguf").touch()
+    files = ModelFiles(
+        weights=str(tmp_path / "tiny.gguf"),
+        config=checkpoint.config,
+        tokenizer_dir=None,
+        eos_token_ids=(),
+        context_length=512,
+        vocab_size=128,
+    )
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: a GGUF file of .*ForCausalLM is not supported"):
+        load_target(files, torch.float32, CPU)
+    write_checkpoint(tmp_path, checkpoint)
+    source = DraftSource(str(tmp_path), torch.float64, CPU, load_format="dummy")
+    with pytest.raises(CheckpointError, match=r"an MTP layer of .*ForCausalLM is not supported"):
+        load_mtp(source, load_tiny_target(checkpoint))

@@ -1,0 +1,95 @@
+"""What drawing tokens takes at most, as its operations allocate it, is what the memory budget sets aside."""
+
+import pytest
+import torch
+from support.given_logits import GivenLogits
+from support.no_processors import no_processors
+from support.own_processors import OWN_PROCESSORS
+from support.peak_bytes import peak_bytes
+
+from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
+from overlap_spec.spec.draw_contexts import level_context
+from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.types import SlotBatch, Window
+from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
+from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.worker.sizing.memory_budget import LOGIT_BYTES, drawing_bytes
+
+# Slots, rows of each, vocabulary: less than a slice of logits, several slices, and a slot that is more than one.
+SHAPES = [(4, 4, 3000), (96, 4, 32000), (4, 32, 32000), (1, 40, 120_000)]
+WAYS = ["match", "thresholds", "rejection", "tree thresholds", "children"]
+SORT_BYTES = 40  # of a logit: what torch's sort takes while it runs, which the operations' results do not show
+
+
+def batch_of(size: int, vocab: int, work: int, processors: LogitProcessors) -> SlotBatch:
+    """Every filter, and 64 stop ids in all slots."""
+    ints, doubles = torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.float64)
+    sampling = Sampling(
+        temperature=doubles * 0.8, top_k=ints + vocab // 2, top_p=doubles * 0.9, min_p=doubles * 0.01, seed=ints,
+        stop_from=ints + 100, stop_ids=torch.arange(64).expand(size, -1), output_from=ints, work=SAMPLING_WORK[work],
+        processors=processors,
+    )  # fmt: skip
+    return SlotBatch(torch.arange(size), ints + 10, torch.zeros(size, 8, dtype=torch.int32), sampling)
+
+
+def drawn_bytes(way: str, shape: tuple[int, int, int], work: int, processors: LogitProcessors) -> int:
+    """At the most, the logits included."""
+    size, rows, vocab = shape
+    batch, ids = batch_of(size, vocab, work, processors), torch.arange(vocab)
+    positions = 10 + torch.arange(rows).expand(size, -1)
+    tree = way == "tree thresholds"
+    window = Window(torch.zeros_like(positions), positions, torch.zeros_like(positions) if tree else None)
+    probs = DraftProbs()
+    probs.allocate(size, rows - 1, ids[: vocab // 4].clone())
+    verifiers = {
+        "match": ChainVerifier(ids),
+        "thresholds": ResidualVerifier(Thresholds(0.5, 0.5), ids),
+        "rejection": ResidualVerifier(Rejection(probs), ids),
+        "tree thresholds": TreeThresholdVerifier(Thresholds(0.5, 0.5), ids),
+    }
+    scores = GivenLogits(torch.randn(size * rows, vocab))
+    if way == "children":
+        context = level_context(batch, None, torch.full((size, rows), -1), 0, ids)
+        taken = peak_bytes(lambda: top_children(scores, context, 8))
+    else:
+        taken = peak_bytes(lambda: verifiers[way].verify(window, scores, batch))
+    return taken + size * rows * vocab * LOGIT_BYTES
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("work", [1, 2], ids=["sampled", "filtered"])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_budget_holds_what_is_drawn(way: str, work: int, shape: tuple[int, int, int]) -> None:
+    found, budget = drawn_bytes(way, shape, work, no_processors(shape[2])), drawing_bytes(*shape)
+    in_slices = min(budget, max(1 << 22, shape[1] * shape[2]) * SORT_BYTES)
+    assert found + in_slices <= budget
+
+
+def test_the_budget_is_not_many_times_what_is_drawn() -> None:
+    """It would take KV pages away."""
+    shape = SHAPES[1]
+    assert drawing_bytes(*shape) < 3 * drawn_bytes("match", shape, 2, no_processors(shape[2]))
+
+
+def test_stop_ids_take_no_column_for_each_of_them() -> None:
+    """A mask by comparison would take 64 bytes for each slot and token of the vocabulary."""
+    shape = (64, 1, 20000)
+    with_ids, without = (drawn_bytes("match", shape, work, no_processors(20000)) for work in (2, 1))
+    assert with_ids - without < 64 * 20000 * 32
+
+
+@pytest.mark.parametrize("name", OWN_PROCESSORS)
+@pytest.mark.parametrize(("shape", "pages"), [((8, 4, 3000), 512), ((64, 1, 3000), 256), ((4, 32, 3000), 256)])
+def test_the_budget_holds_a_processor_of_ones_own(shape: tuple[int, int, int], pages: int, name: str) -> None:
+    pool = no_processors(1, page_size=16).pool
+    processors = LogitProcessors(shape[2], pool, (OWN_PROCESSORS[name].in_tensors,))
+    size, rows, vocab = shape
+    batch = batch_of(size, vocab, 0, processors)
+    batch = SlotBatch(batch.slots, batch.lengths, torch.zeros(size, pages, dtype=torch.int32), batch.sampling)
+    positions = 10 + torch.arange(rows).expand(size, -1)
+    scores, window = GivenLogits(torch.randn(size * rows, vocab)), Window(torch.zeros_like(positions), positions)
+    taken = peak_bytes(lambda: ChainVerifier(torch.arange(vocab)).verify(window, scores, batch))
+    own = drawing_bytes(*shape, history=pages * 16) - drawing_bytes(*shape) + 2 * size * rows * vocab * LOGIT_BYTES
+    assert taken + size * rows * vocab * LOGIT_BYTES <= own

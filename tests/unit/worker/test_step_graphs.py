@@ -1,0 +1,100 @@
+"""Captures of a step's parts: how many graphs there are of each, and that replays give the tokens of launched steps."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.prompt_plans import SAMPLINGS, run
+from support.replayed_parts import ReplayedParts
+from support.ring import RingConfig, tiny_loaded
+
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.worker import step_graphs
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.decode_graphs import GraphDecoder
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill_graphs import GraphPrefiller
+
+SIZES = (1, 2, 4)
+WIDTHS = (1, 2, 4)
+MOST_ROWS = 64  # sizes of prefill steps: 16, 32 and 64
+
+
+def executor_of(method: str, topk: int = 1) -> Executor:
+    num_steps, method = (0, "EAGLE3") if method == "NONE" else (3, method)
+    models = tiny_loaded(1, num_steps, method=method, topk=topk)
+    config = RingConfig(
+        method=method,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_steps + 1,
+        num_slots=10,
+        num_pages=401,
+        widths_seed=1 if num_steps else None,  # so that steps of width 1 leave rows to catch up with
+    )
+    return build_executor(models, config.geometry(), torch.device("cpu"))
+
+
+def captured(executor: Executor, layers_apart: bool = True) -> tuple[Counter[str], Counter[str]]:
+    """Let an executor replay. Returns how many graphs decode and prefill steps have, by part."""
+    widths = [width for width in WIDTHS if width <= executor.slots.width]
+    decoder = GraphDecoder(executor.decode_step, executor.slots, widths, SIZES, layers_apart)
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, MOST_ROWS, layers_apart)
+    recorders = ReplayedParts(), ReplayedParts()
+    decoder.capture(recorders[0])
+    prefiller.capture(recorders[1])
+    executor.use(decoder, prefiller)
+    return recorders[0].counts, recorders[1].counts
+
+
+def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
+    decode, prefill = captured(executor_of("EAGLE3"))
+    assert decode == {"layers": 9, "judge": 9 * 3, "draft": 6 * 3, "catch up": 3}, "width 1 has nothing to draft"
+    assert prefill == {"layers": 3, "judge": 3 * 3, "draft": 3 * 3}
+
+
+def test_a_draft_that_draws_nothing_is_captured_once() -> None:
+    decode, prefill = captured(executor_of("NGRAM"))
+    assert decode == {"layers": 9, "judge": 9 * 3, "draft": 9}
+    assert prefill == {"layers": 3, "judge": 3 * 3, "draft": 3}
+
+
+def test_plain_decoding_has_no_draft() -> None:
+    decode, prefill = captured(executor_of("NONE"))
+    assert decode == {"layers": 3, "judge": 3 * 3}
+    assert prefill == {"layers": 3, "judge": 3 * 3}
+
+
+@dataclass(frozen=True)
+class Penalised(SamplingWork):
+    """A kind of sampling that a draft does not tell from another."""
+
+    penalised: bool
+
+
+def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, _ = captured(executor_of("EAGLE3"))
+    kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
+    monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
+    after, _ = captured(executor_of("EAGLE3"))
+    assert after - before == {"judge": 9}
+
+
+def test_layers_can_be_captured_with_each_kind() -> None:
+    decode, _ = captured(executor_of("EAGLE3"), layers_apart=False)
+    assert decode == {"layers and judge": 9 * 3, "draft": 6 * 3, "catch up": 3}
+
+
+@pytest.mark.parametrize("layers_apart", [True, False])
+@pytest.mark.parametrize(
+    ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]
+)
+def test_a_replay_is_the_launched_step(method: str, topk: int, layers_apart: bool) -> None:
+    """Kinds of sampling take turns, on the same graphs of layers."""
+    launched, replayed = executor_of(method, topk), executor_of(method, topk)
+    captured(replayed, layers_apart)
+    for sampling in (*SAMPLINGS.values(), *SAMPLINGS.values()):
+        expected = run(launched, sampling)
+        assert run(replayed, sampling) == expected
+        assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
