@@ -105,8 +105,7 @@ class WorkerReady(Message, frozen=True):
     pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
-    results have `levels`, and every window is filled whole, whatever the width of the step before. `branches`:
-    guesses are no chain: results of steps with guesses have paths.
+    results have `levels`, and every window is filled whole, whatever the width of the step before.
     """
 
     num_slots: int
@@ -123,7 +122,6 @@ class WorkerReady(Message, frozen=True):
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
     is_self_drafting: bool = False
-    branches: bool = False
 
 
 class StepResult(Message, frozen=True):

@@ -17,7 +17,6 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.traced_loop import TracedScheduler
-from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
 from overlap_spec.scheduler.width.rules import RuledWidth
@@ -37,14 +36,14 @@ def build_scheduler(
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
     queues = RequestQueues(memory, limits.num_slots)
     counters = Counters(runs=[0] * (limits.width + 1))
-    widths = _width_policy(ready, settings, clock)
+    widths = _width_policy(ready, settings)
     planner = Planner(queues, Admission(queues, limits), limits, counters, widths)
     kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
     ledger, reporter = Ledger(queues, limits, counters, widths), Reporter(queues, limits, counters, clock)
     return kind_of_loop(queues, planner, ledger, reporter, links)
 
 
-def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callable[[], float]) -> WidthPolicy:
+def _width_policy(ready: WorkerReady, settings: SchedulerSettings) -> WidthPolicy:
     if settings.width_rules:
         return RuledWidth(settings.width_rules, settings.width_padding)
     if ready.is_self_drafting and settings.keeps_width:
@@ -53,5 +52,4 @@ def _width_policy(ready: WorkerReady, settings: SchedulerSettings, clock: Callab
         return FixedWidth(ready.width)
     if ready.is_self_drafting:
         return LookaheadWidth(ready.step_costs)
-    acceptance = ColumnAcceptance if ready.branches else ChainAcceptance
-    return MeasuredWidth(ready.step_costs, acceptance(ready.step_costs.widths[-1] - 1), clock)
+    return MeasuredWidth(ready.step_costs)

@@ -131,7 +131,6 @@ class Planner:
         if not work:
             return None
         self._admission.ratio.decay()
-        self.widths.planned(width, len(work))
         catch_up = self._catches_up(requests, width)
         if catch_up:
             work = [replace(item, deferred=request.deferred) for item, request in zip(work, requests, strict=True)]

@@ -63,7 +63,6 @@ def worker_ready(
         max_deferred=0 if executor.is_self_drafting else geometry.max_deferred,
         roofline=ceiling,
         is_self_drafting=executor.is_self_drafting,
-        branches=models.proposer.profile.tree is not None,
     )
 
 

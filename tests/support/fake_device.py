@@ -102,10 +102,11 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, one per call of `run`."""
+    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths."""
 
-    def __init__(self, ready: WorkerReady, rng: random.Random) -> None:
+    def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False) -> None:
         self.ready = ready
+        self.branches = branches
         self.rng = rng
         self.rows: dict[int, Row] = {}
         self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
@@ -131,7 +132,7 @@ class FakeDevice:
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         tokens = [self._decode(work, plan) for work in plan.work]
-        if not self.ready.branches or plan.width == 1:
+        if not self.branches or plan.width == 1:
             return StepResult(plan.step_id, tokens, num_guesses, 0.001)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
         return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
@@ -241,7 +242,7 @@ class Bench:
 
     def __init__(self, ready: WorkerReady, depth: int = 2, seed: int = 0, **options) -> None:
         self.rng = random.Random(seed)
-        self.device = FakeDevice(ready, self.rng)
+        self.device = FakeDevice(ready, self.rng, options.pop("branches", False))
         self.now = 0.0
         self.inbox: MemoryLink = MemoryLink(ToScheduler)
         self.worker: MemoryLink = MemoryLink(ToWorker)

@@ -2,10 +2,13 @@
 
 import random
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
+from msgspec import structs
+
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import ChainAcceptance, ColumnAcceptance, Estimator
 from overlap_spec.scheduler.width.policy import CostTable, MeasuredWidth
 
 
@@ -16,7 +19,9 @@ class Guesses(Protocol):
         """Of the first guesses: how many are accepted, how many might be, and of a tree the path."""
         ...
 
-    def estimator(self, num_guesses: int) -> Estimator: ...
+    def committed(self, width: int) -> float:
+        """Expected tokens of a step."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class Chain:
             accepted += 1
         return accepted, num_guesses, []
 
-    def estimator(self, num_guesses: int) -> Estimator:
-        return ChainAcceptance(num_guesses)
+    def committed(self, width: int) -> float:
+        return sum(accumulate((1.0, *self.rates[: width - 1]), mul))
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,7 @@ class Tree:
                 path.append(node)
         return len(path), self._deepest(num_guesses), path
 
-    def estimator(self, num_guesses: int) -> Estimator:
-        return ColumnAcceptance(num_guesses)
-
     def committed(self, width: int) -> float:
-        """Expected tokens of a step."""
         reached = [1.0]
         for parent, rate in zip(self.parents[: width - 1], self.rates, strict=False):
             reached.append(reached[parent] * rate)
@@ -73,16 +74,8 @@ class Tree:
 class Engine:
     """Plays steps, `depth` of them in flight. Counts time and tokens."""
 
-    def __init__(
-        self,
-        costs: StepCosts,
-        guesses: Guesses,
-        batch_size: int = 1,
-        depth: int = 2,
-        estimator: Estimator | None = None,
-    ) -> None:
-        learns = estimator or guesses.estimator(costs.widths[-1] - 1)
-        self.policy = MeasuredWidth(costs, learns, clock=lambda: self.seconds)
+    def __init__(self, costs: StepCosts, guesses: Guesses, batch_size: int = 1, depth: int = 2) -> None:
+        self.policy = MeasuredWidth(costs)
         self.table = CostTable(costs)
         self.guesses = guesses
         self.batch_size = batch_size
@@ -102,7 +95,6 @@ class Engine:
 
     def _step(self) -> None:
         width = self.policy.choose(self.batch_size)
-        self.policy.planned(width, self.batch_size)
         guessed = min(self._num_guesses, width - 1)
         self._num_guesses = width - 1
         rows = [self.guesses.judged(guessed, self._rng) for _ in range(self.batch_size)]
@@ -110,8 +102,10 @@ class Engine:
         self.widths.append(width)
         self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
         self.tokens += sum(map(len, runs))
-        most, paths = ([row[i] for row in rows] for i in (1, 2))
-        self._flight.append(StepResult(0, runs, most, 0.0, paths=paths, last_guesses=[guessed] * len(rows)))
+        result = StepResult(0, runs, [most for _, most, _ in rows], 0.0)
+        if isinstance(self.guesses, Tree):
+            result = structs.replace(result, paths=[path for _, _, path in rows], last_guesses=[guessed] * len(rows))
+        self._flight.append(result)
         if len(self._flight) == self._depth:
             self.policy.observe(self._flight.pop(0))
 

@@ -15,14 +15,12 @@ class RandomWidths:
 
     def choose(self, batch_size: int) -> int:
         assert batch_size >= 1
-        return self._now
-
-    def planned(self, width: int, batch_size: int) -> None:
-        assert width == self._now
+        now = self._now
         self._left -= 1
         if self._left <= 0:
             self._now = self._rng.choice([1, *self._widths])
             self._left = self._rng.choice([1, 1, 2, 5, 25 if self._now == 1 else 3])
+        return now
 
     def observe(self, result: StepResult) -> None:
         assert all(len(run) <= proposed + 1 for run, proposed in zip(result.tokens, result.num_proposed, strict=True))

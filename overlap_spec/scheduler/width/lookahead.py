@@ -1,56 +1,48 @@
-"""How wide decode steps are where results say what the next windows hold: as wide as what is guessed there pays for.
+"""How wide steps of self-drafting methods are: as wide as what is guessed there pays for.
 
 Guesses of n-grams are free, and a window is filled whole after every step: so a step may have any width, at once. What
-narrow steps leave out is tested all the same (`StepResult.next_columns`): at every width the device says which guess
-would have been right next, if any. Nothing needs to be probed.
+narrow steps leave out is tested all the same: at every width the device says which guess would have been right next, if
+any. The next windows are taken to be like those of the last result, which are a step or two old: matches go on while
+they are right.
 
-A guess is worth what it rests on: the last token alone is a weak reason, eight tokens are a strong one. Rates of
-acceptance are kept for each class of match. The windows to come are taken to be like those of the last result, which
-are a step or two old: matches go on while they are right. A width is then worth the tokens it is expected to commit,
-summed over the slots, in the seconds that the worker measured; among equals the narrower. A narrow step sees the best
-columns of a tree: how often the right guess of a level is among them is learnt as well.
+A guess after a long match is right more often than one after a short match, so each class of matches has a rate of its
+own. How wide a tree must be for a level, the columns of its right guesses tell.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import PRIOR_TESTS, ChainAcceptance, fading
+from overlap_spec.scheduler.width.acceptance import accepted_columns, fading
 from overlap_spec.scheduler.width.policy import CostTable
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next
-FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # what their guesses are believed to be accepted at, before the first is tested
-WIDER_GAIN = 1.01  # tokens per second, over the narrowest step, for which a step is wider
+FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # of their right guesses, before the first is tested
+FIRST_TESTS = 8.0  # how many tests that is worth
+COLUMN_SHARE = 1 / 16  # of a right guess in the mean column of its level
+CLEAR_GAIN = 1.01  # tokens per second, over the narrowest step, for which a step is wider
+NO_MATCH = -1
 
 
-def match_class(strength: int) -> int:
-    """The class of a match of so many tokens; -1: no match."""
-    return bisect_right(CLASSES, strength) - 1
+class Lookahead(NamedTuple):
+    """One slot's whole window, as the device saw it."""
+
+    kind: int  # index of the class of matches, or NO_MATCH
+    levels: int  # of guesses
+    columns: list[int]  # of the right ones, down to the first level without one or where the step's width ended
+    tested: int  # levels
 
 
-class LevelColumns:
-    """How often the right guess of a level is in a step of a width; in column i for level i, until it is known."""
-
-    def __init__(self, widths: Sequence[int]) -> None:
-        self._widths = widths
-        levels = range(1, widths[-1])
-        self._seen = [PRIOR_TESTS for _ in levels]
-        self._within = [[PRIOR_TESTS * (level < width) for width in widths] for level in levels]
-
-    def take(self, right: Mapping[tuple[int, int], int]) -> None:
-        """Take in one step: how many right guesses a level had in a column."""
-        for (level, column), count in right.items():
-            kept = fading(count)
-            self._seen[level - 1] = kept * self._seen[level - 1] + count
-            self._within[level - 1] = [
-                kept * within + count * (column < width)
-                for within, width in zip(self._within[level - 1], self._widths, strict=True)
-            ]
-
-    def shares(self) -> list[list[float]]:
-        """Of levels 1..K, by width."""
-        return [[count / seen for count in within] for within, seen in zip(self._within, self._seen, strict=True)]
+def lookaheads(result: StepResult) -> list[Lookahead]:
+    """The windows of a result, by slot."""
+    none = [0] * len(result.tokens)
+    facts = (result.levels or none, result.strengths or none, result.next_columns or none)
+    seen = []
+    for accepted, levels, strength, following in zip(accepted_columns(result), *facts, strict=True):
+        right = [*accepted, following] if following else list(accepted)
+        seen.append(Lookahead(bisect_right(CLASSES, strength) - 1, levels, right, min(len(accepted) + 1, levels)))
+    return seen
 
 
 class MatchedWidth:
@@ -61,15 +53,38 @@ class MatchedWidth:
         self._matched = True
 
     def choose(self, batch_size: int) -> int:
-        """See `WidthPolicy`."""
         return self._width if self._matched else 1
 
-    def planned(self, width: int, batch_size: int) -> None:
-        """Nothing to note."""
-
     def observe(self, result: StepResult) -> None:
-        """See `WidthPolicy`."""
         self._matched = any(result.levels)
+
+
+class MatchClass:
+    """How often a guess is right after those before it were, and in which column of its level."""
+
+    def __init__(self, rate: float, num_levels: int) -> None:
+        self._tests, self._right = FIRST_TESTS, rate * FIRST_TESTS
+        self._columns = [float(level) for level in range(1, num_levels + 1)]  # as in a chain
+
+    def observe(self, windows: list[Lookahead]) -> None:
+        """Take in a step's windows of this class."""
+        tests = sum(window.tested for window in windows)
+        kept = fading(tests)
+        self._tests = kept * self._tests + tests
+        self._right = kept * self._right + sum(len(window.columns) for window in windows)
+        for window in windows:
+            for level, column in enumerate(window.columns):
+                self._columns[level] += COLUMN_SHARE * (column - self._columns[level])
+
+    def committed(self, levels: int, widths: tuple[int, ...]) -> list[float]:
+        """Expected tokens of a slot with so many levels of guesses, for each width."""
+        reached, least = 1.0, 0
+        tokens = [1.0] * len(widths)
+        for column in self._columns[:levels]:
+            reached *= self._right / self._tests
+            least = max(least + 1, round(column))  # a level is behind the one before it
+            tokens = [count + reached * (least < width) for count, width in zip(tokens, widths, strict=True)]
+        return tokens
 
 
 class LookaheadWidth:
@@ -78,51 +93,20 @@ class LookaheadWidth:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = CostTable(costs)
         self._widths = costs.widths
-        self.acceptance = [ChainAcceptance(self._widths[-1] - 1, rate) for rate in FIRST_RATES]
-        self.columns = [LevelColumns(self._widths) for _ in CLASSES]
-        self._windows = Counter({(-1, 0): 1})  # (class of match, levels of guesses) of the last result's slots
+        self._classes = [MatchClass(rate, costs.widths[-1] - 1) for rate in FIRST_RATES]
+        self._windows = Counter({(NO_MATCH, 0): 1})  # (class, levels) of the last result's slots
 
     def choose(self, batch_size: int) -> int:
-        """See `WidthPolicy`."""
-        seconds = self._costs.seconds(batch_size)
-        committed = {kind: self._committed(kind) for kind in {kind for kind, _ in self._windows} if kind >= 0}
-        best, best_speed = 0, 0.0
-        for index in range(len(self._widths)):
-            tokens = sum(
-                slots * (1.0 if kind < 0 else committed[kind][levels][index])
-                for (kind, levels), slots in self._windows.items()
-            )
-            speed = tokens / seconds[index]
-            if index == 0 or speed > best_speed * (WIDER_GAIN if best == 0 else 1.0):
-                best, best_speed = index, speed
-        return self._widths[best]
-
-    def planned(self, width: int, batch_size: int) -> None:
-        """Nothing to note."""
+        tokens = [0.0] * len(self._widths)
+        for (kind, levels), slots in self._windows.items():
+            match = self._classes[kind].committed(levels if kind != NO_MATCH else 0, self._widths)
+            tokens = [count + slots * more for count, more in zip(tokens, match, strict=True)]
+        speeds = [count / s for count, s in zip(tokens, self._costs.seconds(batch_size), strict=True)]
+        best = speeds.index(max(speeds))
+        return self._widths[best if speeds[best] > CLEAR_GAIN * speeds[0] else 0]
 
     def observe(self, result: StepResult) -> None:
-        """See `WidthPolicy`. Without levels no slot has a guess."""
-        kinds = [match_class(strength) for strength in result.strengths] or [-1] * len(result.tokens)
-        levels = result.levels or [0] * len(result.tokens)
-        self._windows = Counter(zip(kinds, levels, strict=True))
-        tested: list[Counter[tuple[int, int]]] = [Counter() for _ in CLASSES]
-        right: list[Counter[tuple[int, int]]] = [Counter() for _ in CLASSES]
-        for slot, (run, kind) in enumerate(zip(result.tokens, kinds, strict=True)):
-            if levels[slot]:
-                accepted = result.paths[slot] if result.paths else list(range(1, len(run)))
-                columns = [*accepted, result.next_columns[slot]] if result.next_columns[slot] else accepted
-                tested[kind][min(len(run), levels[slot]), len(columns)] += 1
-                right[kind].update(enumerate(columns, start=1))
-        for kind in range(len(CLASSES)):
-            self.acceptance[kind].take(tested[kind])
-            self.columns[kind].take(right[kind])
-
-    def _committed(self, kind: int) -> list[list[float]]:
-        """Expected tokens of a slot with 0..K levels of guesses, by width."""
-        reached, tokens = 1.0, [1.0] * len(self._widths)
-        expected = [tokens]
-        for rate, shares in zip(self.acceptance[kind].rates(), self.columns[kind].shares(), strict=True):
-            reached *= rate
-            tokens = [count + reached * share for count, share in zip(tokens, shares, strict=True)]
-            expected.append(tokens)
-        return expected
+        windows = lookaheads(result)
+        self._windows = Counter((window.kind, window.levels) for window in windows)
+        for kind, match_class in enumerate(self._classes):
+            match_class.observe([window for window in windows if window.kind == kind and window.levels])

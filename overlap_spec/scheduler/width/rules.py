@@ -71,9 +71,6 @@ class RuledWidth:
         """See `WidthPolicy`."""
         return self._rule_for(batch_size).steps + 1
 
-    def planned(self, width: int, batch_size: int) -> None:
-        """Nothing to note."""
-
     def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
         tokens = result.tokens

@@ -33,9 +33,12 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
     if ready.max_deferred and seed % 4 == 1:  # as wide as pays
         seconds = tuple(1 + i * rng.random() / 2 for i in range(width))
         costs = StepCosts((1, 4), tuple(range(1, width + 1)), (seconds, tuple(2 * s * s for s in seconds)))
-        ready = replace(ready, step_costs=costs, branches=seed % 8 == 1)
-    widths_seed = seed if ready.max_deferred and not ready.step_costs.widths else None
-    return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, widths_seed=widths_seed)
+        ready = replace(ready, step_costs=costs)
+    options = {
+        "widths_seed": seed if ready.max_deferred and not ready.step_costs.widths else None,
+        "branches": bool(ready.step_costs.widths) and seed % 8 == 1,
+    }
+    return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, **options)
 
 
 def random_long_admit(rng: random.Random, uid: int, prompts: list[list[int]]):

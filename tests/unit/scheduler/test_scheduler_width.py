@@ -8,15 +8,10 @@ from support.fake_device import Bench, expected_stream, make_admit, make_ready
 from support.played_engine import Chain, Engine
 
 from overlap_spec.messages import Phase, StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import MEMORY, ChainAcceptance
-from overlap_spec.scheduler.width.policy import (
-    LOG_S,
-    PROBE_BUDGET,
-    SETTLING_STEPS,
-    CostTable,
-    FixedWidth,
-    MeasuredWidth,
-)
+from overlap_spec.scheduler.width.acceptance import HOPED_RATE, MEMORY, AcceptedTokens
+from overlap_spec.scheduler.width.policy import LASTING_STEPS, CostTable, FixedWidth, MeasuredWidth
+
+TRIALS = 0.01  # of the time, at most, goes into trying whether wider steps pay again
 
 FREE = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.0, 1.0), (2.0, 2.0, 2.0)))
 DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))  # relative to a step of width 1
@@ -34,11 +29,10 @@ def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most
     engine = Engine(DEAR, NEVER, batch_size)
     widths = engine.run(3000)
     assert 1 in widths[:most], widths[:most]
-    assert max(widths[most:]) == 2, "a probe is one width up"
+    assert widths[most:].count(1) > 0.97 * len(widths[most:]), "the rest are trials"
     engine.reset_clock()
     engine.run(6000)
-    assert engine.plain_ratio() >= 1 - PROBE_BUDGET
-    assert engine.policy.current == 1
+    assert engine.plain_ratio() >= 1 - TRIALS
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 4 * MEMORY), (64, 40)])
@@ -82,7 +76,7 @@ def test_close_calls_do_not_flap() -> None:
     engine = Engine(StepCosts((1,), (1, 4), ((1.0, 1.5),)), Chain((0.5, 0.0, 0.0)))
     widths = engine.run(10_000)
     changes = sum(a != b for a, b in zip(widths, widths[1:], strict=False))
-    assert changes < 10_000 / SETTLING_STEPS / 4
+    assert changes < 10_000 / 200
     assert engine.plain_ratio() > 0.98
 
 
@@ -95,47 +89,50 @@ def test_batch_sizes_between_and_beyond_the_measured_ones() -> None:
     assert CostTable(StepCosts((3,), (1, 2), ((1.0, 2.0),))).seconds(30) == [1.0, 2.0]
 
 
-def test_rates_are_of_guesses_that_were_tested() -> None:
-    acceptance = ChainAcceptance(3)
+def test_gains_are_of_guesses_that_were_tested() -> None:
+    accepted = AcceptedTokens((1, 2, 3, 4))
     of_each = StepResult(0, [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]], [3, 3, 3, 3], 0.0)  # 0, 1, 2, 3 accepted
     for _ in range(1000):
-        acceptance.observe(of_each)
-    assert acceptance.rates() == pytest.approx([3 / 4, 2 / 3, 1 / 2], abs=0.01)
-    assert acceptance.committed() == pytest.approx([1, 1.75, 2.25, 2.5], abs=0.03)
+        accepted.observe(of_each)
+    assert accepted.committed() == pytest.approx([1, 1.75, 2.25, 2.5], abs=0.01)
+    for _ in range(400):
+        accepted.observe(StepResult(0, [[1], [1, 2], [1]], [1, 1, 0], 0.0))  # the last slot had no guess
+    # what is not tested stays, and the first of it gets better slowly
+    assert accepted.committed() == pytest.approx([1, 1.5, 1.5 + 1 / 3, 2.0], abs=0.02)
+
+
+def test_hope_comes_back_slowly() -> None:
+    accepted = AcceptedTokens((1, 2, 3, 4))
     for _ in range(1000):
-        acceptance.observe(StepResult(0, [[1], [1, 2], [1]], [1, 1, 0], 0.0))  # the last slot had no guess
-    assert acceptance.rates() == pytest.approx([1 / 2, 2 / 3, 1 / 2], abs=0.01), "what is not tested stays"
+        accepted.observe(StepResult(0, [[1]], [3], 0.0))
+    assert accepted.committed() == pytest.approx([1, 1, 1, 1], abs=0.01)
+    for _ in range(1000):
+        accepted.observe(StepResult(0, [[1]], [0], 0.0))
+    assert 1.02 < accepted.committed()[1] < 1.05
+    for _ in range(100_000):
+        accepted.observe(StepResult(0, [[1], [1, 2]], [1, 1], 0.0))
+    assert accepted.committed()[:3] == pytest.approx([1, 1.5, 1.5 + 0.5 * HOPED_RATE], abs=0.01)
 
 
-def test_a_change_is_logged_once_and_probes_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_logged_once_and_trials_are_not(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = Engine(DEAR, NEVER)
-        engine.run(3000)
-    lines = [record.message for record in caplog.records]
-    assert lines[0].startswith("Step width 4 -> ")
-    assert len(lines) <= 2 and "-> 1 at batch 1: guesses accepted at rates 0." in lines[-1]
-
-
-def test_what_nothing_has_tested_is_logged_as_an_assumption(caplog: pytest.LogCaptureFixture) -> None:
-    policy = MeasuredWidth(StepCosts((1,), (1, 2), ((1.0, 9.0),)), ChainAcceptance(1), lambda: 0.0)
-    with caplog.at_level(logging.INFO):
-        assert policy.choose(1) == 1
+        engine.run(8000)
+        widths = engine.run(8000)
     (line,) = [record.message for record in caplog.records]
-    assert "at batch 1: guesses assumed to be accepted at rates 0.70; a step takes 1000.000 ms" in line
+    assert line.startswith("Step width 4 -> 1 at batch 1: 1.") and "in 1000.000 ms, before 1." in line
+    assert set(widths) > {1}
 
 
-def test_a_change_that_is_taken_back_before_its_line_is_due_has_none(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    acceptance = ChainAcceptance(1)
-    policy = MeasuredWidth(StepCosts((1,), (1, 2), ((1.0, 1.5),)), acceptance, lambda: now[0])
+def test_a_change_that_is_taken_back_has_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    policy = MeasuredWidth(StepCosts((1,), (1, 2), ((1.0, 1.5),)))
     with caplog.at_level(logging.INFO):
         for tokens, width in (([1], 1), ([1, 2], 2), ([1], 1)):
             for _ in range(4 * MEMORY):
                 policy.observe(StepResult(0, [tokens], [1], 0.0))
-            assert policy.choose(1) == width
-            for _ in range(SETTLING_STEPS):
-                policy.planned(width, 1)
-            now[0] += LOG_S - 1 if width == 1 else LOG_S  # idle after the second change
+            assert not caplog.records
+            assert {policy.choose(1) for _ in range(LASTING_STEPS - 1)} == {width}
+        assert policy.choose(1) == 1
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("Step width 2 -> 1")
 

@@ -1,0 +1,66 @@
+"""The width policy in cells like those of a GPU: how near it comes to the best fixed width, from the first step on.
+
+`least` is what a policy with an estimator per kind of window and probes of a few steps comes to in the same play. It
+changes its width 50 to 120 times in most cells, each time at the price of a step without guesses.
+"""
+
+from typing import NamedTuple
+
+import pytest
+from support.played_engine import Chain, Engine, Guesses, Tree
+
+from overlap_spec.messages import StepCosts
+
+STEPS = 4000
+HEAD, WEAK, FAILING = Chain((0.55, 0.6, 0.65)), Chain((0.2, 0.2, 0.2)), Chain((0.0, 0.0, 0.0))
+MEAN_2_5 = Chain((0.7, 0.7, 0.7))
+PARENTS = (0, 0, 0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10)
+GOOD_TREE = Tree(PARENTS, (0.6, 0.2, 0.1, 0.6, 0.2, 0.5, 0.4, 0.6, 0.1, 0.5, 0.4, 0.6, 0.2, 0.5, 0.4))
+POOR_TREE = Tree(PARENTS, (0.4, 0.2, 0.1, 0.4, 0.2, 0.3, 0.3, 0.4, 0.1, 0.3, 0.3, 0.3, 0.1, 0.3, 0.3))
+
+
+class Cell(NamedTuple):
+    """`seconds`: of steps of width 1, 2, 3, 4 in chains, of 1, 2, 4, 8, 16 in trees."""
+
+    guesses: Guesses
+    batch_size: int
+    seconds: tuple[float, ...]
+    least: float
+
+
+def chain(guesses: Chain, batch_size: int, whole: float, least: float) -> Cell:
+    """`whole`: what a whole step takes, relative to a plain one."""
+    return Cell(guesses, batch_size, tuple(1 + (whole - 1) * share for share in (0.0, 0.45, 0.72, 1.0)), least)
+
+
+CELLS = {
+    "2.5 tokens, batch 1": chain(MEAN_2_5, 1, 1.25, 0.998),
+    "2.5 tokens, batch 8": chain(MEAN_2_5, 8, 1.5, 1.002),
+    "2.5 tokens, batch 64": chain(MEAN_2_5, 64, 1.634, 1.001),
+    "2.5 tokens, batch 128": chain(MEAN_2_5, 128, 2.336, 0.998),
+    "2.5 tokens, batch 256": chain(MEAN_2_5, 256, 2.9, 0.995),
+    "a head, batch 1": chain(HEAD, 1, 1.25, 0.988),
+    "a head, batch 8": chain(HEAD, 8, 1.5, 0.987),
+    "a head, batch 64": chain(HEAD, 64, 1.634, 0.999),
+    "a head, batch 128": chain(HEAD, 128, 2.336, 0.996),
+    "weak guesses, batch 8": chain(WEAK, 8, 1.5, 0.997),
+    "weak guesses, batch 64": chain(WEAK, 64, 1.634, 0.996),
+    "failing guesses, batch 1": chain(FAILING, 1, 1.25, 0.994),
+    "failing guesses, batch 32": chain(FAILING, 32, 1.65, 0.994),
+    "good tree, batch 1": Cell(GOOD_TREE, 1, (1.0, 1.25, 1.4, 1.7, 2.0), 0.978),
+    "good tree, batch 8": Cell(GOOD_TREE, 8, (1.0, 1.4, 1.6, 1.9, 2.5), 0.996),
+    "poor tree, batch 8": Cell(POOR_TREE, 8, (1.0, 1.4, 1.6, 1.9, 2.5), 0.943),
+    "poor tree, batch 32": Cell(POOR_TREE, 32, (1.0, 1.4, 1.6, 2.2, 3.5), 0.996),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_it_comes_as_near_to_the_best_width_with_few_changes(name: str) -> None:
+    cell = CELLS[name]
+    widths = (1, 2, 3, 4) if isinstance(cell.guesses, Chain) else (1, 2, 4, 8, 16)
+    engine = Engine(StepCosts((1,), widths, (cell.seconds,)), cell.guesses, cell.batch_size)
+    chosen = engine.run(STEPS)
+    fixed = [cell.guesses.committed(width) / s for width, s in zip(widths, cell.seconds, strict=True)]
+    assert engine.plain_ratio() / max(fixed) > cell.least - 0.005
+    assert engine.plain_ratio() > 0.99 * fixed[0], "plain decoding"
+    assert sum(a != b for a, b in zip(chosen, chosen[1:], strict=False)) < 60
