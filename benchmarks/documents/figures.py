@@ -76,6 +76,10 @@ def _over_transformers(results: Results) -> str:
     return f"{ratio:.1f}"
 
 
+def _over_transformers_on_xeon(results: Results, engine: str) -> str:
+    return f"{results['cpu_check_h200_machine'][engine]['times transformers']:.1f}"
+
+
 def _sampled(results: Results) -> str:
     """SmolLM2 at temperature 1: speculation over plain decoding, the worst batch size."""
     report = results["throughput_h200"]
@@ -113,6 +117,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "noise-shared": lambda results: _noise(results, "shared"),
     "noise-greedy": lambda results: _noise(results, "greedy"),
     "over-transformers": _over_transformers,
+    "over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "engine"),
+    "plain-over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "plain"),
     "sampled-worst": _sampled,
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
     "bf16-largest": lambda results: _verdict(results, "largest_margin"),

@@ -207,7 +207,10 @@ def _mode(path: Path) -> bytes:
 
 
 def _is_source(path: Path) -> bool:
-    return path.name not in _NOT_SOURCE and path.suffix != ".pyc"
+    """Git knows no empty directory: one that holds nothing else than compiled files is left out with them."""
+    if path.name in _NOT_SOURCE or path.suffix == ".pyc":
+        return False
+    return not path.is_dir() or any(_is_source(child) for child in path.iterdir())
 
 
 if __name__ == "__main__":

@@ -49,6 +49,14 @@ def test_hashes_are_gits(tree: Path) -> None:
         assert git_hash(tree / path) == git(tree, "rev-parse", f"HEAD:{path}"), path
 
 
+def test_a_folder_without_sources_is_no_part_of_a_tree(tree: Path) -> None:
+    """A package that has moved leaves its compiled files behind."""
+    before = git_hash(tree)
+    (tree / "moved" / "__pycache__").mkdir(parents=True)
+    (tree / "moved" / "__pycache__" / "x.pyc").write_bytes(b"")
+    assert git_hash(tree) == before
+
+
 def test_the_commit_is_that_of_an_equal_tree(tree: Path) -> None:
     assert source_of(places(tree), tree).commit == head(tree)
     (tree / "README.md").write_text("not a part of what runs\n")
