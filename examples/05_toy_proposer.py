@@ -30,7 +30,7 @@ class Followers(NoProposer):
 
     def extend(self, batch, rows, output, verdict):  # what a step commits, padded with -1
         before = torch.cat((self.root[batch.slots, None], verdict.tokens[:, :-1].clamp(min=0)), 1)
-        slots = torch.where(verdict.tokens < 0, len(self.after) - 1, batch.slots[:, None])  # the last is nobody's
+        slots = torch.where(verdict.tokens < 0, len(self.after) - 1, batch.slots[:, None])  # the last is the dummy
         self.after[slots, before] = verdict.tokens
         return verdict.tokens.gather(1, verdict.accept_len[:, None])
 

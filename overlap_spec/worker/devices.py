@@ -108,7 +108,7 @@ class CpuDevice:
 
 
 class CudaEvent:
-    """A timing event on the stream, lent by `pool`; it goes back when nobody can ask for this moment any more."""
+    """A timing event on the stream, lent by `pool`; it goes back when the last reference to it is gone."""
 
     def __init__(self, pool: list[torch.cuda.Event]) -> None:
         self._pool = pool
@@ -126,7 +126,7 @@ class CudaEvent:
 class CudaDownload:
     """A copy into a pinned buffer lent by `pool`, and the event behind it.
 
-    Whoever gets the buffer next copies on the same stream, so even a result that nobody reads is not in the way.
+    Whoever gets the buffer next copies on the same stream, so a result that is never read is overwritten safely.
     """
 
     asynchronous = True

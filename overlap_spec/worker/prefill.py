@@ -1,7 +1,7 @@
 """One prefill step, as device work alone: run chunks, draw first tokens, propose first windows.
 
 It has three parts, as a decode step has (`decode.py`): `forward` runs the chunks, `draw` ends with what is published,
-`draft` works after it. A seat whose prompt goes on, or that is nobody's, draws for the dummy slot: nothing comes of it.
+`draft` works after it. A chunk whose prompt goes on, and a spare one, draws for the dummy slot.
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
-"""Points inside a step, for who wants to know where its time goes. Off by default: `NO_MARKS` marks nothing.
+"""Marks inside a step, which show where its time goes. Off by default: `NO_MARKS` marks nothing.
 
-Steps that are launched operation by operation leave a moment at every mark. A CUDA graph records its marks anew with
+Steps that are launched operation by operation record an event at every mark. A CUDA graph records its marks anew with
 every replay, so only those of its last replay can be read, and only when nothing follows it.
 """
 

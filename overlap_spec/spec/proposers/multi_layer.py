@@ -52,7 +52,7 @@ class Layers(Protocol):
 
 @dataclass(frozen=True)
 class RecentRows:
-    """What the last N rows of each slot are made of, by position modulo N. The last slot is nobody's."""
+    """What the last N rows of each slot are made of, by position modulo N. The last slot is the dummy."""
 
     features: Tensor  # [S, N, H]
     tokens: Tensor  # [S, N] i64: the one after each row

@@ -64,7 +64,7 @@ class NgramMemory:
 
     @property
     def dummy(self) -> int:
-        """The slot row that is nobody's."""
+        """The dummy's slot row."""
         return len(self.log.open_page) - 1
 
     def forget(self) -> None:

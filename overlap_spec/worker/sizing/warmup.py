@@ -1,7 +1,7 @@
 """Runs every kind of step once before the engine says ready, and measures how long prompts and steps take.
 
 Warm-up plans are ordinary plans on slot 0 and the dummy page, so they leave nothing behind: the next owner resets the
-slot, and nobody reads the dummy page.
+slot, and no request reads the dummy page.
 """
 
 import time

@@ -133,7 +133,7 @@ def test_stop_ids_are_forbidden_before_stop_from_only() -> None:
 @pytest.mark.parametrize("ids", [torch.arange(40), torch.tensor([30, 3, 8, 11])], ids=["all", "a draft's"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_forbidden_stop_ids_are_those_of_a_mask_written_out(dtype: torch.dtype, ids: Tensor) -> None:
-    """Ids that are padding, that the draft does not have and that nobody has; some twice; some positions early."""
+    """Ids that are padding, that the draft lacks and that no model has; some twice; some positions early."""
     random = torch.Generator().manual_seed(len(ids))
     logits = torch.randn(5, 3, len(ids), generator=random).to(dtype)
     params = sampling(5, stop_ids=(0,))
