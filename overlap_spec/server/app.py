@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.chat import ChatCompletions
+from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
 from overlap_spec.server.info import InfoEndpoints
@@ -27,8 +28,9 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
     """Build the app. While `health` returns False, every answer except that of `/metrics` is a 503."""
     metrics = ServerMetrics()
     runner = Runner(client, metrics)
+    chats = ChatRunner(runner, info)
     routes = [
-        Route("/v1/chat/completions", ChatCompletions(runner, info).post, methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletions(chats, info).post, methods=["POST"]),
         Route("/v1/completions", Completions(runner, info).post, methods=["POST"]),
         Route("/generate", NativeGenerate(runner, info).post, methods=["POST"]),
         *Health(runner, info, health).routes(),

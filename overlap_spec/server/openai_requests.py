@@ -77,7 +77,11 @@ R = TypeVar("R", bound=CommonRequest)
 
 async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
     """Read and check a body, except its prompt and ranges. Raises: Problem naming the field."""
-    fields = await read_json(request, info.max_body_bytes)
+    return check_openai(await read_json(request, info.max_body_bytes), shape, info)
+
+
+def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
+    """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
     refuse_unsupported(fields)
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = without_nulls(options)
