@@ -9,6 +9,7 @@ from overlap_spec.config.speculation import SpeculationFlags, Text
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+AuditAction = Literal["log", "disable", "stop"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2"
@@ -63,6 +64,24 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
+
+    audit_rate: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                le=1,
+                description="share of finished requests that plain decoding runs again; default 0.01 with speculation",
+            ),
+        ]
+        | None
+    ) = None
+    audit_action: Annotated[
+        AuditAction, Meta(description="on a fault: log it; disable speculation from then on; stop the engine")
+    ] = "log"
+    audit_file: Annotated[
+        Text | None, Meta(description="JSONL file of faults; default: a new one in the cache directory")
+    ] = None
 
     mem_fraction_static: (
         Annotated[float, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV pages")] | None

@@ -8,6 +8,16 @@ them from this package: each file holds the messages of one link, and an actor's
     client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker
 """
 
+from overlap_spec.messages.audit import (
+    Audit,
+    Audited,
+    AuditFigures,
+    AuditReply,
+    AuditReport,
+    Difference,
+    GetAudit,
+    StopSpeculating,
+)
 from overlap_spec.messages.base import (
     AbortReason,
     ErrorCode,
@@ -80,11 +90,19 @@ from overlap_spec.messages.supervisor import (
     ToSupervisor,
 )
 
-ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Shutdown
+ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Audit | StopSpeculating | Shutdown
 ToWorker = StepPlan | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
 
 __all__ = [
+    "StopSpeculating",
+    "GetAudit",
+    "Difference",
+    "AuditReport",
+    "AuditReply",
+    "AuditFigures",
+    "Audited",
+    "Audit",
     "Abort",
     "AbortReason",
     "ActorFacts",

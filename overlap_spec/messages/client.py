@@ -1,5 +1,6 @@
 """The client link: between the tokenizer and its clients."""
 
+from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
 from overlap_spec.messages.ring import Stats
@@ -56,7 +57,7 @@ class GetStats(Message, frozen=True):
     request_id: str
 
 
-ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats
+ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats | GetAudit
 
 
 # --- tokenizer -> client ----------------------------------------------------------------------------------
@@ -124,4 +125,4 @@ class StatsReply(Message, frozen=True):
     stats: Stats
 
 
-ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply
+ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply | AuditReply

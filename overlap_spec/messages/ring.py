@@ -57,6 +57,9 @@ class SlotWork(Message, frozen=True):
     follows the chunk, or -1 when the chunk completes the prompt and the target draws the next token. In
     decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
     how many rows before the slot's root the draft has not absorbed.
+
+    An audit knows all tokens, so its decode steps take nothing from the slot's row but the pages: `prompt_chunk` is the
+    one token at `start`, after which the target draws, and `next_token` the token that was served there.
     """
 
     slot: int
@@ -73,7 +76,8 @@ class StepPlan(Message, frozen=True):
 
     A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
     token. At width 1, where W is more, the draft is left out; what it missed it absorbs at the start of a step with
-    `catch_up`. A prefill step proposes for a whole window.
+    `catch_up`. A prefill step proposes for a whole window. In a step of an `audit` the draft takes no part, its decode
+    steps are one column wide, and are padded to `padded_to` slots.
     """
 
     step_id: int
@@ -81,6 +85,8 @@ class StepPlan(Message, frozen=True):
     work: list[SlotWork]
     width: int
     catch_up: bool = False
+    audit: bool = False
+    padded_to: int = 0
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------
@@ -105,7 +111,8 @@ class WorkerReady(Message, frozen=True):
     pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
-    results have `levels`, and every window is filled whole, whatever the width of the step before.
+    results have `levels`, and every window is filled whole, whatever the width of the step before. `audit_slots`: the
+    slots from `first_audit_slot` on, which audits alone use; their controls are padded to `control_slots`.
     """
 
     num_slots: int
@@ -122,6 +129,9 @@ class WorkerReady(Message, frozen=True):
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
     is_self_drafting: bool = False
+    first_audit_slot: int = 0
+    audit_slots: int = 0
+    control_slots: int = 0
 
 
 class StepResult(Message, frozen=True):
@@ -147,18 +157,23 @@ class StepResult(Message, frozen=True):
     levels: list[int] = []  # of guesses in the whole window
     strengths: list[int] = []  # how many tokens the guesses rest on
     next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
+    leads: list[float] = []  # of decode steps of audits: `tokens` are those drawn, these the leads of those served
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
 
 
 class EngineLimits(Message, frozen=True):
-    """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens."""
+    """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
+
+    `audit_slots`: requests that may be audited at once; 0 where audits are off.
+    """
 
     max_len: int
     max_total_tokens: int
     max_running_requests: int
     vocab_size: int
+    audit_slots: int = 0
 
 
 class TokenDeltas(Message, frozen=True):

@@ -12,12 +12,14 @@ from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     Admit,
+    Audit,
     ErrorCode,
     FlushCache,
     Flushed,
     Refused,
     Shutdown,
     StepResult,
+    StopSpeculating,
     ToScheduler,
     ToTokenizer,
     ToWorker,
@@ -94,6 +96,7 @@ class Scheduler:
     def send_replies(self) -> None:
         """Send the tokenizer what the last events left for it, and a report if one is due."""
         self._reply(self.reporter.poll())
+        self.outbox += self.queues.audits.given_up()
         if self.outbox:
             self.empty_outbox()
 
@@ -114,6 +117,10 @@ class Scheduler:
                 self._reply(self.ledger.abort(message.uid, message.reason))
             case FlushCache():
                 self._flush()
+            case Audit():
+                self.queues.audits.add(message)
+            case StopSpeculating():
+                self.planner.decode_plainly()
             case Shutdown():
                 self.stopping = True
             case WorkerReady():
@@ -123,7 +130,11 @@ class Scheduler:
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
-        self._reply(self.ledger.settle(self.inflight.popleft(), result))
+        step = self.inflight.popleft()
+        if step.plan.audit:
+            self.outbox += self.queues.audits.settle(step.plan, result)
+        else:
+            self._reply(self.ledger.settle(step, result))
 
     def _reply(self, message: ToTokenizer | None) -> None:
         if message is not None:
@@ -139,7 +150,7 @@ class Scheduler:
 
     def _flush(self) -> None:
         """Empty the prefix cache, unless something runs or waits."""
-        can = self.queues.idle and not self.inflight
+        can = self.queues.idle and all(step.plan.audit for step in self.inflight)
         if can:
             cache = self.queues.memory.cache
             cache.evict(cache.num_evictable)

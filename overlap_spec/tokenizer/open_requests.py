@@ -5,19 +5,24 @@ from dataclasses import dataclass
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.output import Output
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted."""
+    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted.
+
+    `transcript`: of a request that is to be audited.
+    """
 
     uid: int
     client: int
     request_id: str
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
+    transcript: Transcript | None = None
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

@@ -22,6 +22,7 @@ from overlap_spec.spec.methods import method_of
 from overlap_spec.spec.verification import VerifierInputs
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.worker.audit import AuditStep
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
@@ -92,7 +93,7 @@ def build_executor(
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
     processors = LogitProcessors(target.vocab_size, pool, own_processors)
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors, geometry.num_audits)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,
@@ -118,7 +119,8 @@ def build_executor(
     device = _device(place)
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
-    return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size))
+    prefill_step = PrefillStep(slots, target, method, geometry.page_size)
+    return Executor(device, slots, decode_step, prefill_step, AuditStep(slots, target, geometry.page_size))
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:

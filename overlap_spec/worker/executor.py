@@ -15,6 +15,7 @@ from torch import Tensor
 
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
@@ -37,19 +38,27 @@ class ChunkSlots:
 class Executor:
     """The worker's one path for CPU and CUDA."""
 
-    def __init__(self, device: Device, slots: SlotRows, decode_step: DecodeStep, prefill_step: PrefillStep) -> None:
+    def __init__(
+        self, device: Device, slots: SlotRows, decode_step: DecodeStep, prefill_step: PrefillStep, audit_step: AuditStep
+    ) -> None:
         self.slots = slots
+        self.audit_step = audit_step
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
         self._decoder: Decoder = decode_step
         self._prefiller: Prefiller = prefill_step
+        self._auditor: Auditor = audit_step
         self._chunk_slots: ChunkSlots | None = None
         self._before: DeviceTimes | None = None
 
     def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
         """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
         self._decoder, self._prefiller = decoder, prefiller
+
+    def audit_by(self, auditor: Auditor) -> None:
+        """Run the decode steps of audits by this from now on."""
+        self._auditor = auditor
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> StepHandle:
         """Enqueue a step. Sync: never. Raises: what the step raises.
@@ -59,7 +68,8 @@ class Executor:
         """
         now = time.monotonic()
         handle = StepHandle(plan, HostTimes(received or now, now), self._before)
-        step = self._decode if plan.phase is Phase.DECODE else self._prefill
+        decode = self._audit if plan.audit else self._decode
+        step = decode if plan.phase is Phase.DECODE else self._prefill
         with torch.inference_mode():
             step(handle, on_published)
             handle.device.end = self.device.now()
@@ -82,6 +92,7 @@ class Executor:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
         self.use(self.decode_step, self.prefill_step)
+        self.audit_by(self.audit_step)
 
     def _decode(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
@@ -91,6 +102,16 @@ class Executor:
         self._publish(handle, verdict.published)  # tokens leave before the draft works
         on_published(handle)
         decoder.draft(forwarded, chunk_slots.sampling)
+
+    def _audit(self, handle: StepHandle, on_published: OnPublished) -> None:
+        """Draw at the plan's positions, publish what is drawn and the leads of what was served."""
+        work, auditor = handle.plan.work, self._auditor
+        size = auditor.size_for(max(len(work), handle.plan.padded_to))
+        (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
+        replayed = auditor.forward(packed)
+        published = auditor.judge(replayed, self.slots.sampling_work(work))
+        self._publish(handle, Published(published, COLUMNS))
+        on_published(handle)
 
     def _prefill(self, handle: StepHandle, on_published: OnPublished) -> None:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
@@ -102,7 +123,8 @@ class Executor:
         prefilled = prefiller.forward(packed, shape)
         self._publish(handle, prefiller.draw(prefilled, sampling))
         on_published(handle)
-        prefiller.draft(prefilled, sampling)
+        if not handle.plan.audit:
+            prefiller.draft(prefilled, sampling)
 
     def _seated(self, handle: StepHandle) -> ChunkSlots:
         """The step's slots on the device, which most often they are already."""

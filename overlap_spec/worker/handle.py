@@ -1,12 +1,13 @@
 """A launched step: its tokens, and when what happened to it."""
 
 import time
+from array import array
 from dataclasses import dataclass
 from typing import TypedDict
 
 from overlap_spec_kernels import PublishedColumns
 
-from overlap_spec.messages import StepPlan, StepResult
+from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.worker.devices import DeviceEvent, Download
 
 
@@ -64,6 +65,7 @@ class StepHandle:
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
             **_width_columns(rows, columns),
+            leads=_leads(rows) if self.plan.audit and self.plan.phase is Phase.DECODE else [],
         )
 
     def _device_seconds(self) -> tuple[float, float]:
@@ -73,6 +75,11 @@ class StepHandle:
         if before is None:
             return worked, 0.0
         return worked + before.end.since(before.decided), self.device.begin.since(before.end)
+
+
+def _leads(rows: list[list[int]]) -> list[float]:
+    """The last column of an audit's rows, whose bits are a float64's."""
+    return array("d", array("q", (row[-1] for row in rows)).tobytes()).tolist()
 
 
 class WidthColumns(TypedDict, total=False):

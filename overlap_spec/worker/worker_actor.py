@@ -63,6 +63,9 @@ def worker_ready(
         max_deferred=0 if executor.is_self_drafting else geometry.max_deferred,
         roofline=ceiling,
         is_self_drafting=executor.is_self_drafting,
+        first_audit_slot=executor.slots.dummy + 1,
+        audit_slots=geometry.num_audits,
+        control_slots=geometry.num_controls,
     )
 
 

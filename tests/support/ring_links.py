@@ -92,12 +92,12 @@ class SentLengths:
         self._work: dict[int, list[SlotWork]] = {}  # by step
 
     def planned(self, plan: StepPlan) -> None:
-        """A plan leaves for the worker."""
-        self._work[plan.step_id] = plan.work
+        """A plan leaves for the worker. Audits commit nothing."""
+        self._work[plan.step_id] = [] if plan.audit else plan.work
 
     def sent(self, result: StepResult) -> None:
         """A result leaves the worker."""
-        for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=True):
+        for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=False):
             before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
             self.lengths[work.slot] = before + len(tokens)
 
@@ -196,6 +196,7 @@ class WatchedPlans:
         self._lengths = lengths
         self.sent: list[int] = []
         self.chunk_splits = 0
+        self.audits: Counter[Phase] = Counter()  # steps
         self.widths: Counter[int] = Counter()  # of decode steps
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
@@ -203,7 +204,10 @@ class WatchedPlans:
         if not isinstance(message, Shutdown | FlushCache):
             self.sent.append(message.step_id)
             self._lengths.planned(message)
-            if message.phase is Phase.PREFILL:
+            self.audits[message.phase] += message.audit
+            if message.audit:
+                pass
+            elif message.phase is Phase.PREFILL:
                 self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
             else:
                 self.widths[message.width] += 1
