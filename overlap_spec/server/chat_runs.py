@@ -87,7 +87,8 @@ class ChatRunner:
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
         name = body.id(prefix)
-        return Group(name, [EngineRequest(name, prompt, sampling, {**_names(limit), "prompt": "messages"})])
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
+        return Group(name, [EngineRequest(name, prompt, sampling, names)])
 
     async def run(self, group: Group) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`."""

@@ -44,7 +44,8 @@ class Completions:
         prompts, _ = read_prompts(body.prompt, "prompt", self._info)
         name = body.id("cmpl-")
         ids = [name] if len(prompts) == 1 else [f"{name}_{index}" for index in range(len(prompts))]
-        requests = [EngineRequest(each, prompt, sampling, NAMES) for each, prompt in zip(ids, prompts, strict=True)]
+        names = {**NAMES, "grammar": body.grammar_field}
+        requests = [EngineRequest(each, prompt, sampling, names) for each, prompt in zip(ids, prompts, strict=True)]
         return Group(name, requests)
 
     async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:

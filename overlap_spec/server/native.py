@@ -13,6 +13,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, Prompt, SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.grammars import GRAMMAR_FIELDS, GrammarFields
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
@@ -31,7 +32,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(GrammarFields, kw_only=True):
     """`sampling_params`. Names and defaults are SGLang's; the seed has two names."""
 
     max_new_tokens: int = 128
@@ -83,8 +84,9 @@ class NativeGenerate:
         count = len(prompts)
         name, ids = _ids(body.rid, count, batched)
         sampling = self._sampling(body.sampling_params, count)
-        names = {"prompt": field}
-        requests = [EngineRequest(*parts, names) for parts in zip(ids, prompts, sampling, strict=True)]
+        given = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params] * count
+        names = [{"prompt": field, "grammar": _grammar_field(each or {})} for each in given]
+        requests = [EngineRequest(*parts) for parts in zip(ids, prompts, sampling, names, strict=True)]
         return Group(name, requests), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
@@ -111,15 +113,16 @@ class NativeGenerate:
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
         seed_name = "sampling_seed" if read.seed is None else "seed"
-        values = msgspec.structs.asdict(read)
+        values = {name: value for name, value in msgspec.structs.asdict(read).items() if name not in GRAMMAR_FIELDS}
         values["seed"] = values[seed_name]
         del values["sampling_seed"]
         values["stop"] = stop_strings(read.stop, self._info)
         values["stop_token_ids"] = tuple(read.stop_token_ids)
+        values["grammar"] = read.grammar(self._info)
         try:
             return SamplingParams(**values)
         except RequestError as error:
-            raise renamed(error, {"seed": seed_name}) from None
+            raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
     async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
         answers = [Collected() for _ in group.requests]
@@ -146,6 +149,11 @@ def _refuse_other_names(fields: Json) -> None:
     for name in fields:
         if name in OTHER_NAMES:
             raise Problem(400, f"{name} is {OTHER_NAMES[name]} here, in sampling_params", name, "invalid_value")
+
+
+def _grammar_field(given: Json) -> str:
+    """The field that asks for a grammar; for messages of the engine."""
+    return next((name for name, value in given.items() if name in GRAMMAR_FIELDS and value), "grammar")
 
 
 def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str]]:
