@@ -75,7 +75,7 @@ class InfoEndpoints:
                 "model_path": info.model_path,
                 "tokenizer_path": info.tokenizer_path or info.model_path,
                 "is_generation": True,
-                "preferred_sampling_params": None,
+                "preferred_sampling_params": info.sampling_defaults.changes() or None,
                 "weight_version": "default",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,

@@ -24,9 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_params": ({},),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
-    # how many answers
-    "n": (1,),
-    "best_of": (1,),
     "guided_decoding": ({},),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": ("",),

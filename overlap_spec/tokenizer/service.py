@@ -48,7 +48,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class TokenizerService:
             # A completion continues its prompt's text, an assistant's answer does not.
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
             request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
-            self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
+            self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:
