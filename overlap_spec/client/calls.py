@@ -8,6 +8,7 @@ from typing import Any, assert_never
 from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
+    AuditReply,
     ChatPrompt,
     Detokenized,
     ErrorCode,
@@ -45,7 +46,7 @@ class Completion:
     usage: Usage
 
 
-Reply = Tokenized | Detokenized | FlushDone | StatsReply | Pong
+Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
 Answer = Delta | Reply | OverlapSpecError
 
 

@@ -60,6 +60,7 @@ class Scheduler:
         self.outbox: list[ToTokenizer] = []
         self.stopping = False
         self._num_arrived = 0
+        self._num_flushes = 0  # asked for and not answered
 
     async def run(self) -> None:
         """Serve until Shutdown. Cancellation: loses nothing that was received."""
@@ -116,6 +117,7 @@ class Scheduler:
             case Abort():
                 self._reply(self.ledger.abort(message.uid, message.reason))
             case FlushCache():
+                self._num_flushes += 1
                 self._flush()
             case Audit():
                 self.queues.audits.add(message)
@@ -130,11 +132,17 @@ class Scheduler:
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
+<<<<<<< HEAD
         step = self.inflight.popleft()
         if step.plan.audit:
             self.outbox += self.queues.audits.settle(step.plan, result)
         else:
             self._reply(self.ledger.settle(step, result))
+=======
+        self._reply(self.ledger.settle(self.inflight.popleft(), result))
+        if self._num_flushes:
+            self._flush()
+>>>>>>> main
 
     def _reply(self, message: ToTokenizer | None) -> None:
         if message is not None:
@@ -149,12 +157,21 @@ class Scheduler:
         self.planner.counters.requests += 1
 
     def _flush(self) -> None:
+<<<<<<< HEAD
         """Empty the prefix cache, unless something runs or waits."""
         can = self.queues.idle and all(step.plan.audit for step in self.inflight)
+=======
+        """Empty the prefix cache, unless something runs or waits. Steps of requests that have finished end first."""
+        if self.inflight and self.queues.only_leaving:
+            return
+        can = self.queues.idle and not self.inflight
+>>>>>>> main
         if can:
             cache = self.queues.memory.cache
             cache.evict(cache.num_evictable)
             if self.limits.is_self_drafting:
                 self.links.worker.send(FlushCache())
             self._reply(self.reporter.snapshot())  # before Flushed: figures asked for after it show an empty cache
-        self._reply(Flushed(can))
+        for _ in range(self._num_flushes):
+            self._reply(Flushed(can))
+        self._num_flushes = 0
