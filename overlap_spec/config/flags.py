@@ -9,11 +9,8 @@ from overlap_spec.config.speculation import SpeculationFlags, Text
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
-<<<<<<< HEAD
 AuditAction = Literal["log", "disable", "stop"]
-=======
 SamplingDefaultsFrom = Literal["model", "openai"]
->>>>>>> main
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2"

@@ -9,6 +9,7 @@ them from this package: each file holds the messages of one link, and an actor's
 """
 
 from overlap_spec.messages.audit import (
+    BOUNDLESS,
     Audit,
     Audited,
     AuditFigures,
@@ -98,6 +99,7 @@ ToWorker = StepPlan | FlushCache | Shutdown
 ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
 
 __all__ = [
+    "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",
     "Difference",

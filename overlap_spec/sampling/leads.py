@@ -8,7 +8,8 @@ change that makes a difference:
                 least over all other columns of  max( value of the token - value of the column, - room of the column ) )
 
 `room` is what keeps a column in, or with its sign changed what keeps it out. A lead is positive if the token is the one
-that is drawn, and negative if it is not; that of a forbidden token is `FORBIDDEN`. All of it is in logits: differences of logits / T, times T.
+that is drawn, and negative if it is not; that of a forbidden token is `FORBIDDEN`. All of it is in logits: differences
+of logits / T, times T.
 """
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.types import Sampling
 
-FORBIDDEN = -1e30  # stands for -inf, of which no difference can be taken
+FORBIDDEN = -1e30  # in place of -inf, of which no difference can be taken
 TINIEST = 1e-300
 
 
@@ -70,7 +71,7 @@ def _room_in_mass(ordered: Tensor, top_p: Tensor) -> Tensor:
     The best u is next to where the one becomes larger than the other. Shapes: [B, V], [B] -> [B, V].
     """
     p = ordered.softmax(-1)
-    mass_room = _log_odds(top_p)[:, None] - _log_odds(p.cumsum(-1) - p)  # falls along a row, as `ordered` does
+    mass_room = _log_odds(top_p)[:, None] - _log_odds(p.cumsum(-1) - p)  # decreases along a row, as `ordered` does
     u = torch.searchsorted(-(mass_room + ordered), -ordered).clamp(min=1)
     beyond = F.pad(ordered, (0, 1), value=-torch.inf).gather(1, u)
     mass_beyond = F.pad(mass_room, (0, 1), value=-torch.inf).gather(1, u)

@@ -28,7 +28,7 @@ class AuditRun:
 
     def __init__(self, audit: Audit, request: Request) -> None:
         self.audit = audit
-        self.request = request  # it says how tokens are drawn, and is in no queue
+        self.request = request  # how tokens are drawn; it is in no queue
         self.tokens = request.tokens + unpack_tokens(audit.output)
         self.num_starts = 0
         self.reset()
@@ -77,6 +77,8 @@ class Audits:
         self.free_slots = [limits.first_audit_slot + i for i in reversed(range(limits.audit_slots))]
         self._in_step: list[AuditRun] | None = None
         self._controls_next = False
+        self.share = SHARE
+        self.num_restarts = 0
         self._num_others = 0  # steps since the last one of an audit
         self._given_up: list[Audited] = []
         memory.borrower = self
@@ -92,6 +94,7 @@ class Audits:
         self._memory.pool.drop(reversed(run.pages))
         self._leave_slot(run)
         run.reset()
+        self.num_restarts += 1
         if run.num_starts < MOST_STARTS:
             self.waiting.appendleft(run)
         else:
@@ -114,7 +117,7 @@ class Audits:
 
     def next_plan(self, step_id: int, idle: bool) -> StepPlan | None:
         """Plan a step if it is the audits' turn, or no request wants one (`idle`), and an audit has room."""
-        if self._in_step is not None or not (idle or self._num_others >= SHARE):
+        if self._in_step is not None or not (idle or self._num_others >= self.share):
             return None
         self._start_waiting()
         if not self.running:

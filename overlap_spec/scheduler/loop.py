@@ -132,17 +132,13 @@ class Scheduler:
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
-<<<<<<< HEAD
         step = self.inflight.popleft()
         if step.plan.audit:
             self.outbox += self.queues.audits.settle(step.plan, result)
         else:
             self._reply(self.ledger.settle(step, result))
-=======
-        self._reply(self.ledger.settle(self.inflight.popleft(), result))
         if self._num_flushes:
             self._flush()
->>>>>>> main
 
     def _reply(self, message: ToTokenizer | None) -> None:
         if message is not None:
@@ -157,15 +153,11 @@ class Scheduler:
         self.planner.counters.requests += 1
 
     def _flush(self) -> None:
-<<<<<<< HEAD
-        """Empty the prefix cache, unless something runs or waits."""
-        can = self.queues.idle and all(step.plan.audit for step in self.inflight)
-=======
         """Empty the prefix cache, unless something runs or waits. Steps of requests that have finished end first."""
-        if self.inflight and self.queues.only_leaving:
+        serving = any(not step.plan.audit for step in self.inflight)  # audits leave the cache alone
+        if serving and self.queues.only_leaving:
             return
-        can = self.queues.idle and not self.inflight
->>>>>>> main
+        can = self.queues.idle and not serving
         if can:
             cache = self.queues.memory.cache
             cache.evict(cache.num_evictable)

@@ -10,7 +10,17 @@ import msgspec
 
 from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
-from overlap_spec.messages import AuditReport, ChatPrompt, EngineFacts, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
+from overlap_spec.messages import (
+    AuditReport,
+    ChatPrompt,
+    EngineFacts,
+    Finish,
+    Prompt,
+    SamplingParams,
+    Stats,
+    TextPrompt,
+    Usage,
+)
 from overlap_spec.version import __version__
 
 # (True, "") or (False, the reason). It is called before every request, so it must not wait.

@@ -1,7 +1,7 @@
 """One decode step of audits, as device work alone: plain decoding at given positions, along tokens that were served.
 
-Every request of the step is where the plan says: its root is written into its row, the target runs one column, a token
-is drawn as in plain decoding, and what leaves is that token with the lead of the served one (`sampling/leads.py`).
+The plan has the place of every request of the step. Its root is written into its row, the target runs one column, and
+a token is drawn as in plain decoding. What leaves is that token, and the lead of the served one (`sampling/leads.py`).
 Nothing is committed, and the draft takes no part: the next step's root is the served token, whatever was drawn.
 """
 

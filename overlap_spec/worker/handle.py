@@ -79,7 +79,7 @@ class StepHandle:
 
 def _leads(rows: list[list[int]]) -> list[float]:
     """The last column of an audit's rows, whose bits are a float64's."""
-    return array("d", array("q", (row[-1] for row in rows)).tobytes()).tolist()
+    return list(array("d", array("q", (row[-1] for row in rows)).tobytes()))
 
 
 class WidthColumns(TypedDict, total=False):

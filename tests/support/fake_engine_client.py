@@ -16,6 +16,7 @@ import httpx
 
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
+    AuditReport,
     ChatPrompt,
     Finish,
     FinishKind,
@@ -28,6 +29,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
+from support.audit_reports import NOTHING_AUDITED
 
 MAX_LEN = 256
 INFO = ServerInfo(
@@ -118,6 +120,9 @@ class FakeClient:
 
     async def flush_cache(self) -> bool:
         return self.flushable
+
+    async def audit(self) -> AuditReport:
+        return NOTHING_AUDITED
 
     async def stats(self) -> Stats:
         return self.statistics

@@ -114,6 +114,8 @@ class RingConfig:
     processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     audit: AuditSettings = AuditSettings()
+    audit_slots: int = 3
+    audit_share: int = 3  # of so many steps one is an audit's, while requests run
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
     @property
@@ -134,8 +136,8 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
-            num_audits=min(self.num_slots, 3) if self.audit.rate else 0,
-            num_controls=6 if self.audit.rate else 0,
+            num_audits=self.audit_slots if self.audit.rate else 0,
+            num_controls=2 * self.audit_slots if self.audit.rate else 0,
         )
 
 
@@ -174,6 +176,7 @@ class Ring:
         )
         if config.widths_seed is not None:
             self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
+        self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         checks = RequestChecks(codec.eos_token_ids, 1000, 0)

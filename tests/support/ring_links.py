@@ -197,6 +197,8 @@ class WatchedPlans:
         self.sent: list[int] = []
         self.chunk_splits = 0
         self.audits: Counter[Phase] = Counter()  # steps
+        self.audits_between = 0  # steps of requests that follow an audit's
+        self._last_audit = False
         self.widths: Counter[int] = Counter()  # of decode steps
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
@@ -205,6 +207,8 @@ class WatchedPlans:
             self.sent.append(message.step_id)
             self._lengths.planned(message)
             self.audits[message.phase] += message.audit
+            self.audits_between += not message.audit and self._last_audit
+            self._last_audit = message.audit
             if message.audit:
                 pass
             elif message.phase is Phase.PREFILL:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import (
+    BOUNDLESS,
     Admit,
     Audit,
     Audited,
@@ -30,13 +31,13 @@ from overlap_spec.messages import (
     FinishKind,
     StopSpeculating,
 )
-from overlap_spec.messages.audit import BOUNDLESS
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 
 MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts
+GIVEN_UP = "requests needed its pages"
 CONTROL_EVERY = 16
 RECENT = 1000  # differences that the report holds, of each kind
 LOG_S = 600.0  # between summaries; between faults that are logged, a tenth of it
@@ -135,7 +136,7 @@ class Auditor:
         """A run has ended. Raises: AuditFault where a fault is to end the engine."""
         running = self._running[message.uid]
         if not message.drawn:
-            self._dropped["requests needed its pages"] += 1
+            self._dropped[GIVEN_UP] += 1
         else:
             run = Run.of(message)
             if running.first is None and self._wants_control(running.transcript, run):

@@ -9,7 +9,7 @@ import math
 from array import array
 from collections import Counter
 
-from overlap_spec.messages.audit import BOUNDLESS
+from overlap_spec.messages import BOUNDLESS
 
 ENOUGH = 1000  # leads, for a quantile of one in a thousand
 TAIL = 1e-3

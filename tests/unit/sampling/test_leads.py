@@ -6,8 +6,7 @@ from msgspec.structs import replace
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.messages import ResetSlot, SamplingParams, SlotWork
-from overlap_spec.messages.audit import BOUNDLESS
+from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, SlotWork
 from overlap_spec.sampling.leads import leads
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.types import Sampling
