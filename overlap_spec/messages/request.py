@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
@@ -31,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    speculative: Speculative = Speculative()
 
     def __post_init__(self) -> None:
         for field, value, ok, want in self._ranges():
