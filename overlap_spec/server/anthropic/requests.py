@@ -277,7 +277,7 @@ def _call(block: ToolUseBlock) -> Json:
 
 
 def _result(block: ToolResultBlock) -> Json:
-    """Chats have no flag for a failed call: its result says so."""
+    """Chats have no flag for a failed call: the failure is named in its result."""
     text = _text(block.content or "")
     return {
         "role": "tool",
