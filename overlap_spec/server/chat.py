@@ -8,90 +8,69 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.messages import SamplingParams, Usage
-from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.messages import Usage
+from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatRunner
+from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.openai_replies import DeltaChoice, MessageChoice, Reply, ReplyHead, Text, wire_usage
-from overlap_spec.server.openai_requests import ChatRequest, read_openai, sampling_params
-from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import read_chat
-from overlap_spec.server.running import Collected, EngineRequest, Group, Runner
+from overlap_spec.server.openai_requests import ChatRequest, read_openai
+from overlap_spec.server.running import Group
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 
 class ChatCompletions:
     """The endpoint."""
 
-    def __init__(self, runner: Runner, info: ServerInfo) -> None:
-        self._runner = runner
+    def __init__(self, chats: ChatRunner, info: ServerInfo) -> None:
+        self._chats = chats
         self._info = info
 
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of chunks."""
         body = await read_openai(request, ChatRequest, self._info)
-        group = self._group(body)
+        group = self._chats.prepare(body, "chatcmpl-")
         head = ReplyHead(
             group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
         )
         if body.stream:
             return EventStream(self._events(group, head))
-        (answer,) = await unless_gone(request.receive, self._runner.collect(group))
-        reply = Reply(
-            head.id, "chat.completion", head.created, head.model, (_choice(answer),), wire_usage(answer.usage)
-        )
+        answers = await unless_gone(request.receive, self._chats.collect(group))
+        choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
+        usage = wire_usage([answer.usage for answer in answers], body.n)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    def _group(self, body: ChatRequest) -> Group:
-        limit, sampling = self._sampling(body)
-        template_kwargs = dict(body.chat_template_kwargs)
-        if body.reasoning_effort:
-            template_kwargs["reasoning_effort"] = body.reasoning_effort
-        tools = [] if body.tool_choice == "none" else body.tools
-        prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
-        name = body.id("chatcmpl-")
-        return Group(name, [EngineRequest(name, prompt, sampling, {**_names(limit), "prompt": "messages"})])
-
-    def _sampling(self, body: ChatRequest) -> tuple[str, SamplingParams]:
-        """Returns the field that limits the length, and the parameters; without a limit it is the context."""
-        limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
-        given = {name: value for name, value in limits.items() if value is not None}
-        if len(set(given.values())) > 1:
-            raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
-        limit = next(reversed(given), "max_tokens")
-        return limit, sampling_params(body, given.get(limit), _names(limit), self._info)
-
     async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
-        last: Usage | None = None
-        async with aclosing(self._runner.run(group)) as steps:
-            async for ((_, delta),) in steps:
-                opening = _opening(head, delta.usage) if last is None else b""
-                last = delta.usage
-                yield opening + _chunks(head, delta)
-        assert last is not None
+        last: dict[int, Usage] = {}
+        async with aclosing(self._chats.run(group)) as steps:
+            async for step in steps:
+                events = []
+                for index, delta in step:
+                    opening = b"" if index in last else _opening(head, index, delta.usage)
+                    last[index] = delta.usage
+                    events.append(opening + _chunks(head, index, delta))
+                yield b"".join(events)
         if head.options.include_usage:
-            yield event(head.usage_chunk(last))
+            usages = [last[index] for index in range(len(group.requests))]
+            yield event(head.usage_chunk(wire_usage(usages, len(usages))))
         yield DONE
 
 
-def _names(limit: str) -> dict[str, str]:
-    return {"max_new_tokens": limit, "min_new_tokens": "min_tokens"}
-
-
-def _choice(answer: Collected) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
     assert answer.finish is not None
-    message = Text(role="assistant", content=answer.text)
-    return MessageChoice(0, message, answer.finish.kind.value, answer.finish.matched)
+    message = Text(role="assistant", content=answer.content)
+    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
 
 
-def _opening(head: ReplyHead, usage: Usage) -> bytes:
-    """The first event holds the role; no token has been sent yet."""
+def _opening(head: ReplyHead, index: int, usage: Usage) -> bytes:
+    """A choice's first event holds the role; no token has been sent yet."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
-    return event(head.chunk(DeltaChoice(0, Text(role="assistant", content="")), start))
+    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content="")), start))
 
 
-def _chunks(head: ReplyHead, delta: DeltaLike) -> bytes:
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta) -> bytes:
     """One event for a step, and one more, without text, for the finish."""
     finish = delta.finish
     if finish is None:
-        return event(head.chunk(DeltaChoice(0, Text(content=delta.text)), delta.usage))
-    text = event(head.chunk(DeltaChoice(0, Text(content=delta.text)), delta.usage)) if delta.text else b""
-    return text + event(head.chunk(DeltaChoice(0, Text(), finish.kind.value, finish.matched), delta.usage))
+        return event(head.chunk(DeltaChoice(index, Text(content=delta.content)), delta.usage))
+    text = event(head.chunk(DeltaChoice(index, Text(content=delta.content)), delta.usage)) if delta.content else b""
+    return text + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))

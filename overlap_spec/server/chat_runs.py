@@ -1,0 +1,130 @@
+"""Chats, whatever API they came through: what is asked of the engine, and the answer as it grows.
+
+    ChatRequest --ChatRunner.prepare--> Group --ChatRunner.run--> lists of (choice, ChatDelta) --> collect | a stream
+
+An endpoint turns its body into a `ChatRequest` and shows the deltas in the shapes of its API.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+
+from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.server.choices import check_choices, numbered, spread
+from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.server.openai_requests import ChatRequest, sampling_params
+from overlap_spec.server.problems import Problem
+from overlap_spec.server.prompts import read_chat
+from overlap_spec.server.running import NOTHING, Group, Runner
+
+
+class ToolCallPiece(msgspec.Struct, frozen=True):
+    """A part of a call: its first piece has the id and the name, later ones continue the text of its arguments."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+class ChatFinish(msgspec.Struct, frozen=True):
+    """Why an answer has ended: "stop", "length", "tool_calls" or "abort"; `matched` is the stop string or token."""
+
+    reason: str
+    matched: str | int | None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What one step added to a choice. The delta with a `finish` is its last; `usage` counts so far."""
+
+    usage: Usage
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    finish: ChatFinish | None = None
+
+
+ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
+
+
+class ChatAnswer:
+    """The whole answer of one choice so far."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.tool_calls: list[ToolCallPiece] = []
+        self.finish: ChatFinish | None = None
+        self.usage = NOTHING
+
+    def add(self, delta: ChatDelta) -> None:
+        """Append what a step added."""
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        self.usage, self.finish = delta.usage, delta.finish
+        for piece in delta.tool_calls:
+            if piece.index == len(self.tool_calls):
+                self.tool_calls.append(piece)
+            else:
+                call = self.tool_calls[piece.index]
+                longer = call.arguments + piece.arguments
+                self.tool_calls[piece.index] = msgspec.structs.replace(call, arguments=longer)
+
+
+class ChatRunner:
+    """Runs chats."""
+
+    def __init__(self, runner: Runner, info: ServerInfo) -> None:
+        self._runner = runner
+        self._info = info
+
+    def prepare(self, body: ChatRequest, prefix: str) -> Group:
+        """Check what the struct does not; `prefix` begins the id of a request without one. Raises: Problem."""
+        limit, sampling = self._sampling(body)
+        template_kwargs = dict(body.chat_template_kwargs)
+        if body.reasoning_effort:
+            template_kwargs["reasoning_effort"] = body.reasoning_effort
+        tools = [] if body.tool_choice == "none" else body.tools
+        prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
+        check_choices(body.n, 1)
+        name = body.id(prefix)
+        ids = numbered(name, body.n, body.n > 1)
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
+        return Group(name, spread(ids, [prompt], [sampling], names, body.n))
+
+    async def run(self, group: Group) -> ChatSteps:
+        """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`."""
+        async with aclosing(self._runner.run(group)) as steps:
+            async for step in steps:
+                yield [(index, _delta(delta)) for index, delta in step]
+
+    async def collect(self, group: Group) -> list[ChatAnswer]:
+        """Wait for the whole answer, in the order of the choices."""
+        answers = [ChatAnswer() for _ in group.requests]
+        async with aclosing(self.run(group)) as steps:
+            async for step in steps:
+                for index, delta in step:
+                    answers[index].add(delta)
+        return answers
+
+    def _sampling(self, body: ChatRequest) -> tuple[str, SamplingParams]:
+        """Returns the field that limits the length, and the parameters; by default the model or the context does."""
+        limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
+        given = {name: value for name, value in limits.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
+        limit = next(reversed(given), "max_tokens")
+        most = given.get(limit, self._info.sampling_defaults.max_new_tokens)
+        if most == 0:
+            raise Problem(400, f"{limit} must be at least 1 in a chat, got 0", limit, "invalid_value")
+        return limit, sampling_params(body, most, _names(limit), self._info)
+
+
+def _names(limit: str) -> dict[str, str]:
+    return {"max_new_tokens": limit, "min_new_tokens": "min_tokens"}
+
+
+def _delta(delta: DeltaLike) -> ChatDelta:
+    finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
+    return ChatDelta(delta.usage, delta.text, finish=finish)
