@@ -10,7 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from overlap_spec.messages import SamplingParams
     from overlap_spec.sampling.processors import LogitProcessors
 
 
@@ -21,12 +20,6 @@ class SamplingWork:
     sampled: bool
     filtered: bool  # some request has top_k, top_p or min_p
     processed: bool  # some request's parameters change its logits
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> SamplingWork:
-        """What one request asks for."""
-        filters = params.top_k != -1 or params.top_p < 1 or params.min_p > 0
-        return cls(not params.greedy, filters and not params.greedy, params.changes_logits)
 
     def covers(self, other: SamplingWork) -> bool:
         """Whether a step prepared for this does all that the other asks for."""

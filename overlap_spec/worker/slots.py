@@ -21,7 +21,7 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SlotWork
+from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
@@ -76,7 +76,7 @@ class SlotRows:
         reset = work.reset
         if reset is None:
             return []
-        self._host[work.slot] = HostSlot(SamplingWork.of(reset.sampling), 0)
+        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), 0)
         return _pack_reset(work.slot, reset)
 
     def pack_pages(self, work: SlotWork) -> list[int]:
@@ -157,6 +157,11 @@ class SlotRows:
             place_guesses(self.window, batch.slots, guesses.tokens, self.dummy)
         else:
             place_tree(self.window, self.parents, batch.slots, guesses.tokens, guesses.parents, self.dummy)
+
+
+def _asked_work(asked: SamplingParams) -> SamplingWork:
+    filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
+    return SamplingWork(not asked.greedy, filters and not asked.greedy, asked.changes_logits)
 
 
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
