@@ -85,8 +85,8 @@ class GraphPrefiller:
             self._kind.draft()
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
-        step, nobody = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
-        packed = torch.frombuffer(nobody, dtype=torch.int64).to(self._slots.length.device)
+        step, empty = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
+        packed = torch.frombuffer(empty, dtype=torch.int64).to(self._slots.length.device)
         parts = Parts(
             forward=lambda: step.forward(packed, shape),
             judge=step.draw,
