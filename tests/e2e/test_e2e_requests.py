@@ -57,3 +57,19 @@ def test_no_new_tokens_compute_the_prompt_only(service: Service) -> None:
         assert (reply["text"], reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ("", [], 0)
         assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
         assert reply["meta_info"]["prompt_tokens"] == len(LONG_PROMPT)
+
+
+def test_a_flush_right_after_an_answer_succeeds(service: Service) -> None:
+    for attempt in range(10):
+        prompt = [attempt, *LONG_PROMPT]
+        ended = {"max_new_tokens": 9, "ignore_eos": True}
+        generate(service, input_ids=prompt, sampling_params=ended)
+        assert httpx.post(f"{service.url}/flush_cache").status_code == 200
+        assert generate(service, input_ids=prompt, sampling_params=ended)["meta_info"]["cached_tokens"] == 0
+
+
+def test_refused_requests_are_in_the_log_with_their_reason(service: Service) -> None:
+    body = {"prompt": "a", "top_p": 7}
+    refused = httpx.post(f"{service.url}/v1/completions", json=body, headers={"x-request-id": "from-a-client"})
+    assert refused.status_code == 400
+    assert "id=from-a-client: top_p must be in (0, 1], got 7.0" in service.log()
