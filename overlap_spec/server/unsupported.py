@@ -48,6 +48,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True, False),  # without a reasoning parser both mean the same
     "stream_reasoning": (True, False),
     "stream_interval": (1,),
+    "thinking_budget": (),
+    "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
     "stop_regex": ("", []),
