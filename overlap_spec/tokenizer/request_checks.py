@@ -7,7 +7,6 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, SamplingParams, Speculative
-from overlap_spec.messages.speculation import PLAIN
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
@@ -87,7 +86,7 @@ def at_least_one(sampling: SamplingParams) -> SamplingParams:
 def settle_speculation(asked: Speculative, limits: EngineLimits) -> Speculative:
     """The same with a `num_steps` that is None if it limits nothing. Raises: RequestError naming what is loaded."""
     loaded = f"{limits.method} with up to {limits.num_steps} steps" if limits.num_steps else "no method"
-    if asked.method.upper() not in ("", PLAIN, limits.method.upper()):
+    if not asked.is_plain and asked.method.upper() not in ("", limits.method.upper()):
         raise RequestError(
             "speculative", f"speculative.method {asked.method!r} is not loaded: this engine has {loaded}"
         )
