@@ -165,6 +165,8 @@ class ServerSettings(Struct, frozen=True):
     host: str
     port: int
     api_key: str | None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class LinkSettings(Struct, frozen=True):

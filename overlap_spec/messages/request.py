@@ -12,6 +12,17 @@ MAX_STOP_STRINGS = 16
 MOST = 2**63  # what a message can carry
 
 
+class Reasoning(msgspec.Struct, frozen=True, array_like=True):
+    """The markers between which a model reasons before it answers.
+
+    The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
+    before the answer's text.
+    """
+
+    opening: str
+    closing: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's.
 
@@ -31,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         for field, value, ok, want in self._ranges():

@@ -1,6 +1,6 @@
 """From the text of one answer to reasoning, content and calls.
 
-    text --ReasoningParser--> the answer's text --CallParser--> content and calls
+text --ReasoningParser--> the answer's text --CallParser--> content and calls
 """
 
 import msgspec
@@ -56,8 +56,7 @@ class AnswerParser:
             return found
         self._calls.end(is_cut)
         self._writer.end()
-        last = self._writer.take()
-        return Found(found.content + last.content, reasoning, found.tool_calls + last.tool_calls)
+        return found.then(self._writer.take())
 
     def _read(self, reasoning: str, answer: str) -> Found:
         if self._writer is None or self._calls is None:

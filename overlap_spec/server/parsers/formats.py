@@ -17,14 +17,14 @@ AUTO, NONE = "auto", "none"
 class CallFormat:
     """How a family of models writes calls.
 
-    `special`: markers that are special tokens of the family's tokenizers, which stay in the text for the parser.
+    `markers`: they stay in the text for the parser, also where they are special tokens of a tokenizer.
     """
 
     name: str
     aliases: tuple[str, ...]
     parser: Callable[[CallWriter, frozenset[str]], CallParser]
     is_in: Callable[[str], bool]  # whether a chat template is of such a family
-    special: tuple[str, ...] = ()
+    markers: tuple[str, ...]
     new_id: Callable[[], str] = new_id
 
 

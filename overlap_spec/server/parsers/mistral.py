@@ -1,7 +1,7 @@
 """Calls after a marker, as a list or one by one.
 
-    [TOOL_CALLS] [{"name": "f", "arguments": {..}}, ..]
-    [TOOL_CALLS]f[ARGS]{..}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{..}
+[TOOL_CALLS] [{"name": "f", "arguments": {..}}, ..]
+[TOOL_CALLS]f[ARGS]{..}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{..}
 """
 
 import re

@@ -30,6 +30,11 @@ class Found(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
 
+    def then(self, more: "Found") -> "Found":
+        """Both together."""
+        calls = joined([*self.tool_calls, *more.tool_calls])
+        return Found(self.content + more.content, self.reasoning + more.reasoning, calls)
+
 
 class CallParser(Protocol):
     """Reads one answer in one format, and writes into the writer that it was made with."""

@@ -296,7 +296,7 @@ def test_a_sentence_uses_the_names_of_its_api() -> None:
         (CHAT, "min_tokens", {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed the limit of 8 new"),
         (COMPLETIONS, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1"),
         (GENERATE, "json_schema", {"json_schema": "{}"}, 'leave it out or send ""'),
-        (CHAT, "tool_choice", {"tool_choice": "required"}, 'leave it out or send "none"'),
+        (CHAT, "tool_choice", {"tool_choice": "required"}, "there are no tools to choose from"),
         (CHAT, "logprobs", {"logprobs": True}, "leave it out or send false"),
         (COMPLETIONS, "logprobs", {"logprobs": 3}, "leave it out or send null"),  # a number there
         (CHAT, "top_logprobs", {"top_logprobs": 3}, "leave it out or send 0"),
