@@ -13,6 +13,7 @@ ToolCallParser = Literal[
     "auto", "none", "hermes", "qwen25", "qwen", "llama3_json", "llama3", "pythonic", "llama4_pythonic", "mistral"
 ]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking"]
+SamplingDefaultsFrom = Literal["model", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "smollm2"
@@ -63,6 +64,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     host: Annotated[str, Meta(description="address of the HTTP server")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 30000
     api_key: Annotated[Text | None, Meta(description="required as bearer token, and on a public ZMQ endpoint")] = None
+    sampling_defaults: Annotated[
+        SamplingDefaultsFrom,
+        Meta(description="origin of what a request leaves out: the model's generation_config.json, or OpenAI's values"),
+    ] = "model"
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None

@@ -26,7 +26,8 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's.
 
-    `max_new_tokens=None` means up to the model's context; `seed=None` means the engine draws one.
+    `max_new_tokens=None` means up to the model's context, and 0 that only the prompt is computed; `seed=None` means the
+    engine draws one.
     Raises: RequestError naming the field that is out of range.
     """
 
@@ -58,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
         return (
             *((name, value, -MOST <= (value or 0) < MOST, "a 64-bit integer") for name, value in integers.items()),
-            ("max_new_tokens", most, most is None or most >= 1, "at least 1"),
+            ("max_new_tokens", most, most is None or most >= 0, "at least 0"),
             ("min_new_tokens", least, least >= 0, "at least 0"),
             (
                 "temperature",

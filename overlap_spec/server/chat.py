@@ -43,27 +43,31 @@ class ChatCompletions:
         )
         if body.stream:
             return EventStream(self._events(group, head))
-        (answer,) = await unless_gone(request.receive, self._chats.collect(group))
-        reply = Reply(
-            head.id, "chat.completion", head.created, head.model, (_choice(answer),), wire_usage(answer.usage)
-        )
+        answers = await unless_gone(request.receive, self._chats.collect(group))
+        choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
+        usage = wire_usage([answer.usage for answer in answers], body.n)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
-        last: Usage | None = None
+        last: dict[int, Usage] = {}
         async with aclosing(self._chats.run(group)) as steps:
-            async for ((_, delta),) in steps:
-                opening = _opening(head, delta.usage, group) if last is None else b""
-                last = delta.usage
-                if events := opening + _chunks(head, delta, group):
-                    yield events
-        assert last is not None
+            async for step in steps:
+                events = []
+                for index, delta in step:
+                    if index not in last:
+                        events.append(_opening(head, index, delta.usage, group))
+                    last[index] = delta.usage
+                    events.append(_chunks(head, index, delta, group))
+                if any(events):
+                    yield b"".join(events)
         if head.options.include_usage:
-            yield event(head.usage_chunk(last))
+            usages = [last[index] for index in range(len(group.requests))]
+            yield event(head.usage_chunk(wire_usage(usages, len(usages))))
         yield DONE
 
 
-def _choice(answer: ChatAnswer) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -74,25 +78,25 @@ def _choice(answer: ChatAnswer) -> MessageChoice:
         reasoning_content=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
-    return MessageChoice(0, message, answer.finish.reason, answer.finish.matched)
+    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
 
 
-def _opening(head: ReplyHead, usage: Usage, group: ChatGroup) -> bytes:
-    """The first event holds the role; no token has been sent yet. Content that may never come is null."""
+def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> bytes:
+    """A choice's first event holds the role; no token has been sent yet. Content that may never come is null."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
     content = "" if group.form.is_plain else None
-    return event(head.chunk(DeltaChoice(0, Text(role="assistant", content=content)), start))
+    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start))
 
 
-def _chunks(head: ReplyHead, delta: ChatDelta, group: ChatGroup) -> bytes:
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
     text, finish = _added(delta), delta.finish
     if text is None and group.form.is_plain and finish is None:
         text = Text(content="")
-    added = event(head.chunk(DeltaChoice(0, text), delta.usage)) if text is not None else b""
+    added = event(head.chunk(DeltaChoice(index, text), delta.usage)) if text is not None else b""
     if finish is None:
         return added
-    return added + event(head.chunk(DeltaChoice(0, Text(), finish.reason, finish.matched), delta.usage))
+    return added + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))
 
 
 def _added(delta: ChatDelta) -> Text | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
@@ -18,7 +19,8 @@ from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
 from overlap_spec.server.unsupported import refuse_unsupported
 
-COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the context
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # fields with a default that a model may set
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -36,12 +38,13 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     rid: RequestId = ""
     request_id: RequestId = ""  # vLLM's name for it
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None  # None, here and below: the model's or the API's default
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] = ""
     stop_token_ids: list[int] = []
@@ -73,6 +76,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
     """Body of `/v1/completions`. `prompt`: str | [str] | [int] | [[int]]."""
 
     prompt: Any
+    best_of: int | None = None
 
 
 R = TypeVar("R", bound=CommonRequest)
@@ -102,10 +106,7 @@ def sampling_params(
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
+            **_drawing(request, info.sampling_defaults),
             seed=request.seed,
             stop=stop,
             stop_token_ids=tuple(request.stop_token_ids),
@@ -115,6 +116,12 @@ def sampling_params(
         )
     except RequestError as error:
         raise renamed(error, names) from None
+
+
+def _drawing(request: CommonRequest, defaults: SamplingDefaults) -> dict[str, Any]:
+    """How tokens are drawn: as the request asks, else the default."""
+    asked = {name: getattr(request, name) for name in DRAWING}
+    return {name: getattr(defaults, name) if value is None else value for name, value in asked.items()}
 
 
 def stop_strings(stop: str | list[str], info: ServerInfo) -> tuple[str, ...]:

@@ -24,9 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_params": ({},),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
-    # how many answers
-    "n": (1,),
-    "best_of": (1,),
     # grammars
     "response_format": ({"type": "text"},),
     "json_schema": ("", {}),

@@ -61,6 +61,11 @@ class RequestChecks:
         return ids
 
 
+def at_least_one(sampling: SamplingParams) -> SamplingParams:
+    """What the scheduler is asked for: a prompt is computed by drawing its first token, wanted or not."""
+    return sampling if sampling.max_new_tokens else msgspec.structs.replace(sampling, max_new_tokens=1)
+
+
 def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
     if not prompt:
         raise RequestError("prompt", "the prompt must have at least one token")
@@ -77,7 +82,7 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 def _settle_length(sampling: SamplingParams, prompt_len: int, limits: EngineLimits) -> int:
     most = min(limits.max_len, limits.max_total_tokens)
     asked = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(1, most - prompt_len)
-    total = prompt_len + asked
+    total = prompt_len + max(asked, 1)
     field = "prompt" if prompt_len >= most else "max_new_tokens"
     wanted = f"{prompt_len} prompt tokens + {asked} new tokens = {total}"
     if total > limits.max_len:

@@ -49,7 +49,7 @@ from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import opening_of
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ class TokenizerService:
             request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
             if sampling.reasoning is not None:
                 request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
-            self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
+            self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:

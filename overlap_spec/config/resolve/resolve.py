@@ -70,9 +70,10 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
         server=ServerSettings(
-            host=config.host,
-            port=config.port,
-            api_key=config.api_key,
+            config.host,
+            config.port,
+            config.api_key,
+            files.sampling_defaults,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         ),
