@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
-from support.small_tokenizers import EOS, SMOLLM2
+from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
 from overlap_spec.client import Client
 from overlap_spec.config import (
