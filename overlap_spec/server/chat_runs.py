@@ -93,8 +93,8 @@ class ChatRunner:
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
-        requests = spread(ids, [prompt], [sampling], {**_names(limit), "prompt": "messages"}, body.n)
-        return ChatGroup(name, requests, form)
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
+        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form)
 
     async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`.

@@ -74,7 +74,7 @@ class TokenizerService:
         self._prompts = PromptReader(codec)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
-        self._reading: set[asyncio.Task[None]] = set()  # long prompts
+        self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
         self._stopped = False
 
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
@@ -167,7 +167,7 @@ class TokenizerService:
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
-            case Generate() | Tokenize() if is_long(message.prompt):
+            case Generate() | Tokenize() if _takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
                 self._reading.add(task)
                 task.add_done_callback(self._reading.discard)
@@ -203,6 +203,7 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
+            await self._checks.check_grammar(message.sampling.grammar)
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
             sampling = self._checks.settle(message.sampling, ids, limits)
         except Exception:
@@ -262,6 +263,11 @@ class TokenizerService:
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
+
+
+def _takes_long(message: Generate | Tokenize) -> bool:
+    """Whether to answer beside other requests: what it needs is done in a thread."""
+    return is_long(message.prompt) or (isinstance(message, Generate) and message.sampling.grammar is not None)
 
 
 def _counted(usage: Usage, num_tokens: int) -> Usage:
