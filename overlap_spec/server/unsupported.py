@@ -12,9 +12,6 @@ from overlap_spec.server.problems import Problem
 # Field -> the values without an effect. Null never has one, and neither has a list of such values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are drawn
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -47,6 +44,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
+    "thinking_budget": (),
+    "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
     "stop_regex": ("", []),
