@@ -15,6 +15,17 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MOST = 2**63  # what a message can carry
 
 
+class Reasoning(msgspec.Struct, frozen=True, array_like=True):
+    """The markers between which a model reasons before it answers.
+
+    The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
+    before the answer's text.
+    """
+
+    opening: str
+    closing: str
+
+
 class GrammarKind(enum.StrEnum):
     """The language that a grammar is written in."""
 
@@ -62,6 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     no_stop_trim: bool = False
     grammar: Grammar | None = None
     speculative: Speculative = Speculative()
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         if self.grammar is not None:
