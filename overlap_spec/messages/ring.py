@@ -3,7 +3,7 @@
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import SamplingParams
 from overlap_spec.messages.roofline import Roofline
-from overlap_spec.messages.speculation import PLAIN, Verified
+from overlap_spec.messages.speculation import NO_METHOD, Verified
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class WorkerReady(Message, frozen=True):
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
     is_self_drafting: bool = False
-    method: str = PLAIN
+    method: str = NO_METHOD
     num_steps: int = 0
     step_widths: tuple[int, ...] = ()
 
@@ -167,7 +167,7 @@ class EngineLimits(Message, frozen=True):
     max_total_tokens: int
     max_running_requests: int
     vocab_size: int
-    method: str = PLAIN
+    method: str = NO_METHOD
     num_steps: int = 0
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 
-PLAIN = "NONE"  # the method that guesses nothing
+NO_METHOD = "NONE"  # the method that guesses nothing
 MOST_STEPS = 1 << 31
 
 
@@ -40,7 +40,7 @@ class Speculative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def is_plain(self) -> bool:
         """Whether the method is NONE."""
-        return self.method.upper() == PLAIN
+        return self.method.upper() == NO_METHOD
 
     @property
     def is_reported(self) -> bool:
