@@ -31,7 +31,7 @@ from overlap_spec.messages import (
 class Delta:
     """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far.
 
-    `verified`: what the step verified, if the request reports it; `verified.origin(i)` says where token i came from.
+    `verified`: what the step verified, if the request reports it; `verified.origin(i)` is where token i came from.
     """
 
     text: str

@@ -11,7 +11,7 @@ MOST_STEPS = 1 << 31
 
 
 class MetricsLevel(enum.StrEnum):
-    """What a reply says of its steps. The names are those of vLLM's `--per-request-spec-decode-metrics`."""
+    """What a reply reports of its steps. The names are those of vLLM's `--per-request-spec-decode-metrics`."""
 
     NONE = "none"
     SUMMARY = "summary"
@@ -19,7 +19,7 @@ class MetricsLevel(enum.StrEnum):
 
 
 class Speculative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far one request is speculated for, and what its reply says of that. Its tokens do not depend on it.
+    """How far one request is speculated for, and what its reply reports of that. Its tokens do not depend on it.
 
     `method`: the engine's, or NONE; "" is the engine's. `num_steps`: guesses in a row that a step verifies, of a tree
     its levels; None: as many as the engine has. 0 is plain decoding, as NONE is.
@@ -44,7 +44,7 @@ class Speculative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_reported(self) -> bool:
-        """Whether every step of the request says what it verified."""
+        """Whether every step of the request reports what it verified."""
         return self.provenance or self.metrics is not MetricsLevel.NONE
 
 
