@@ -64,6 +64,7 @@ from overlap_spec.messages.request import (
     Grammar,
     GrammarKind,
     Prompt,
+    Reasoning,
     SamplingParams,
     TextPrompt,
     TokenPrompt,
@@ -85,6 +86,7 @@ from overlap_spec.messages.ring import (
     WorkerReady,
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
+from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -145,6 +147,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Prompt",
+    "Reasoning",
     "Refused",
     "Rejected",
     "ResetSlot",
@@ -174,4 +177,8 @@ __all__ = [
     "Usage",
     "WorkerFacts",
     "WorkerReady",
+    "MetricsLevel",
+    "Origin",
+    "Speculative",
+    "Verified",
 ]

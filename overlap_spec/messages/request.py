@@ -7,11 +7,23 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
 MAX_GRAMMAR_BYTES = 256 << 10
 MOST = 2**63  # what a message can carry
+
+
+class Reasoning(msgspec.Struct, frozen=True, array_like=True):
+    """The markers between which a model reasons before it answers.
+
+    The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
+    before the answer's text.
+    """
+
+    opening: str
+    closing: str
 
 
 class GrammarKind(enum.StrEnum):
@@ -50,6 +62,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1  # -1: all
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -57,6 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
+    speculative: Speculative = Speculative()
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         if self.grammar is not None:
@@ -94,6 +112,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "in (0, 2]"),
             (
                 "stop",
                 self.stop,
@@ -112,6 +133,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         """True if every token is the argmax; the bound is SGLang's."""
         return self.temperature <= 1e-6
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if a logit processor has work with this request."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1)
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

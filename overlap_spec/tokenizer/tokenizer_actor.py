@@ -27,7 +27,7 @@ async def main(context: ActorContext) -> None:
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.auditor = make_auditor(settings, scheduler)
-        context.ready(TokenizerFacts(codec.name, endpoint.address))
+        context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
 
 

@@ -175,7 +175,7 @@ class Ring:
             links,
         )
         if config.widths_seed is not None:
-            self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
+            self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
         self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()

@@ -29,12 +29,18 @@ from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
+from support.speculation import check_report, limited
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
 FILTERS: dict[str, tuple[float, ...]] = {"top_k": (1, 2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
+CHANGES: dict[str, tuple[float, ...]] = {
+    "repetition_penalty": (0.8, 1.3, 2.0),
+    "presence_penalty": (-1.0, 0.5, 2.0),
+    "frequency_penalty": (-0.3, 0.4, 1.5),
+}
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
@@ -47,7 +53,10 @@ MUST_HAPPEN = (
     "stop_strings",
     "narrow_steps",
     "device_ahead",
+    "limited_steps",
+    "steps_of_plain_requests",
     *CATCH_UPS,
+    "decided_by_penalties",
     *STRICTEST,
 )
 
@@ -133,7 +142,16 @@ def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> Samplin
         stop_token_ids=() if crowded else tuple(rng.sample(range(128), rng.choice([0, 0, 2]))),
         ignore_eos=crowded or rng.random() < 0.3,
     )
-    return msgspec.structs.replace(sampling, **random_filters(random.Random(sampling.seed))) if filtered else sampling
+    changes = random_changes(random.Random(rng.randrange(1 << 40))) if filters else {}
+    if filtered:
+        changes |= random_filters(random.Random(sampling.seed))
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def random_changes(rng: random.Random) -> dict[str, float]:
+    """Of logits: none for half of the requests, else one parameter or several."""
+    names = rng.sample(list(CHANGES), rng.choice([0, 0, 1, len(CHANGES)]))
+    return {name: rng.choice(CHANGES[name]) for name in names}
 
 
 def random_filters(rng: random.Random) -> dict[str, float]:
@@ -155,7 +173,10 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
     rng = random.Random(seed)
     crowded = rng.random() < 0.25  # long answers that together exceed the pool: a request must be preempted
     config = with_room(replace(random_config(rng, crowded), **engine))
-    requests = random_requests(rng, rng.randint(4, 10), crowded)
+    requests = [
+        replace(request, sampling=limited(request.sampling, config.num_steps))
+        for request in random_requests(rng, rng.randint(4, 10), crowded)
+    ]
     models = tiny_loaded(
         models_seed, config.num_steps, config.dtype, config.place, config.method, config.family, config.topk
     )
@@ -177,6 +198,7 @@ def run_requests(
     for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         assert answer.rejected is None, f"{what} request {i}: {answer.rejected}"
         oracle.check(request.prompt, request.sampling, answer, f"{what} request {i}")
+        check_report(request.sampling, answer, config.num_steps, seen)
         assert answer.finish is not None
         aborted = answer.finish.kind is FinishKind.ABORT
         seen["aborted" if aborted else "finished"] += 1
@@ -306,6 +328,7 @@ def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter
         for oracle in oracles.values():
             seen.update({f"{name}_strictest_of_several": count for name, count in oracle.strictest.items()})
             seen["forbidden"] += oracle.num_forbidden
+            seen.update({f"decided_by_{name}": count for name, count in oracle.decided.items()})
     finally:
         for oracle in oracles.values():
             oracle.close()
