@@ -186,6 +186,7 @@ class ServerSettings(Struct, frozen=True):
     port: int
     api_key: str | None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 class LinkSettings(Struct, frozen=True):

@@ -62,6 +62,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     max_body_bytes: int = MAX_BODY_BYTES
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -79,6 +80,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
         sampling_defaults=settings.server.sampling_defaults,
+        cors_allow_origins=settings.server.cors_allow_origins,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
     )
