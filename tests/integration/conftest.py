@@ -1,5 +1,6 @@
 """The default target with a trained MTP layer in its checkpoint; where the matrix of parameters is written."""
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,11 +36,17 @@ def note_cell(request: pytest.FixtureRequest) -> Callable[[str, str, int, str], 
 
     def write() -> None:
         if given is not None and noted:
-            run = describe("cpu", torch.get_num_threads()) | {"command": COMMAND}
+            run = described() | {"command": COMMAND}
             update(Path(given), lambda matrix: fill_in(matrix, run, noted))
 
     request.addfinalizer(write)
     return note
+
+
+@functools.cache
+def described() -> dict[str, Any]:
+    """Reads all sources."""
+    return describe("cpu", torch.get_num_threads())
 
 
 def fill_in(matrix: dict[str, Any], run: dict[str, Any], noted: list[tuple[str, str, int, str]]) -> None:
