@@ -27,6 +27,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToWorker,
     Usage,
+    Verified,
 )
 from overlap_spec.scheduler.loop import Scheduler
 from support.memory_link import MemoryLink
@@ -44,6 +45,7 @@ class Answer:
     text: str = ""
     finish: Finish | None = None
     usage: Usage | None = None
+    verified: list[tuple[Verified, int]] = field(default_factory=list)  # by step, with the tokens that it added
     rejected: Rejected | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     grew: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,6 +72,8 @@ class MemoryClients:
                     message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True
                 )
                 for request_id, text, ids, finish, usage in rows:
+                    if request_id in message.verified:
+                        self.answers[request_id].verified.append((message.verified[request_id], len(ids)))
                     self._add(self.answers[request_id], text, ids, finish, usage)
             case Rejected():
                 answer = self.answers[message.request_id]
