@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
@@ -78,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
+    speculative: Speculative = Speculative()
     shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
     reasoning: Reasoning | None = None
 

@@ -131,6 +131,8 @@ class TokenizerService:
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if uid in message.verified:
+                reply.verified[request.request_id] = message.verified[uid]
             if piece.finish is not None:
                 if finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
