@@ -48,6 +48,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ class TokenizerService:
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if uid in message.verified:
+                reply.verified[request.request_id] = message.verified[uid]
             if piece.finish is not None:
                 if finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
@@ -202,9 +205,12 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            await self._checks.check_grammar(message.sampling.grammar)
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
             sampling = self._checks.settle(message.sampling, ids, limits)
+            if sampling.reasoning is not None:
+                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
+                sampling = after_reasoning(sampling, sampling.reasoning, request.opening)
+            await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
@@ -213,7 +219,8 @@ class TokenizerService:
         if request in self._requests:
             # A completion continues its prompt's text, an assistant's answer does not.
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
-            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
+            skips, shown = sampling.skip_special_tokens, sampling.shown_tokens
+            request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -275,7 +282,7 @@ def _counted(usage: Usage, num_tokens: int) -> Usage:
 
 def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
     reply.request_ids.append(request.request_id)
-    reply.texts.append(text)
+    reply.texts.append(request.opened(text) if request.opening else text)
     reply.token_ids.append(token_ids)
     reply.finishes.append(finish)
     reply.usages.append(request.usage)

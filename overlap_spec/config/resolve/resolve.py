@@ -70,7 +70,13 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
         server=ServerSettings(
-            config.host, config.port, config.api_key, files.sampling_defaults, config.cors_allow_origins or ()
+            config.host,
+            config.port,
+            config.api_key,
+            files.sampling_defaults,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+            cors_allow_origins=config.cors_allow_origins or (),
         ),
         link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
         skip_tokenizer_init=config.skip_tokenizer_init,
