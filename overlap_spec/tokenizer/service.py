@@ -31,6 +31,7 @@ from overlap_spec.messages import (
     GetStats,
     Ping,
     Pong,
+    Prompt,
     Refused,
     Rejected,
     Shutdown,
@@ -46,9 +47,11 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
+from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.stop_strings import compile_patterns
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self._prompts = PromptReader(codec)
+        self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts
@@ -124,7 +127,9 @@ class TokenizerService:
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            piece = request.output.push(tokens, finish)
+            piece = self._push(request, request.output, tokens, finish)
+            if piece is None:
+                continue
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
@@ -137,6 +142,15 @@ class TokenizerService:
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+
+    def _push(self, request: OpenRequest, output: Output, tokens: list[int], finish: Finish | None) -> Piece | None:
+        """Add a run to an output. None: a stop pattern took too long, and the request has ended with that error."""
+        try:
+            return output.push(tokens, finish)
+        except RequestError as error:
+            self._abort(request, AbortReason.REQUESTED)
+            self._refuse(request.client, request.request_id, error)
+            return None
 
     def _refused(self, message: Refused) -> None:
         request = self._requests.by_uid(message.uid)
@@ -197,12 +211,16 @@ class TokenizerService:
 
     async def _generate(self, client: int, message: Generate) -> None:
         limits = self._checks.check_open(len(self._requests))
-        self._codec.check_stop_strings(message.sampling.stop)
+        self._codec.check_stop_strings("stop", message.sampling.stop)
+        self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
+        compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            ids = await self._prompts.encode(message.prompt, True, limits.max_len)
+            cuts = message.sampling.truncate_prompt_tokens is not None
+            ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
+            ids = truncated(ids, message.sampling, limits)
             sampling = self._checks.settle(message.sampling, ids, limits)
         except Exception:
             if request not in self._requests:
@@ -210,9 +228,12 @@ class TokenizerService:
             self._close(request)
             raise
         if request in self._requests:
-            # A completion continues its prompt's text, an assistant's answer does not.
-            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
-            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
+            decoder = self._codec.detokenizer(
+                sampling.skip_special_tokens,
+                ids[-1:] if _continues(message.prompt) else (),
+                sampling.spaces_between_special_tokens,
+            )
+            request.open_output(sampling, len(ids), decoder)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -258,6 +279,11 @@ class TokenizerService:
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
+
+
+def _continues(prompt: Prompt) -> bool:
+    """A completion continues its prompt's text, an assistant's answer does not."""
+    return not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
 
 
 def _counted(usage: Usage, num_tokens: int) -> Usage:
