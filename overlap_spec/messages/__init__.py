@@ -46,9 +46,12 @@ from overlap_spec.messages.facts import (
     WorkerFacts,
 )
 from overlap_spec.messages.request import (
+    MAX_GRAMMAR_BYTES,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     ChatPrompt,
+    Grammar,
+    GrammarKind,
     Prompt,
     SamplingParams,
     TextPrompt,
@@ -111,6 +114,9 @@ __all__ = [
     "ForwardShape",
     "Generate",
     "GetStats",
+    "Grammar",
+    "GrammarKind",
+    "MAX_GRAMMAR_BYTES",
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
     "MemorySaving",

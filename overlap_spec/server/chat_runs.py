@@ -90,7 +90,8 @@ class ChatRunner:
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
-        return Group(name, spread(ids, [prompt], [sampling], {**_names(limit), "prompt": "messages"}, body.n))
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
+        return Group(name, spread(ids, [prompt], [sampling], names, body.n))
 
     async def run(self, group: Group) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`."""

@@ -47,7 +47,8 @@ class Completions:
         check_best_of(body.best_of, body.n)
         name, count = body.id("cmpl-"), len(prompts) * body.n
         ids = numbered(name, count, count > 1)
-        return Group(name, spread(ids, prompts, [sampling] * len(prompts), NAMES, body.n))
+        names = {**NAMES, "grammar": body.grammar_field}
+        return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.n))
 
     async def _events(self, group: Group, head: ReplyHead, n: int) -> AsyncGenerator[bytes, None]:
         last = [NOTHING] * len(group.requests)

@@ -14,6 +14,7 @@ from overlap_spec.messages import FinishKind, Prompt, SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.grammars import GRAMMAR_FIELDS, GrammarFields
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
@@ -32,7 +33,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(GrammarFields, kw_only=True):
     """`sampling_params`. Names and defaults are SGLang's; the seed has two names."""
 
     n: int = 1
@@ -89,7 +90,8 @@ class NativeGenerate:
         check_choices(n, len(prompts))
         batched = batched or n > 1
         name, ids = _ids(body.rid, len(prompts) * n, batched)
-        return Group(name, spread(ids, prompts, [each for _, each in read], {"prompt": field}, n)), batched
+        names = {"prompt": field, "grammar": _grammar_field(body.sampling_params)}
+        return Group(name, spread(ids, prompts, [each for _, each in read], names, n)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -116,15 +118,16 @@ class NativeGenerate:
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
         seed_name = "sampling_seed" if read.seed is None else "seed"
-        values = msgspec.structs.asdict(read)
+        values = {name: value for name, value in msgspec.structs.asdict(read).items() if name not in GRAMMAR_FIELDS}
         values["seed"] = values[seed_name]
         del values["sampling_seed"], values["n"]
         values["stop"] = stop_strings(read.stop, self._info)
         values["stop_token_ids"] = tuple(read.stop_token_ids)
+        values["grammar"] = read.grammar(self._info)
         try:
             return read.n, SamplingParams(**values)
         except RequestError as error:
-            raise renamed(error, {"seed": seed_name}) from None
+            raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
     async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
         answers = [Collected() for _ in group.requests]
@@ -151,6 +154,15 @@ def _refuse_other_names(fields: Json) -> None:
     for name in fields:
         if name in OTHER_NAMES:
             raise Problem(400, f"{name} is {OTHER_NAMES[name]} here, in sampling_params", name, "invalid_value")
+
+
+def _grammar_field(given: Json | list[Json | None]) -> str:
+    """The field that asks for a grammar; for messages of the engine."""
+    each = given if isinstance(given, list) else [given]
+    return next(
+        (name for fields in each for name, value in (fields or {}).items() if name in GRAMMAR_FIELDS and value),
+        "grammar",
+    )
 
 
 def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str]]:

@@ -14,6 +14,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.grammars import GrammarFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
@@ -30,7 +31,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class CommonRequest(msgspec.Struct, kw_only=True):
+class CommonRequest(GrammarFields, kw_only=True):
     """Fields of both endpoints."""
 
     model: str = "default"
@@ -110,9 +111,10 @@ def sampling_params(
             ignore_eos=request.ignore_eos,
             skip_special_tokens=request.skip_special_tokens,
             no_stop_trim=request.no_stop_trim,
+            grammar=request.grammar(info),
         )
     except RequestError as error:
-        raise renamed(error, names) from None
+        raise renamed(error, {**names, "grammar": request.grammar_field}) from None
 
 
 def _drawing(request: CommonRequest, defaults: SamplingDefaults) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, SamplingParams
+from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, SamplingParams
+from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
 
@@ -23,7 +24,12 @@ class RequestChecks:
     """The rules that one engine checks requests by. `limits` are unknown until it is warm."""
 
     def __init__(
-        self, eos_token_ids: Sequence[int], max_open_requests: int, seed: int | None, trusts_templates: bool = False
+        self,
+        eos_token_ids: Sequence[int],
+        max_open_requests: int,
+        seed: int | None,
+        grammars: GrammarChecks | None = None,
+        trusts_templates: bool = False,
     ) -> None:
         self.limits: EngineLimits | None = None
         self.draining = False
@@ -31,6 +37,7 @@ class RequestChecks:
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_open_requests = max_open_requests
         self._seeds = random.Random(seed)
+        self._grammars = grammars
 
     @property
     def vocab_size(self) -> int:
@@ -46,6 +53,14 @@ class RequestChecks:
         if num_open >= self._max_open_requests:
             raise Refusal(ErrorCode.OVERLOADED, f"{num_open} requests are open, the engine takes no more now")
         return self.limits
+
+    async def check_grammar(self, grammar: Grammar | None) -> None:
+        """Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.check`."""
+        if grammar is None:
+            return
+        if self._grammars is None:
+            raise RequestError("grammar", "grammar: this engine follows no grammars")
+        await self._grammars.check(grammar)
 
     def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""

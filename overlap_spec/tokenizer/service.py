@@ -76,7 +76,7 @@ class TokenizerService:
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
-        self._reading: set[asyncio.Task[None]] = set()  # long prompts
+        self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
         self._stopped = False
 
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
@@ -180,7 +180,7 @@ class TokenizerService:
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
-            case Generate() | Tokenize() if is_long(message.prompt):
+            case Generate() | Tokenize() if _takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
                 self._reading.add(task)
                 task.add_done_callback(self._reading.discard)
@@ -218,6 +218,7 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
+            await self._checks.check_grammar(message.sampling.grammar)
             cuts = message.sampling.truncate_prompt_tokens is not None
             ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
             ids = truncated(ids, message.sampling, limits)
@@ -284,6 +285,11 @@ class TokenizerService:
 def _continues(prompt: Prompt) -> bool:
     """A completion continues its prompt's text, an assistant's answer does not."""
     return not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
+
+
+def _takes_long(message: Generate | Tokenize) -> bool:
+    """Whether to answer beside other requests: what it needs is done in a thread."""
+    return is_long(message.prompt) or (isinstance(message, Generate) and message.sampling.grammar is not None)
 
 
 def _counted(usage: Usage, num_tokens: int) -> Usage:

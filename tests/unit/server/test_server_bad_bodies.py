@@ -8,6 +8,7 @@ import pytest
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages import MAX_GRAMMAR_BYTES
 from overlap_spec.server.running import renamed
 from overlap_spec.server.unsupported import UNSUPPORTED
 
@@ -82,12 +83,29 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"logit_bias": {"5": 10}}, 400, "logit_bias"),
     ({"logprobs": True}, 400, "logprobs"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format"),
     ({"response_format": "text"}, 400, "response_format"),
-    ({"json_schema": "{}"}, 400, "json_schema"),
-    ({"regex": "a+"}, 400, "regex"),
-    ({"guided_choice": ["a"]}, 400, "guided_choice"),
-    ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, 400, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "tag"}}}, 400, "response_format"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400, "ignore_eos"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 1, "max_tokens": 4}, 400, "min_tokens"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, 400, "regex"),
+    ({"json_schema": "{"}, 400, "json_schema"),
+    ({"json_schema": "[1]"}, 400, "json_schema"),
+    ({"regex": 5}, 400, "regex"),
+    ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, 400, "regex"),
+    ({"ebnf": ["a"]}, 400, "ebnf"),
+    ({"lark": {"start": "a"}}, 400, "lark"),
+    ({"guided_choice": "a"}, 400, "guided_choice"),
+    ({"guided_choice": [5]}, 400, "guided_choice"),
+    ({"guided_json_object": "yes"}, 400, "guided_json_object"),
+    ({"structured_outputs": "json"}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"yaml": "a"}}, 400, "structured_outputs"),
     ({"lora_path": "adapter"}, 400, "lora_path"),
     ({"priority": 1}, 400, "priority"),
     ({"return_hidden_states": True}, 400, "return_hidden_states"),
@@ -187,7 +205,9 @@ OF_GENERATE = [
     ({"max_tokens": 2}, 400, "max_tokens"),
     ({"temperature": 0}, 400, "temperature"),
     ({"sampling_params": {"frequency_penalty": 1}}, 400, "frequency_penalty"),
-    ({"sampling_params": {"regex": "a"}}, 400, "regex"),
+    ({"sampling_params": {"regex": 5}}, 400, "regex"),
+    ({"sampling_params": {"regex": "a", "ebnf": "b"}}, 400, "ebnf"),
+    ({"regex": "a"}, 400, "regex"),
     ({"sampling_params": {"stop_regex": ["a"]}}, 400, "stop_regex"),
     ({"sampling_params": {"stream_interval": 2}}, 400, "stream_interval"),
     ({"return_logprob": True}, 400, "return_logprob"),
@@ -313,7 +333,8 @@ def test_a_sentence_uses_the_names_of_its_api() -> None:
         (CHAT, "min_tokens", {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed the limit of 8 new"),
         (COMPLETIONS, "max_tokens", {"max_tokens": -1}, "max_tokens must be at least 0"),
         (CHAT, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1 in a chat"),
-        (GENERATE, "json_schema", {"json_schema": "{}"}, 'leave it out or send ""'),
+        (GENERATE, "json_schema", {"json_schema": "{}"}, "json_schema belongs in sampling_params"),
+        (CHAT, "regex", {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"regex has {MAX_GRAMMAR_BYTES + 1} bytes: at most"),
         (CHAT, "tool_choice", {"tool_choice": "required"}, 'leave it out or send "none"'),
         (CHAT, "logprobs", {"logprobs": True}, "leave it out or send false"),
         (COMPLETIONS, "logprobs", {"logprobs": 3}, "leave it out or send null"),  # a number there
