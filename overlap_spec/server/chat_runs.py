@@ -15,7 +15,7 @@ from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import read_chat
+from overlap_spec.server.prompts import chat_prompt, check_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
 
 
@@ -86,7 +86,10 @@ class ChatRunner:
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
         tools = [] if body.tool_choice == "none" else body.tools
-        prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
+        if body.add_special_tokens:
+            text = "add_special_tokens: the chat template writes its own; leave it out or send false"
+            raise Problem(400, text, "add_special_tokens", "unsupported_parameter")
+        prompt = check_chat(chat_prompt(body, body.messages, tools, template_kwargs), self._info)
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)

@@ -42,7 +42,8 @@ class Completions:
     def _group(self, body: CompletionRequest) -> Group:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
-        prompts, _ = read_prompts(body.prompt, "prompt", self._info)
+        cut = body.truncate_prompt_tokens is not None
+        prompts, _ = read_prompts(body.prompt, "prompt", self._info, body.add_special_tokens, cut)
         check_choices(body.n, len(prompts))
         check_best_of(body.best_of, body.n)
         name, count = body.id("cmpl-"), len(prompts) * body.n

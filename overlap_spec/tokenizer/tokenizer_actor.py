@@ -29,7 +29,7 @@ def make_codec(settings: Settings) -> Codec:
     directory = settings.model.files.tokenizer_dir
     if settings.skip_tokenizer_init or directory is None:
         return IdsOnly()
-    return load_codec(Path(directory))
+    return load_codec(Path(directory), settings.model.files.chat_template)
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:

@@ -70,7 +70,11 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
         server=ServerSettings(config.host, config.port, config.api_key, files.sampling_defaults),
-        link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
+        link=LinkSettings(
+            client_endpoint=_resolve_endpoint(config),
+            api_key=config.api_key,
+            trusts_templates=config.trust_request_chat_template,
+        ),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
