@@ -43,6 +43,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
@@ -57,12 +58,14 @@ class ChatAnswer:
         self.tool_calls: list[ToolCallPiece] = []
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
+        self.token_ids: list[int] = []
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
         self.content += delta.content
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
+        self.token_ids += delta.token_ids
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -102,6 +105,10 @@ class ChatRunner:
             async for step in steps:
                 yield [(index, _delta(delta)) for index, delta in step]
 
+    async def prompt_ids(self, group: Group) -> list[int]:
+        """The conversation's token ids, before they are truncated. Raises: as `Runner.run`."""
+        return await self._runner.prompt_ids(group.requests[0].prompt)
+
     async def collect(self, group: Group) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
         answers = [ChatAnswer() for _ in group.requests]
@@ -130,4 +137,4 @@ def _names(limit: str) -> dict[str, str]:
 
 def _delta(delta: DeltaLike) -> ChatDelta:
     finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
-    return ChatDelta(delta.usage, delta.text, finish=finish)
+    return ChatDelta(delta.usage, delta.text, finish=finish, token_ids=tuple(delta.token_ids))

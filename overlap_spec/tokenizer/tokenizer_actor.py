@@ -35,4 +35,7 @@ def make_codec(settings: Settings) -> Codec:
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
-    return RequestChecks(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)
+    link = settings.link
+    return RequestChecks(
+        eos_token_ids, link.max_open_requests, settings.scheduler.seed, trusts_templates=link.trusts_templates
+    )
