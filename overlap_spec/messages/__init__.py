@@ -53,6 +53,7 @@ from overlap_spec.messages.request import (
     Grammar,
     GrammarKind,
     Prompt,
+    Reasoning,
     SamplingParams,
     TextPrompt,
     TokenPrompt,
@@ -74,6 +75,7 @@ from overlap_spec.messages.ring import (
     WorkerReady,
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
+from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -125,6 +127,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Prompt",
+    "Reasoning",
     "Refused",
     "Rejected",
     "ResetSlot",
@@ -154,4 +157,8 @@ __all__ = [
     "Usage",
     "WorkerFacts",
     "WorkerReady",
+    "MetricsLevel",
+    "Origin",
+    "Speculative",
+    "Verified",
 ]

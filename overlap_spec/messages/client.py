@@ -3,6 +3,7 @@
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
 from overlap_spec.messages.ring import Stats
+from overlap_spec.messages.speculation import Verified
 
 # --- client -> tokenizer ----------------------------------------------------------------------------------
 
@@ -65,7 +66,8 @@ ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush
 class TextDeltas(Message, frozen=True):
     """What one step added, one row per request of this client (columns of equal length).
 
-    `texts` and `token_ids` are increments. A row whose finish is not None is the request's last.
+    `texts` and `token_ids` are increments. A row whose finish is not None is the request's last. `verified`: by request
+    id, of those that report it.
     """
 
     request_ids: list[str]
@@ -73,6 +75,7 @@ class TextDeltas(Message, frozen=True):
     token_ids: list[list[int]]
     finishes: list[Finish | None]
     usages: list[Usage]
+    verified: dict[str, Verified] = {}
 
 
 class Rejected(Message, frozen=True):

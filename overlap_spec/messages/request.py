@@ -7,11 +7,24 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
 MAX_GRAMMAR_BYTES = 256 << 10
 MOST = 2**63  # what a message can carry
+
+
+class Reasoning(msgspec.Struct, frozen=True, array_like=True):
+    """The markers between which a model reasons before it answers.
+
+    The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
+    before the answer's text.
+    """
+
+    opening: str
+    closing: str
+    is_implicit: bool = False  # an answer may begin with reasoning without the opening marker
 
 
 class GrammarKind(enum.StrEnum):
@@ -30,10 +43,16 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `text` is JSON of a JSON schema, of a list of strings (choice) and of a structural tag (`structures` with `begin`,
     `schema` and `end`, and `triggers`, as in SGLang); else the expression or the rules themselves.
+
+    `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
+    output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
     """
 
     kind: GrammarKind
     text: str
+    markers: tuple[str, ...] = ()
+    reasoning: Reasoning | None = None
+    is_reasoning: bool = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +79,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
+    speculative: Speculative = Speculative()
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    reasoning: Reasoning | None = None
     stop_regex: tuple[str, ...] = ()
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the context holds

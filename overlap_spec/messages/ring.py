@@ -3,6 +3,7 @@
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import SamplingParams
 from overlap_spec.messages.roofline import Roofline
+from overlap_spec.messages.speculation import NO_METHOD, Verified
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
 
@@ -105,7 +106,8 @@ class WorkerReady(Message, frozen=True):
     pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
-    results have `levels`, and every window is filled whole, whatever the width of the step before.
+    results have `levels`, and every window is filled whole, whatever the width of the step before. `num_steps`: guesses
+    in a row that `method` makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W.
     """
 
     num_slots: int
@@ -122,6 +124,9 @@ class WorkerReady(Message, frozen=True):
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
     is_self_drafting: bool = False
+    method: str = NO_METHOD
+    num_steps: int = 0
+    step_widths: tuple[int, ...] = ()
 
 
 class StepResult(Message, frozen=True):
@@ -153,19 +158,24 @@ class StepResult(Message, frozen=True):
 
 
 class EngineLimits(Message, frozen=True):
-    """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens."""
+    """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
+
+    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding.
+    """
 
     max_len: int
     max_total_tokens: int
     max_running_requests: int
     vocab_size: int
+    method: str = NO_METHOD
+    num_steps: int = 0
 
 
 class TokenDeltas(Message, frozen=True):
     """What one step committed, in columns. The scheduler's finishes are provisional: stop strings come later.
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
-    `step_id` is 0 for an abort, which is no step's.
+    `step_id` is 0 for an abort, which is no step's. `verified`: by uid, of the requests that report it.
     """
 
     uids: list[int]
@@ -173,6 +183,7 @@ class TokenDeltas(Message, frozen=True):
     finishes: list[Finish | None]
     usages: list[Usage]
     step_id: int = 0
+    verified: dict[int, Verified] = {}
 
 
 class Refused(Message, frozen=True):
@@ -218,3 +229,8 @@ class Stats(Message, frozen=True):
     host_time_hidden: float = 0.0  # seconds, mean: what of it the device did not wait for
     decode_steps_total: int = 0
     decode_floor_total: float = 0.0  # seconds that those steps take at least, at the device's ceilings; 0: not known
+    drafts_total: int = 0  # verify steps with guesses
+    accept_rate: float = 0.0  # guesses accepted of those verified
+    step_width: int = 0  # of the last decode step
+    num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
+    draft_is_dead: bool = False  # of the last guesses hardly any was accepted

@@ -25,9 +25,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_decoding": ({},),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": ("",),
-    # tools: the template sees them, nothing makes the model call one or reads its call
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
+    # what came before tools
     "functions": ([],),
     "function_call": ("none", "auto"),
     # what is returned. OpenAI's completions take `logprobs: 0` for "the drawn token's", which is not nothing.
@@ -43,9 +41,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_routed_experts": (False,),
     "return_tokens_as_token_ids": (False,),
     "echo": (False,),
-    "separate_reasoning": (True, False),  # without a reasoning parser both mean the same
-    "stream_reasoning": (True, False),
     "stream_interval": (1,),
+    "thinking_budget": (),
+    "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
     "truncation_side": ("left",),

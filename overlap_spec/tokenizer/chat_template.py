@@ -44,9 +44,9 @@ class ChatTemplate:
     """A compiled template and the names of the model's special tokens."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], limits: "Limits | None" = None) -> None:
-        self._template = _environment(
-            ImmutableSandboxedEnvironment if limits is None else _LimitedEnvironment
-        ).from_string(source)
+        self.source = source
+        kind = ImmutableSandboxedEnvironment if limits is None else _LimitedEnvironment
+        self._template = _environment(kind).from_string(source)
         self._within = _whole if limits is None else limits.within
         self._special_tokens = dict(special_tokens)
         self._reads_parts = self._can_read_parts()
@@ -98,6 +98,8 @@ class ChatTemplate:
 
 class NoChatTemplate:
     """The template of a model that has none: it refuses every chat."""
+
+    source = ""
 
     def __init__(self, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)

@@ -25,6 +25,7 @@ class Codec(Protocol):
     """What the service needs of a tokenizer."""
 
     name: str  # for the start-up table
+    chat_template: str  # its source; empty if there is none
     longest_token: int  # characters; no token's text is longer; 0 if there are none
     eos_token_ids: tuple[int, ...]
 
@@ -40,10 +41,17 @@ class Codec(Protocol):
         """The text of ids; thread and lock as in `encode`. Raises: RequestError."""
         ...
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = (), spaces: bool = True) -> Detokenizer:
+    def detokenizer(
+        self,
+        skip_special_tokens: bool,
+        before: Sequence[int] = (),
+        shown_tokens: Sequence[str] = (),
+        spaces: bool = True,
+    ) -> Detokenizer:
         """A new incremental decoder; `before` is the token that its text continues, if it does.
 
-        `spaces`: special tokens that follow one another are decoded as any others, else without spaces between them.
+        `shown_tokens` are special tokens that are not skipped. `spaces`: special tokens that follow one another are
+        decoded as any others, else without spaces between them.
         """
         ...
 
@@ -65,6 +73,7 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
         self._template = template
+        self.chat_template = template.source
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {token_id: token.content for token_id, token in added if token.special}
@@ -85,10 +94,23 @@ class TextCodec:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = (), spaces: bool = True) -> Detokenizer:
-        is_silent = self._is_special_or_unknown if skip_special_tokens else self._is_unknown
-        decoder = StreamDetokenizer(self._tokenizer, skip_special_tokens, is_silent, before)
-        return decoder if spaces or skip_special_tokens else CloseSpecials(decoder, self._special)
+    def detokenizer(
+        self,
+        skip_special_tokens: bool,
+        before: Sequence[int] = (),
+        shown_tokens: Sequence[str] = (),
+        spaces: bool = True,
+    ) -> Detokenizer:
+        if not skip_special_tokens:
+            decoder = StreamDetokenizer(self._tokenizer, False, self._is_unknown, before)
+            return decoder if spaces else CloseSpecials(decoder, self._special)
+        shown = self._special.keys() & set(map(self._tokenizer.token_to_id, shown_tokens))
+        if not shown:
+            return StreamDetokenizer(self._tokenizer, True, self._is_special_or_unknown, before)
+        # The library skips all special tokens or none: here it is given only those that are shown.
+        return StreamDetokenizer(
+            self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
+        )
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         pass
@@ -104,6 +126,7 @@ class IdsOnly:
     """The codec of `--skip-tokenizer-init`: token ids in, token ids out, everything else refused."""
 
     name = "none (--skip-tokenizer-init)"
+    chat_template = ""
     longest_token = 0
     eos_token_ids: tuple[int, ...] = ()
 
@@ -116,7 +139,13 @@ class IdsOnly:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:
         raise _no_tokenizer("tokens")
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = (), spaces: bool = True) -> Detokenizer:
+    def detokenizer(
+        self,
+        skip_special_tokens: bool,
+        before: Sequence[int] = (),
+        shown_tokens: Sequence[str] = (),
+        spaces: bool = True,
+    ) -> Detokenizer:
         return NoText()
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:

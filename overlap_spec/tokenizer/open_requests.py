@@ -18,6 +18,12 @@ class OpenRequest:
     request_id: str
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
+    opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
+
+    def opened(self, text: str) -> str:
+        """The next text of the answer, after what it opens with."""
+        opening, self.opening = self.opening, ""
+        return opening + text
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

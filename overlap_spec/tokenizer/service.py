@@ -50,6 +50,7 @@ from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
@@ -135,6 +136,8 @@ class TokenizerService:
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if uid in message.verified:
+                reply.verified[request.request_id] = message.verified[uid]
             if piece.finish is not None:
                 if finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
@@ -218,11 +221,14 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            await self._checks.check_grammar(message.sampling.grammar)
             cuts = message.sampling.truncate_prompt_tokens is not None
             ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
             ids = truncated(ids, message.sampling, limits)
             sampling = self._checks.settle(message.sampling, ids, limits)
+            if sampling.reasoning is not None:
+                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
+                sampling = after_reasoning(sampling, sampling.reasoning, request.opening)
+            await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
@@ -232,6 +238,7 @@ class TokenizerService:
             decoder = self._codec.detokenizer(
                 sampling.skip_special_tokens,
                 ids[-1:] if _continues(message.prompt) else (),
+                sampling.shown_tokens,
                 sampling.spaces_between_special_tokens,
             )
             request.open_output(sampling, len(ids), decoder)
@@ -301,7 +308,7 @@ def _counted(usage: Usage, num_tokens: int) -> Usage:
 
 def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
     reply.request_ids.append(request.request_id)
-    reply.texts.append(text)
+    reply.texts.append(request.opened(text) if request.opening else text)
     reply.token_ids.append(token_ids)
     reply.finishes.append(finish)
     reply.usages.append(request.usage)

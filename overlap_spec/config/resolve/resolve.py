@@ -69,7 +69,14 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=ServerSettings(config.host, config.port, config.api_key, files.sampling_defaults),
+        server=ServerSettings(
+            config.host,
+            config.port,
+            config.api_key,
+            files.sampling_defaults,
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        ),
         link=LinkSettings(
             client_endpoint=_resolve_endpoint(config),
             api_key=config.api_key,
