@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, assert_never
 
 from overlap_spec.client.link import pack_ids
+from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
@@ -27,12 +29,17 @@ from overlap_spec.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far."""
+    """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far.
+
+    `log_probs`, of `token_ids`, and `prompt_log_probs`, all of them in the first delta, where they are asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish: Finish | None
     usage: Usage
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Completion:
     token_ids: list[int]
     finish: Finish
     usage: Usage
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 Reply = Tokenized | Detokenized | FlushDone | StatsReply | Pong
@@ -88,12 +97,14 @@ class Calls:
     def deliver(self, message: TextDeltas) -> None:
         """Give each row to its request."""
         rows = zip(message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True)
-        for request_id, text, token_ids, finish, usage in rows:
+        scores = zip(message.log_probs, message.prompt_log_probs, strict=True)
+        for (request_id, text, token_ids, finish, usage), of in zip_longest(rows, scores):
             if request_id in self._left:
                 if finish is not None:
                     self._left.pop(request_id).set()
             else:
-                self.answer(request_id, Delta(text, token_ids, finish, usage))
+                log_probs = map(read_log_probs, of or ())
+                self.answer(request_id, Delta(text, token_ids, finish, usage, *log_probs))
 
     def reject(self, message: Rejected) -> None:
         """The engine gives this call no (further) answer."""

@@ -9,7 +9,31 @@ from overlap_spec.errors import RequestError
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
+MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
+MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
+
+
+class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Which log-probs are returned: of every output token, and of the prompt's from position `prompt_from` on.
+
+    At every position also those of the `top` most probable tokens and of `token_ids`. `prompt_from=None`: none of the
+    prompt. The first prompt token that is returned has no log-prob. Raises: RequestError naming the field.
+    """
+
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    prompt_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= MAX_TOP_LOG_PROBS:
+            raise RequestError("log_probs.top", f"log_probs.top must be 0 to {MAX_TOP_LOG_PROBS}, got {self.top}")
+        if self.prompt_from is not None and not 0 <= self.prompt_from < MOST:
+            text = f"log_probs.prompt_from must be a position of the prompt, from 0 on, got {self.prompt_from}"
+            raise RequestError("log_probs.prompt_from", text)
+        if len(self.token_ids) > MAX_LISTED_LOG_PROBS or not all(0 <= i < MOST for i in self.token_ids):
+            text = f"log_probs.token_ids must be at most {MAX_LISTED_LOG_PROBS} token ids >= 0"
+            raise RequestError("log_probs.token_ids", text)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    log_probs: LogProbParams | None = None
 
     def __post_init__(self) -> None:
         for field, value, ok, want in self._ranges():
@@ -45,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
         return (
             *((name, value, -MOST <= (value or 0) < MOST, "a 64-bit integer") for name, value in integers.items()),
-            ("max_new_tokens", most, most is None or most >= 1, "at least 1"),
+            ("max_new_tokens", most, most is None or most >= 0, "at least 0"),
             ("min_new_tokens", least, least >= 0, "at least 0"),
             (
                 "temperature",

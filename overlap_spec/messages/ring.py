@@ -56,7 +56,8 @@ class SlotWork(Message, frozen=True):
     little-endian) holds the tokens at positions start, start+1, ..; `next_token` is the prompt token that
     follows the chunk, or -1 when the chunk completes the prompt and the target draws the next token. In
     decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
-    how many rows before the slot's root the draft has not absorbed.
+    how many rows before the slot's root the draft has not absorbed. `scored`: first and end of the positions of a chunk
+    after which the prompt token's log-prob is wanted.
     """
 
     slot: int
@@ -66,6 +67,7 @@ class SlotWork(Message, frozen=True):
     next_token: int = -1
     reset: ResetSlot | None = None
     deferred: int = 0
+    scored: tuple[int, int] = (0, 0)
 
 
 class StepPlan(Message, frozen=True):
@@ -147,6 +149,10 @@ class StepResult(Message, frozen=True):
     levels: list[int] = []  # of guesses in the whole window
     strengths: list[int] = []  # how many tokens the guesses rest on
     next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
+    # Packed log-probs (`LogProbs.records`) of `tokens`, and of prompt tokens that the plan's chunks scored. Empty: no
+    # request asks for them; else b"" for those that do not.
+    log_probs: list[bytes] = []
+    prompt_log_probs: list[bytes] = []
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
@@ -165,7 +171,8 @@ class TokenDeltas(Message, frozen=True):
     """What one step committed, in columns. The scheduler's finishes are provisional: stop strings come later.
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
-    `step_id` is 0 for an abort, which is no step's.
+    `step_id` is 0 for an abort, which is no step's. Columns of log-probs are as in `StepResult`; a row without tokens
+    and finish may bring some of the prompt.
     """
 
     uids: list[int]
@@ -173,6 +180,8 @@ class TokenDeltas(Message, frozen=True):
     finishes: list[Finish | None]
     usages: list[Usage]
     step_id: int = 0
+    log_probs: list[bytes] = []
+    prompt_log_probs: list[bytes] = []
 
 
 class Refused(Message, frozen=True):

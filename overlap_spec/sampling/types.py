@@ -18,6 +18,7 @@ class SamplingWork:
     sampled: bool
     filtered: bool  # some request has top_k, top_p or min_p
     processed: bool  # some request's parameters change its logits: min_new_tokens
+    log_probs: bool = False  # some request wants log-probs
 
 
 # What a step can be prepared for: greedy, sampled, and everything (which does the others' work too, at its price).
@@ -25,6 +26,7 @@ SAMPLING_WORK = (
     SamplingWork(False, False, False),
     SamplingWork(True, False, False),
     SamplingWork(True, True, True),
+    SamplingWork(True, True, True, log_probs=True),
 )
 
 

@@ -14,6 +14,7 @@ from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
 from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -42,6 +43,10 @@ class Codec(Protocol):
         """A new incremental decoder; `before` is the token that its text continues, if it does."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for, which may be a part of a character; b"" if it stands for nothing."""
+        ...
+
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         """Raises: RequestError if stop strings cannot be found here."""
         ...
@@ -59,6 +64,7 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._template = template
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = frozenset(
@@ -81,6 +87,9 @@ class TextCodec:
     def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
         is_silent = self._is_special_or_unknown if skip_special_tokens else self._is_unknown
         return StreamDetokenizer(self._tokenizer, skip_special_tokens, is_silent, before)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.of(token_id)
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         pass
@@ -110,6 +119,9 @@ class IdsOnly:
 
     def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
         return NoText()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         if stops:

@@ -29,6 +29,7 @@ from overlap_spec.messages import (
     Flushed,
     Generate,
     GetStats,
+    LogProbs,
     Ping,
     Pong,
     Refused,
@@ -45,6 +46,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
@@ -118,18 +120,24 @@ class TokenizerService:
         """One step: every request's run becomes a row, every client gets one message."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
-        for uid, tokens, finish, usage in zip(
-            message.uids, message.tokens, message.finishes, message.usages, strict=True
-        ):
+        columns = message.uids, message.tokens, message.finishes, message.usages
+        for row, (uid, tokens, finish, usage) in enumerate(zip(*columns, strict=True)):
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
+            if request.log_probs is not None and message.prompt_log_probs:
+                request.log_probs.add_prompt(message.prompt_log_probs[row])
+            if not tokens and finish is None:
+                continue  # a chunk of a prompt that goes on
             piece = request.output.push(tokens, finish)
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
-                reply = replies[request.client] = TextDeltas([], [], [], [], [])
+                reply = replies[request.client] = TextDeltas([], [], [], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if request.log_probs is not None:
+                records = message.log_probs[row] if message.log_probs else b""
+                _add_log_probs(reply, request.log_probs, records, len(piece.token_ids))
             if piece.finish is not None:
                 if finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
@@ -213,6 +221,8 @@ class TokenizerService:
             # A completion continues its prompt's text, an assistant's answer does not.
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
             request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
+            if sampling.log_probs is not None:
+                request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -233,7 +243,7 @@ class TokenizerService:
         for request in found:
             self._abort(request, AbortReason.REQUESTED)
             text = request.output.end() if request.output is not None else ""
-            reply = TextDeltas([], [], [], [], [])
+            reply = TextDeltas([], [], [], [], [], [], [])
             _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message="aborted on request"))
             self._clients.send(request.client, reply)
 
@@ -265,6 +275,13 @@ def _counted(usage: Usage, num_tokens: int) -> Usage:
     if usage.completion_tokens == num_tokens:
         return usage
     return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
+
+
+def _add_log_probs(reply: TextDeltas, asked: RequestLogProbs, records: bytes, num_tokens: int) -> None:
+    """To the row that was added last; rows before it that ask for none get none."""
+    missing: list[LogProbs | None] = [None] * (len(reply.request_ids) - 1 - len(reply.log_probs))
+    reply.log_probs.extend((*missing, asked.of_output(records, num_tokens)))
+    reply.prompt_log_probs.extend((*missing, asked.take_prompt()))
 
 
 def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:

@@ -21,7 +21,14 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.messages import (
+    MAX_LISTED_LOG_PROBS,
+    MAX_STOP_IDS,
+    LogProbParams,
+    ResetSlot,
+    SamplingParams,
+    SlotWork,
+)
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
@@ -65,6 +72,7 @@ class SlotRows:
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from; column 0 unused
         self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
+        self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), SAMPLING_WORK[0])  # of work that draws nothing
 
@@ -85,9 +93,27 @@ class SlotRows:
         host.num_pages += len(work.new_pages)
         return [value for i, page in enumerate(work.new_pages) for value in (work.slot, first + i, page)]
 
+    def pack_listed(self, work: list[SlotWork]) -> list[int]:
+        """(slot, column, token id) of every id whose log-probs a new request wants."""
+        asked = [(item.slot, item.reset.sampling.log_probs) for item in work if item.reset is not None]
+        return [
+            value
+            for slot, log_probs in asked
+            if log_probs is not None
+            for column, token in enumerate(log_probs.token_ids)
+            for value in (slot, column, token)
+        ]
+
+    def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
+        """What each slot's request wants of them; empty if none wants any."""
+        asked = [self._host[w.slot].sampling.log_probs for w in work]
+        return asked if any(log_probs is not None for log_probs in asked) else []
+
     def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
         asked = [self._host[w.slot].sampling for w in work]
+        if any(s.log_probs is not None for s in asked):
+            return SAMPLING_WORK[-1]
         filtered = any(not s.greedy and (s.top_k != -1 or s.top_p < 1 or s.min_p > 0) for s in asked)
         if filtered or any(s.min_new_tokens > 0 for s in asked):
             return SAMPLING_WORK[2]
@@ -107,6 +133,11 @@ class SlotRows:
         if pages.numel():
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
+
+    def apply_listed(self, listed: Tensor) -> None:
+        """Write what `pack_listed` has packed. Sync: never. Shapes: flat i64."""
+        slots, columns, tokens = listed.view(-1, 3).unbind(1)
+        self.listed[slots, columns] = tokens
 
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from overlap_spec.client.link import Arrival
+from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.messages import (
     Finish,
     FlushCache,
@@ -41,6 +42,8 @@ class Answer:
     """The answer that a client was sent for one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
     usage: Usage | None = None
@@ -64,6 +67,10 @@ class MemoryClients:
                 )
                 for request_id, text, ids, finish, usage in rows:
                     self._add(self.answers[request_id], text, ids, finish, usage)
+                scores = zip(message.log_probs, message.prompt_log_probs, strict=True)
+                for request_id, (log_probs, of_prompt) in zip(message.request_ids, scores, strict=False):
+                    self.answers[request_id].log_probs += read_log_probs(log_probs)
+                    self.answers[request_id].prompt_log_probs += read_log_probs(of_prompt)
             case Rejected():
                 answer = self.answers[message.request_id]
                 answer.rejected = message
