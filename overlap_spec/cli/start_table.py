@@ -6,7 +6,7 @@ import shlex
 from rich.console import Console
 from rich.table import Table
 
-from overlap_spec.config import DUMMY, MIB, AttentionSettings, Settings
+from overlap_spec.config import DUMMY, MIB, AttentionSettings, SamplingDefaults, Settings
 from overlap_spec.messages import CudaFacts, EngineFacts
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
@@ -48,7 +48,14 @@ def _settled(settings: Settings, facts: EngineFacts) -> dict[str, str]:
         "steps in flight": f"{scheduler.depth}" + (" (overlapped)" if scheduler.depth > 1 else " (no overlap)"),
         "context": f"{model.max_len} tokens",
         "requests": f"at most {scheduler.max_running_requests} running",
+        "sampling defaults": _sampling(settings.server.sampling_defaults),
     }
+
+
+def _sampling(defaults: SamplingDefaults) -> str:
+    """What a request gets that does not say how tokens are drawn."""
+    given = ", ".join(f"{name} {value:g}" for name, value in defaults.changes().items())
+    return f"{given} (the model's; OpenAI's else)" if given else "OpenAI's"
 
 
 def _made_up(load_format: str) -> str:

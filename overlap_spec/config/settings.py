@@ -19,6 +19,25 @@ class Machine(Struct, frozen=True):
     num_threads: int | None = None  # `asked_threads()`
 
 
+class SamplingDefaults(Struct, frozen=True):
+    """What OpenAI's endpoints use for a field that a request leaves out: OpenAI's values, or those of the model.
+
+    `max_new_tokens`: of a chat; None is the context.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+    def changes(self) -> dict[str, float]:
+        """The values that are not OpenAI's."""
+        plain = SamplingDefaults()
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value != getattr(plain, name)}
+
+
 class ModelFiles(Struct, frozen=True, kw_only=True):
     """Local files of one target, and facts from its config; made by `hub.resolve_model` without torch.
 
@@ -36,6 +55,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     preset_draft: str | None = None  # directory of the head that ships for this alias
     preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
     load_format: str = "auto"
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # of generation_config.json
 
 
 class ModelSettings(Struct, frozen=True):
@@ -165,6 +185,7 @@ class ServerSettings(Struct, frozen=True):
     host: str
     port: int
     api_key: str | None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 class LinkSettings(Struct, frozen=True):

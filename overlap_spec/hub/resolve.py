@@ -5,10 +5,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from overlap_spec.config import DUMMY, SMOLLM2_SPEC, EngineConfig, ModelFiles, SpecSettings, cache_directory, facts_of
+from overlap_spec.config import (
+    DUMMY,
+    SMOLLM2_SPEC,
+    EngineConfig,
+    ModelFiles,
+    SamplingDefaults,
+    SpecSettings,
+    cache_directory,
+    facts_of,
+)
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.draft_kinds import check_draft_kind, refuse_head
+from overlap_spec.hub.generation_config import eos_token_ids, sampling_defaults
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.hub.progress import Progress, ignore_progress
@@ -107,7 +117,7 @@ def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
         weights=str(weights),
         config=model,
         tokenizer_dir=_tokenizer_dir(config, smollm2.DATA, progress),
-        eos_token_ids=_eos_token_ids(smollm2.DATA, model),
+        eos_token_ids=eos_token_ids(smollm2.DATA, model),
         context_length=model["max_position_embeddings"],
         vocab_size=model["vocab_size"],
         preset_draft=str(smollm2.DRAFT),
@@ -151,11 +161,17 @@ def _model_files(
         weights=str(weights),
         config=model,
         tokenizer_dir=_tokenizer_dir(config, beside, progress),
-        eos_token_ids=_eos_token_ids(beside, model),
+        eos_token_ids=eos_token_ids(beside, model),
+        sampling_defaults=_sampling_defaults(config, beside),
         context_length=model["max_position_embeddings"],
         vocab_size=model["vocab_size"],
         load_format=config.load_format,
     )
+
+
+def _sampling_defaults(config: EngineConfig, directory: Path) -> SamplingDefaults:
+    """What a request leaves out; the file of a model whose defaults are not used need not make sense."""
+    return sampling_defaults(directory) if config.sampling_defaults == "model" else SamplingDefaults()
 
 
 def _repository(field: str, name: str, load_format: str, progress: Progress, revision: str | None) -> Path:
@@ -182,16 +198,3 @@ def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> st
             " save_pretrained), or serve token ids only with --skip-tokenizer-init",
         )
     return str(path)
-
-
-def _eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:
-    """All ids that end a turn: generation_config.json often lists more than config.json."""
-    generation = directory / "generation_config.json"
-    configs = [read_json(generation)] if generation.is_file() else []
-    found: dict[int, None] = {}
-    for config in (*configs, model):
-        ids = config.get("eos_token_id")
-        found.update(dict.fromkeys(ids if isinstance(ids, list) else [] if ids is None else [ids]))
-    if wrong := [token for token in found if not isinstance(token, int) or token < 0]:
-        raise CheckpointError(f"{directory}: eos_token_id must be token ids, found {wrong[0]!r}")
-    return tuple(found)

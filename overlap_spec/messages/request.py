@@ -1,5 +1,6 @@
 """One request: its prompt, and how its tokens are drawn."""
 
+import enum
 import math
 from typing import Any
 
@@ -9,9 +10,32 @@ from overlap_spec.errors import RequestError
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
+MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
+
+
+class GrammarKind(enum.StrEnum):
+    """The language that a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    LARK = "lark"
+    CHOICE = "choice"
+    STRUCTURAL_TAG = "structural_tag"
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """What an output must be: its tokens are drawn from those that the grammar allows, and EOS once it is complete.
+
+    `text` is JSON of a JSON schema, of a list of strings (choice) and of a structural tag (`structures` with `begin`,
+    `schema` and `end`, and `triggers`, as in SGLang); else the expression or the rules themselves.
+    """
+
+    kind: GrammarKind
+    text: str
 
 
 class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +63,8 @@ class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's.
 
-    `max_new_tokens=None` means up to the model's context; `seed=None` means the engine draws one.
+    `max_new_tokens=None` means up to the model's context, and 0 that only the prompt is computed; `seed=None` means the
+    engine draws one.
     Raises: RequestError naming the field that is out of range.
     """
 
@@ -55,15 +80,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    grammar: Grammar | None = None
     log_probs: LogProbParams | None = None
 
     def __post_init__(self) -> None:
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
         for field, value, ok, want in self._ranges():
             if not ok:
                 raise RequestError(field, f"{field} must be {want}, got {value!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             most = self.max_new_tokens
             raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {most} new tokens")
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        """A grammar ends its output by EOS, so nothing else may decide when EOS is drawn."""
+        size = len(grammar.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise RequestError("grammar", f"grammar has {size} bytes: at most {MAX_GRAMMAR_BYTES} are taken")
+        ends = {"ignore_eos": self.ignore_eos, "min_new_tokens": self.min_new_tokens}
+        for field, value in ends.items():
+            if value:
+                raise RequestError(field, f"{field} cannot be used with a grammar, which ends its output by EOS")
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
         least, most = self.min_new_tokens, self.max_new_tokens

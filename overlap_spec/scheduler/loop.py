@@ -58,6 +58,7 @@ class Scheduler:
         self.outbox: list[ToTokenizer] = []
         self.stopping = False
         self._num_arrived = 0
+        self._num_flushes = 0  # asked for and not answered
 
     async def run(self) -> None:
         """Serve until Shutdown. Cancellation: loses nothing that was received."""
@@ -113,6 +114,7 @@ class Scheduler:
             case Abort():
                 self._reply(self.ledger.abort(message.uid, message.reason))
             case FlushCache():
+                self._num_flushes += 1
                 self._flush()
             case Shutdown():
                 self.stopping = True
@@ -124,6 +126,8 @@ class Scheduler:
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
         self._reply(self.ledger.settle(self.inflight.popleft(), result))
+        if self._num_flushes:
+            self._flush()
 
     def _reply(self, message: ToTokenizer | None) -> None:
         if message is not None:
@@ -138,7 +142,9 @@ class Scheduler:
         self.planner.counters.requests += 1
 
     def _flush(self) -> None:
-        """Empty the prefix cache, unless something runs or waits."""
+        """Empty the prefix cache, unless something runs or waits. Steps of requests that have finished end first."""
+        if self.inflight and self.queues.only_leaving:
+            return
         can = self.queues.idle and not self.inflight
         if can:
             cache = self.queues.memory.cache
@@ -146,4 +152,6 @@ class Scheduler:
             if self.limits.is_self_drafting:
                 self.links.worker.send(FlushCache())
             self._reply(self.reporter.snapshot())  # before Flushed: figures asked for after it show an empty cache
-        self._reply(Flushed(can))
+        for _ in range(self._num_flushes):
+            self._reply(Flushed(can))
+        self._num_flushes = 0

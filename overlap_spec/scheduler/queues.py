@@ -34,6 +34,11 @@ class RequestQueues:
         return not (self.waiting or self.running or self.leaving)
 
     @property
+    def only_leaving(self) -> bool:
+        """True if no request waits or runs, nor will one that leaves come back."""
+        return not (self.waiting or self.running or self.victims_leaving)
+
+    @property
     def victims_leaving(self) -> bool:
         """True while a preempted request has not come back to the queue."""
         return any(request.finish is None for request in self.leaving)

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.metrics.prometheus import ServerMetrics
+from overlap_spec.server.access_log import AccessLog, note_reason
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
@@ -20,7 +21,7 @@ from overlap_spec.server.problems import HANDLERS, Problem
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
-OPEN = "/health"  # reports the engine's health itself, and needs no key
+OPEN = ("/health", "/ping")  # report the engine's health themselves, and need no key
 COUNTS = "/metrics"  # answered until the end: it gives the engine no work
 
 
@@ -39,7 +40,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
         *Operations(client, runner, metrics, info).routes(),
     ]
     gate = Middleware(Gate, api_key=info.api_key, health=health)
-    app = Starlette(routes=routes, middleware=[gate], exception_handlers=HANDLERS)
+    app = Starlette(routes=routes, middleware=[Middleware(AccessLog), gate], exception_handlers=HANDLERS)
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
 
@@ -53,10 +54,11 @@ class Gate:
         self._health = health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._check(scope) if scope["type"] == "http" and scope["path"] != OPEN else None
+        problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in OPEN else None
         if problem is None:
             await self._app(scope, receive, send)
             return
+        note_reason(scope, str(problem))
         headers = {"www-authenticate": "Bearer"} if problem.status == 401 else None
         await problem.response(headers)(scope, receive, send)
 

@@ -33,41 +33,44 @@ class ChatCompletions:
         )
         if body.stream:
             return EventStream(self._events(group, head))
-        (answer,) = await unless_gone(request.receive, self._chats.collect(group))
-        reply = Reply(
-            head.id, "chat.completion", head.created, head.model, (_choice(answer),), wire_usage(answer.usage)
-        )
+        answers = await unless_gone(request.receive, self._chats.collect(group))
+        choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
+        usage = wire_usage([answer.usage for answer in answers], body.n)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
-        last: Usage | None = None
+        last: dict[int, Usage] = {}
         async with aclosing(self._chats.run(group)) as steps:
-            async for ((_, delta),) in steps:
-                opening = _opening(head, delta.usage) if last is None else b""
-                last = delta.usage
-                yield opening + _chunks(head, delta)
-        assert last is not None
+            async for step in steps:
+                events = []
+                for index, delta in step:
+                    opening = b"" if index in last else _opening(head, index, delta.usage)
+                    last[index] = delta.usage
+                    events.append(opening + _chunks(head, index, delta))
+                yield b"".join(events)
         if head.options.include_usage:
-            yield event(head.usage_chunk(last))
+            usages = [last[index] for index in range(len(group.requests))]
+            yield event(head.usage_chunk(wire_usage(usages, len(usages))))
         yield DONE
 
 
-def _choice(answer: ChatAnswer) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
     assert answer.finish is not None
     message = Text(role="assistant", content=answer.content)
-    return MessageChoice(0, message, answer.finish.reason, answer.finish.matched)
+    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
 
 
-def _opening(head: ReplyHead, usage: Usage) -> bytes:
-    """The first event holds the role; no token has been sent yet."""
+def _opening(head: ReplyHead, index: int, usage: Usage) -> bytes:
+    """A choice's first event holds the role; no token has been sent yet."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
-    return event(head.chunk(DeltaChoice(0, Text(role="assistant", content="")), start))
+    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content="")), start))
 
 
-def _chunks(head: ReplyHead, delta: ChatDelta) -> bytes:
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta) -> bytes:
     """One event for a step, and one more, without text, for the finish."""
     finish = delta.finish
     if finish is None:
-        return event(head.chunk(DeltaChoice(0, Text(content=delta.content)), delta.usage))
-    text = event(head.chunk(DeltaChoice(0, Text(content=delta.content)), delta.usage)) if delta.content else b""
-    return text + event(head.chunk(DeltaChoice(0, Text(), finish.reason, finish.matched), delta.usage))
+        return event(head.chunk(DeltaChoice(index, Text(content=delta.content)), delta.usage))
+    text = event(head.chunk(DeltaChoice(index, Text(content=delta.content)), delta.usage)) if delta.content else b""
+    return text + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))

@@ -11,11 +11,12 @@ from contextlib import aclosing
 import msgspec
 
 from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_chat
-from overlap_spec.server.running import NOTHING, EngineRequest, Group, Runner
+from overlap_spec.server.running import NOTHING, Group, Runner
 
 
 class ToolCallPiece(msgspec.Struct, frozen=True):
@@ -86,8 +87,11 @@ class ChatRunner:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
         tools = [] if body.tool_choice == "none" else body.tools
         prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
+        check_choices(body.n, 1)
         name = body.id(prefix)
-        return Group(name, [EngineRequest(name, prompt, sampling, {**_names(limit), "prompt": "messages"})])
+        ids = numbered(name, body.n, body.n > 1)
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
+        return Group(name, spread(ids, [prompt], [sampling], names, body.n))
 
     async def run(self, group: Group) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`."""
@@ -105,13 +109,16 @@ class ChatRunner:
         return answers
 
     def _sampling(self, body: ChatRequest) -> tuple[str, SamplingParams]:
-        """Returns the field that limits the length, and the parameters; without a limit it is the context."""
+        """Returns the field that limits the length, and the parameters; by default the model or the context does."""
         limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         given = {name: value for name, value in limits.items() if value is not None}
         if len(set(given.values())) > 1:
             raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
         limit = next(reversed(given), "max_tokens")
-        return limit, sampling_params(body, given.get(limit), _names(limit), self._info)
+        most = given.get(limit, self._info.sampling_defaults.max_new_tokens)
+        if most == 0:
+            raise Problem(400, f"{limit} must be at least 1 in a chat, got 0", limit, "invalid_value")
+        return limit, sampling_params(body, most, _names(limit), self._info)
 
 
 def _names(limit: str) -> dict[str, str]:

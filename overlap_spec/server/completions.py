@@ -8,11 +8,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from overlap_spec.server.choices import check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
-from overlap_spec.server.running import NOTHING, Collected, EngineRequest, Group, Runner
+from overlap_spec.server.running import NOTHING, Collected, Group, Runner
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -31,10 +32,10 @@ class Completions:
         group = self._group(body)
         head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
         if body.stream:
-            return EventStream(self._events(group, head))
+            return EventStream(self._events(group, head, body.n))
         answers = await unless_gone(request.receive, self._runner.collect(group))
         choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
-        usage = wire_usage(*(answer.usage for answer in answers))
+        usage = wire_usage([answer.usage for answer in answers], body.n)
         reply = Reply(head.id, head.object, head.created, head.model, choices, usage)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
@@ -42,12 +43,14 @@ class Completions:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
         prompts, _ = read_prompts(body.prompt, "prompt", self._info)
-        name = body.id("cmpl-")
-        ids = [name] if len(prompts) == 1 else [f"{name}_{index}" for index in range(len(prompts))]
-        requests = [EngineRequest(each, prompt, sampling, NAMES) for each, prompt in zip(ids, prompts, strict=True)]
-        return Group(name, requests)
+        check_choices(body.n, len(prompts))
+        check_best_of(body.best_of, body.n)
+        name, count = body.id("cmpl-"), len(prompts) * body.n
+        ids = numbered(name, count, count > 1)
+        names = {**NAMES, "grammar": body.grammar_field}
+        return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.n))
 
-    async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: Group, head: ReplyHead, n: int) -> AsyncGenerator[bytes, None]:
         last = [NOTHING] * len(group.requests)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
@@ -55,7 +58,7 @@ class Completions:
                     last[index] = delta.usage
                 yield b"".join(_chunk(head, index, delta) for index, delta in step)
         if head.options.include_usage:
-            yield event(head.usage_chunk(*last))
+            yield event(head.usage_chunk(wire_usage(last, n)))
         yield DONE
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from overlap_spec.config import EngineConfig, Settings
+from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import ChatPrompt, EngineFacts, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
 from overlap_spec.version import __version__
@@ -58,6 +58,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str = ""
     skip_tokenizer_init: bool = False
     api_key: str | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     max_body_bytes: int = MAX_BODY_BYTES
@@ -77,6 +78,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
+        sampling_defaults=settings.server.sampling_defaults,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
     )

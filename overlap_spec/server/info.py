@@ -15,7 +15,10 @@ from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 
+FLUSH = ("/flush_cache", "/reset_prefix_cache")  # SGLang's name and vLLM's
 STATS_S = 5.0
+FLUSH_POLL_S = 0.02  # between attempts to empty the cache
+MOST_FLUSH_S = 600.0
 LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
 SECRETS = frozenset({"api_key"})
 
@@ -51,7 +54,10 @@ class InfoEndpoints:
             Route("/version", self.version),
             *(Route(path, self.model_info) for path in ("/model_info", "/get_model_info")),
             *(Route(path, self.server_info) for path in ("/server_info", "/get_server_info")),
-            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            *(
+                Route(path, self.flush_cache, methods=["GET", "POST"])
+                for path in ("/flush_cache", "/reset_prefix_cache")
+            ),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -75,7 +81,7 @@ class InfoEndpoints:
                 "model_path": info.model_path,
                 "tokenizer_path": info.tokenizer_path or info.model_path,
                 "is_generation": True,
-                "preferred_sampling_params": None,
+                "preferred_sampling_params": info.sampling_defaults.changes() or None,
                 "weight_version": "default",
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
@@ -98,9 +104,14 @@ class InfoEndpoints:
         return as_json({**shown, "internal_states": [{**shown, **self._state(stats)}], "version": info.version})
 
     async def flush_cache(self, request: Request) -> Response:
-        """Empty the prefix cache; 400 while anything runs."""
-        if not await self._client.flush_cache():
-            raise Problem(400, "the cache is in use: requests are running or queued", code="busy")
+        """Empty the prefix cache; 400 if something still runs after `timeout` seconds, of the query (default: 0)."""
+        timeout_s = _timeout(request.query_params.get("timeout", "0"))
+        deadline = time.monotonic() + timeout_s
+        while not await self._client.flush_cache():
+            if time.monotonic() >= deadline:
+                text = f"the cache is in use: requests are running or queued, {timeout_s:g} s after this was asked"
+                raise Problem(400, text, code="busy")
+            await asyncio.sleep(FLUSH_POLL_S)
         self._since = await newest_stats(self._client)
         return Response("Cache flushed.\n", media_type="text/plain")
 
@@ -128,6 +139,18 @@ class InfoEndpoints:
             "parent": None,
             "max_model_len": info.max_model_len,
         }
+
+
+def _timeout(text: str) -> float:
+    """Raises: Problem for what is no number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_FLUSH_S:
+        text = f"timeout must be seconds from 0 to {MOST_FLUSH_S:.0f}, got {text!r}"
+        raise Problem(400, text, "timeout", "invalid_value")
+    return seconds
 
 
 def _without_secrets(value: Any) -> Any:

@@ -12,7 +12,9 @@ from starlette.responses import Response
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, Prompt, SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
+from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.grammars import GRAMMAR_FIELDS, GrammarFields
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
@@ -31,9 +33,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(GrammarFields, kw_only=True):
     """`sampling_params`. Names and defaults are SGLang's; the seed has two names."""
 
+    n: int = 1
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
@@ -80,12 +83,15 @@ class NativeGenerate:
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
         field, prompts, batched = self._prompts(body)
-        count = len(prompts)
-        name, ids = _ids(body.rid, count, batched)
-        sampling = self._sampling(body.sampling_params, count)
-        names = {"prompt": field}
-        requests = [EngineRequest(*parts, names) for parts in zip(ids, prompts, sampling, strict=True)]
-        return Group(name, requests), batched
+        read = self._sampling(body.sampling_params, len(prompts))
+        n = read[0][0]
+        if any(other != n for other, _ in read):
+            raise Problem(400, "n must be the same for all prompts of a request", "n", "invalid_value")
+        check_choices(n, len(prompts))
+        batched = batched or n > 1
+        name, ids = _ids(body.rid, len(prompts) * n, batched)
+        names = {"prompt": field, "grammar": _grammar_field(body.sampling_params)}
+        return Group(name, spread(ids, prompts, [each for _, each in read], names, n)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -95,7 +101,8 @@ class NativeGenerate:
             return "text", *read_prompts(body.text, "text", self._info)
         return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info)
 
-    def _sampling(self, given: Json | list[Json | None], count: int) -> list[SamplingParams]:
+    def _sampling(self, given: Json | list[Json | None], count: int) -> list[tuple[int, SamplingParams]]:
+        """For each prompt, how many choices it has and how they are drawn."""
         if isinstance(given, dict):
             return [self._read_sampling(given)] * count
         if len(given) != count:
@@ -103,7 +110,7 @@ class NativeGenerate:
             raise Problem(400, text, "sampling_params", "invalid_value")
         return [self._read_sampling(each or {}) for each in given]
 
-    def _read_sampling(self, given: Json) -> SamplingParams:
+    def _read_sampling(self, given: Json) -> tuple[int, SamplingParams]:
         fields = without_nulls(given)
         refuse_unsupported(fields)
         _refuse_other_names(fields)
@@ -111,15 +118,16 @@ class NativeGenerate:
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
         seed_name = "sampling_seed" if read.seed is None else "seed"
-        values = msgspec.structs.asdict(read)
+        values = {name: value for name, value in msgspec.structs.asdict(read).items() if name not in GRAMMAR_FIELDS}
         values["seed"] = values[seed_name]
-        del values["sampling_seed"]
+        del values["sampling_seed"], values["n"]
         values["stop"] = stop_strings(read.stop, self._info)
         values["stop_token_ids"] = tuple(read.stop_token_ids)
+        values["grammar"] = read.grammar(self._info)
         try:
-            return SamplingParams(**values)
+            return read.n, SamplingParams(**values)
         except RequestError as error:
-            raise renamed(error, {"seed": seed_name}) from None
+            raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
     async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
         answers = [Collected() for _ in group.requests]
@@ -148,14 +156,23 @@ def _refuse_other_names(fields: Json) -> None:
             raise Problem(400, f"{name} is {OTHER_NAMES[name]} here, in sampling_params", name, "invalid_value")
 
 
+def _grammar_field(given: Json | list[Json | None]) -> str:
+    """The field that asks for a grammar; for messages of the engine."""
+    each = given if isinstance(given, list) else [given]
+    return next(
+        (name for fields in each for name, value in (fields or {}).items() if name in GRAMMAR_FIELDS and value),
+        "grammar",
+    )
+
+
 def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str]]:
     """Returns the group's id and each request's own: those given, or numbered ones."""
     if isinstance(rid, list):
         if len(rid) != count or len(set(rid)) != count or not all(rid):
-            raise Problem(400, f"rid: expected {count} different ids, one for each prompt", "rid", "invalid_value")
+            raise Problem(400, f"rid: expected {count} different ids, one for each answer", "rid", "invalid_value")
         return (uuid.uuid4().hex if batched else rid[0]), rid
     name = rid or uuid.uuid4().hex
-    return name, ([f"{name}_{index}" for index in range(count)] if batched else [name])
+    return name, numbered(name, count, batched)
 
 
 def _reply(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:

@@ -1,5 +1,7 @@
 """Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -70,11 +72,11 @@ class Reply(msgspec.Struct, frozen=True):
     usage: WireUsage | None | UnsetType = UNSET
 
 
-def wire_usage(*usages: Usage) -> WireUsage:
-    """The sum over the prompts of one request."""
-    prompt = sum(usage.prompt_tokens for usage in usages)
+def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
+    """The sum over a request's choices, `n` of each prompt, which counts once: as its first choice found it."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
-    cached = CachedTokens(sum(usage.cached_tokens for usage in usages))
+    cached = CachedTokens(sum(usage.cached_tokens for usage in usages[::n]))
     return WireUsage(prompt, completion, prompt + completion, cached)
 
 
@@ -91,11 +93,11 @@ class ReplyHead(msgspec.Struct, frozen=True):
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
-            shown = wire_usage(usage)
+            shown = wire_usage([usage])
         elif self.options.include_usage:
             shown = None
         return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
 
-    def usage_chunk(self, *usages: Usage) -> Reply:
+    def usage_chunk(self, usage: WireUsage) -> Reply:
         """The last chunk, without a choice."""
-        return Reply(self.id, self.object, self.created, self.model, (), wire_usage(*usages))
+        return Reply(self.id, self.object, self.created, self.model, (), usage)

@@ -9,16 +9,19 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.grammars import GrammarFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
 from overlap_spec.server.unsupported import refuse_unsupported
 
-COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the context
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
+DRAWING = ("temperature", "top_k", "top_p", "min_p")  # fields with a default that a model may set
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -28,7 +31,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class CommonRequest(msgspec.Struct, kw_only=True):
+class CommonRequest(GrammarFields, kw_only=True):
     """Fields of both endpoints."""
 
     model: str = "default"
@@ -36,12 +39,13 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions = StreamOptions()
     rid: RequestId = ""
     request_id: RequestId = ""  # vLLM's name for it
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None  # None, here and below: the model's or the API's default
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] = ""
     stop_token_ids: list[int] = []
@@ -70,6 +74,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
     """Body of `/v1/completions`. `prompt`: str | [str] | [int] | [[int]]."""
 
     prompt: Any
+    best_of: int | None = None
 
 
 R = TypeVar("R", bound=CommonRequest)
@@ -99,19 +104,23 @@ def sampling_params(
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
+            **_drawing(request, info.sampling_defaults),
             seed=request.seed,
             stop=stop,
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             skip_special_tokens=request.skip_special_tokens,
             no_stop_trim=request.no_stop_trim,
+            grammar=request.grammar(info),
         )
     except RequestError as error:
-        raise renamed(error, names) from None
+        raise renamed(error, {**names, "grammar": request.grammar_field}) from None
+
+
+def _drawing(request: CommonRequest, defaults: SamplingDefaults) -> dict[str, Any]:
+    """How tokens are drawn: as the request asks, else the default."""
+    asked = {name: getattr(request, name) for name in DRAWING}
+    return {name: getattr(defaults, name) if value is None else value for name, value in asked.items()}
 
 
 def stop_strings(stop: str | list[str], info: ServerInfo) -> tuple[str, ...]:

@@ -32,7 +32,11 @@ class Health:
 
     def routes(self) -> list[Route]:
         """The endpoints."""
-        return [Route("/health", self.shallow), Route("/health_generate", self.deep)]
+        return [
+            Route("/health", self.shallow),
+            Route("/ping", self.shallow, methods=["GET", "POST"]),  # SageMaker's name for it
+            Route("/health_generate", self.deep),
+        ]
 
     async def shallow(self, request: Request) -> Response:
         """200 without a body, or 503 with the reason. It sends the engine no message, so a busy engine is healthy."""

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+from overlap_spec.server.access_log import note_reason
 
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # no client reads it; logs of other servers show this status
@@ -70,18 +71,22 @@ def as_problem(error: Exception) -> Problem:
 
 async def on_error(request: Request, error: Exception) -> Response:
     """Answer with an error that was raised on purpose, or for a bug, which the HTTP server then logs."""
-    return as_problem(error).response()
+    problem = as_problem(error)
+    note_reason(request.scope, str(problem))
+    return problem.response()
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Unknown route, wrong method: Starlette's own errors, in our shape."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
+    note_reason(request.scope, str(error.detail))
     return Problem(error.status_code, text, code=CODES.get(error.status_code)).response(error.headers)
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:
     """The client is gone: answer with a status for the log."""
+    note_reason(request.scope, "the client has closed its connection")
     return Response(status_code=CLIENT_GONE)
 
 

@@ -95,13 +95,42 @@ def _read_message(message: Json, index: int) -> Json:
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise Problem(400, f"{where}.role: missing, or not a string", "messages", "invalid_value")
     content = message.get("content")
-    if content is None and message["role"] != "assistant":
-        raise Problem(400, f"{where}.content: missing", "messages", "invalid_value")
+    if content is None and message["role"] == "assistant":
+        content = ""  # clients leave it out of a message that only calls tools
     if isinstance(content, list):
         content = "".join(_read_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        raise Problem(400, f"{where}.content: expected text or a list of parts", "messages", "invalid_type")
-    return {**message, "content": content}
+    elif not isinstance(content, str):
+        what = "missing" if content is None else "expected text or a list of parts"
+        raise Problem(400, f"{where}.content: {what}", "messages", "invalid_type")
+    calls = message.get("tool_calls")
+    if calls is None:
+        return {**{name: each for name, each in message.items() if name != "tool_calls"}, "content": content}
+    return {**message, "content": content, "tool_calls": _read_calls(calls, f"{where}.tool_calls")}
+
+
+def _read_calls(calls: Any, where: str) -> list[Json]:
+    """Tool calls with their arguments as objects, which templates write as JSON themselves."""
+    if not isinstance(calls, list):
+        raise Problem(400, f"{where}: expected a list of calls", "messages", "invalid_type")
+    return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_call(call: Any, where: str) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Problem(400, f"{where}.function: expected an object with a name", "messages", "invalid_type")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            text = f"{where}.function.arguments: not valid JSON: {error}"
+            raise Problem(400, text, "messages", "invalid_value") from None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise Problem(400, f"{where}.function.arguments: expected a JSON object", "messages", "invalid_type")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _read_part(part: Any, where: str) -> str:

@@ -27,12 +27,16 @@ NOTHING = Usage(0, 0, 0, 0)
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """One request for the engine. `names`: by our names, those of its fields in the API that it came through."""
+    """One request for the engine. `names`: by our names, those of its fields in the API that it came through.
+
+    `after`: another request of the group; this one starts when that one's first token has come.
+    """
 
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
     names: Mapping[str, str]
+    after: str = ""
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -76,6 +80,7 @@ class Runner:
         self._client = client
         self._metrics = metrics
         self._open: dict[str, tuple[str, ...]] = {}  # an id that a user may name -> ids at the engine
+        self._waiting: set[str] = set()  # requests that start after another one
 
     async def run(self, group: Group) -> Steps:
         """Yield what the steps add, until every request has finished.
@@ -83,12 +88,16 @@ class Runner:
         Raises: RequestError with the API's field name, Overloaded, ActorDied, Problem if an id is in use.
         """
         names = self._claim(group)
+        begun = {request.after: asyncio.Event() for request in group.requests}
+        waiting = {request.request_id for request in group.requests if request.after}
+        self._waiting |= waiting
         try:
-            follows = [self._follow(request) for request in group.requests]
+            follows = [self._in_turn(request, begun) for request in group.requests]
             async with aclosing(_alone(follows[0]) if len(follows) == 1 else _merge(follows)) as steps:
                 async for step in steps:
                     yield step
         finally:
+            self._waiting -= waiting
             for name in names:
                 del self._open[name]
 
@@ -104,10 +113,12 @@ class Runner:
     async def abort(self, name: str) -> None:
         """End the request or group of this id, exactly; it may also belong to another client of the engine."""
         for request_id in self._open.get(name, (name,)):
+            self._waiting.discard(request_id)
             await self._client.cancel(request_id, everyone=True)
 
     async def abort_all(self) -> None:
         """End every request of every client."""
+        self._waiting.clear()
         await self._client.cancel("", everyone=True)
 
     def _claim(self, group: Group) -> list[str]:
@@ -118,6 +129,23 @@ class Runner:
                 raise Problem(400, f"rid: a request with the id {name!r} is running", "rid", "invalid_value")
         self._open.update(owned)
         return list(owned)
+
+    async def _in_turn(
+        self, request: EngineRequest, begun: Mapping[str, asyncio.Event]
+    ) -> AsyncGenerator[DeltaLike, None]:
+        """Yield one request's deltas, once the request that it comes after has begun."""
+        if request.after:
+            await begun[request.after].wait()
+            if request.request_id not in self._waiting:
+                yield LastWord(Finish(FinishKind.ABORT, message="aborted on request"), NOTHING)
+                return
+            self._waiting.remove(request.request_id)
+        mine = begun.get(request.request_id)
+        async with aclosing(self._follow(request)) as deltas:
+            async for delta in deltas:
+                if mine is not None:
+                    mine.set()
+                yield delta
 
     async def _follow(self, request: EngineRequest) -> AsyncGenerator[DeltaLike, None]:
         """Yield one request's deltas, the last of which has a finish: an abort is one."""

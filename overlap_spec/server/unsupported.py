@@ -24,21 +24,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_params": ({},),
     "logits_processors": ([],),
     "vllm_xargs": ({},),
-    # how many answers
-    "n": (1,),
-    "best_of": (1,),
-    # grammars
-    "response_format": ({"type": "text"},),
-    "json_schema": ("", {}),
-    "regex": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("", {}),
-    "structured_outputs": ({},),
-    "guided_json": ("", {}),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
     "guided_decoding": ({},),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": ("",),
     # tools: the template sees them, nothing makes the model call one or reads its call
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, LogProbParams, SamplingParams
+from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, LogProbParams, SamplingParams
+from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
 
@@ -22,12 +23,19 @@ class Refusal(Exception):
 class RequestChecks:
     """The rules that one engine checks requests by. `limits` are unknown until it is warm."""
 
-    def __init__(self, eos_token_ids: Sequence[int], max_open_requests: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        max_open_requests: int,
+        seed: int | None,
+        grammars: GrammarChecks | None = None,
+    ) -> None:
         self.limits: EngineLimits | None = None
         self.draining = False
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_open_requests = max_open_requests
         self._seeds = random.Random(seed)
+        self._grammars = grammars
 
     @property
     def vocab_size(self) -> int:
@@ -43,6 +51,14 @@ class RequestChecks:
         if num_open >= self._max_open_requests:
             raise Refusal(ErrorCode.OVERLOADED, f"{num_open} requests are open, the engine takes no more now")
         return self.limits
+
+    async def check_grammar(self, grammar: Grammar | None) -> None:
+        """Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.check`."""
+        if grammar is None:
+            return
+        if self._grammars is None:
+            raise RequestError("grammar", "grammar: this engine follows no grammars")
+        await self._grammars.check(grammar)
 
     def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
@@ -61,6 +77,11 @@ class RequestChecks:
         if len(ids) > MAX_STOP_IDS:
             raise RequestError("stop_token_ids", f"at most {MAX_STOP_IDS} stop ids are taken, EOS included: {len(ids)}")
         return ids
+
+
+def at_least_one(sampling: SamplingParams) -> SamplingParams:
+    """What the scheduler is asked for: a prompt is computed by drawing its first token, wanted or not."""
+    return sampling if sampling.max_new_tokens else msgspec.structs.replace(sampling, max_new_tokens=1)
 
 
 def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
@@ -86,7 +107,7 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 def _settle_length(sampling: SamplingParams, prompt_len: int, limits: EngineLimits) -> int:
     most = min(limits.max_len, limits.max_total_tokens)
     asked = sampling.max_new_tokens if sampling.max_new_tokens is not None else max(1, most - prompt_len)
-    total = prompt_len + asked
+    total = prompt_len + max(asked, 1)
     field = "prompt" if prompt_len >= most else "max_new_tokens"
     wanted = f"{prompt_len} prompt tokens + {asked} new tokens = {total}"
     if total > limits.max_len:

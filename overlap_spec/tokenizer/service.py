@@ -50,7 +50,7 @@ from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class TokenizerService:
         self._prompts = PromptReader(codec)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
-        self._reading: set[asyncio.Task[None]] = set()  # long prompts
+        self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
         self._stopped = False
 
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
@@ -174,7 +174,7 @@ class TokenizerService:
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
-            case Generate() | Tokenize() if is_long(message.prompt):
+            case Generate() | Tokenize() if _takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
                 self._reading.add(task)
                 task.add_done_callback(self._reading.discard)
@@ -210,6 +210,7 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
+            await self._checks.check_grammar(message.sampling.grammar)
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
             sampling = self._checks.settle(message.sampling, ids, limits)
         except Exception:
@@ -223,7 +224,7 @@ class TokenizerService:
             request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
-            self._scheduler.send(Admit(request.uid, pack_ids(ids), sampling, stop_ids, arrived_at))
+            self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:
@@ -268,6 +269,11 @@ class TokenizerService:
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
+
+
+def _takes_long(message: Generate | Tokenize) -> bool:
+    """Whether to answer beside other requests: what it needs is done in a thread."""
+    return is_long(message.prompt) or (isinstance(message, Generate) and message.sampling.grammar is not None)
 
 
 def _counted(usage: Usage, num_tokens: int) -> Usage:

@@ -77,10 +77,9 @@ def check_request(scheduler: Scheduler, request: Request) -> None:
     assert request.cached_len % limits.page_size == 0 and request.cached_len < request.target
     assert len(request.pages) <= limits.max_table_pages, "more pages than the worker's table has columns"
     if request.finish is None:
-        limit = max(request.committed_limit, request.prompt_len + 1)  # a token is drawn even if none is wanted
-        assert len(request.tokens) < limit, "ran past its length"
+        assert len(request.tokens) < request.committed_limit, "ran past its length"
         sure = len(request.tokens) + request.pending_min
-        assert sure <= limit, "a step is planned for a request that its steps in flight finish"
+        assert sure <= request.committed_limit, "a step is planned for a request that its steps in flight finish"
         widths = [step.plan.width for step in scheduler.inflight if request in step.requests]
         written = request.reserved_len + widths[-1] if request.pending_max else request.planned_len
         assert limits.pages_for(written) <= len(request.pages), f"{written} positions in {len(request.pages)} pages"

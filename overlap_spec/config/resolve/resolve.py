@@ -69,7 +69,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=ServerSettings(host=config.host, port=config.port, api_key=config.api_key),
+        server=ServerSettings(config.host, config.port, config.api_key, files.sampling_defaults),
         link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,

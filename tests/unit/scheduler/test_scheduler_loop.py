@@ -259,6 +259,34 @@ def test_flush_only_when_nothing_runs():
     assert bench.stats[-1].num_cached_tokens == 0 < bench.stats[-2].num_cached_tokens
 
 
+def test_a_flush_waits_for_the_last_step_of_a_request_that_has_finished():
+    bench = Bench(make_ready())
+    bench.admit(make_admit(1, PROMPT, 8))
+    while not bench.scheduler.queues.leaving:
+        bench.run_device()
+        bench.deliver_result()
+    bench.deliver(FlushCache())
+    bench.deliver(FlushCache())
+    assert bench.flushed == [], "a step with the finished request is in flight"
+    bench.finish_all()
+    assert bench.flushed == [True, True]
+    assert bench.scheduler.queues.memory.cache.num_pages == 0
+    bench.check_drained()
+
+
+def test_a_flush_that_waits_is_refused_once_another_request_runs():
+    bench = Bench(make_ready())
+    bench.admit(make_admit(1, PROMPT, 8))
+    while not bench.scheduler.queues.leaving:
+        bench.run_device()
+        bench.deliver_result()
+    bench.deliver(FlushCache())
+    bench.admit(make_admit(2, PROMPT, 8))
+    bench.finish_all()
+    assert bench.flushed == [False]
+    bench.check_drained()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 4, 16])

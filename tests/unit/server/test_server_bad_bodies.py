@@ -8,6 +8,7 @@ import pytest
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages import MAX_GRAMMAR_BYTES
 from overlap_spec.server.running import renamed
 from overlap_spec.server.unsupported import UNSUPPORTED
 
@@ -19,6 +20,12 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 USER = {"role": "user", "content": "x"}
 NAN = float("nan")
+
+
+def called(arguments: object) -> dict[str, Any]:
+    """An assistant's call of a tool."""
+    return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
 
 OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"temperature": -0.1}, 400, "temperature"),
@@ -35,7 +42,6 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"top_k": NAN}, 400, "top_k"),
     ({"min_p": -0.5}, 400, "min_p"),
     ({"min_p": 1.5}, 400, "min_p"),
-    ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": "10"}, 400, "max_tokens"),
     ({"max_tokens": MAX_LEN}, 400, "max_tokens"),
@@ -68,7 +74,7 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"model": 7}, 400, "model"),
     ({"model": "gpt-4"}, 404, "model"),
     ({"model": ""}, 404, "model"),
-    ({"n": 2}, 400, "n"),
+    ({"n": 129}, 400, "n"),
     ({"n": 0}, 400, "n"),
     ({"n": True}, 400, "n"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
@@ -77,12 +83,29 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"logit_bias": {"5": 10}}, 400, "logit_bias"),
     ({"logprobs": True}, 400, "logprobs"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format"),
     ({"response_format": "text"}, 400, "response_format"),
-    ({"json_schema": "{}"}, 400, "json_schema"),
-    ({"regex": "a+"}, 400, "regex"),
-    ({"guided_choice": ["a"]}, 400, "guided_choice"),
-    ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, 400, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "tag"}}}, 400, "response_format"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400, "ignore_eos"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 1, "max_tokens": 4}, 400, "min_tokens"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, 400, "regex"),
+    ({"json_schema": "{"}, 400, "json_schema"),
+    ({"json_schema": "[1]"}, 400, "json_schema"),
+    ({"regex": 5}, 400, "regex"),
+    ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, 400, "regex"),
+    ({"ebnf": ["a"]}, 400, "ebnf"),
+    ({"lark": {"start": "a"}}, 400, "lark"),
+    ({"guided_choice": "a"}, 400, "guided_choice"),
+    ({"guided_choice": [5]}, 400, "guided_choice"),
+    ({"guided_json_object": "yes"}, 400, "guided_json_object"),
+    ({"structured_outputs": "json"}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"yaml": "a"}}, 400, "structured_outputs"),
     ({"lora_path": "adapter"}, 400, "lora_path"),
     ({"priority": 1}, 400, "priority"),
     ({"return_hidden_states": True}, 400, "return_hidden_states"),
@@ -104,6 +127,14 @@ OF_CHAT = [
     ({"messages": [{**USER, "weight": 10**30}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": "bad"}]}, 400, "messages"),
     ({"messages": [USER] * (MAX_LEN + 1)}, 400, "messages"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, 400, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]}, 400, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called("{")]}]}, 400, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]}, 400, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [called(5)]}]}, 400, "messages"),
+    ({"messages": [{"role": "tool", "content": None}]}, 400, "messages"),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     ({"max_completion_tokens": MAX_LEN}, 400, "max_completion_tokens"),
     ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_tokens"),
@@ -134,6 +165,8 @@ OF_COMPLETIONS = [
     ({"echo": True}, 400, "echo"),
     ({"suffix": "tail"}, 400, "suffix"),
     ({"best_of": 2}, 400, "best_of"),
+    ({"best_of": 1, "n": 2}, 400, "best_of"),
+    ({"prompt": ["a"] * 1025, "n": 2}, 400, "n"),
     ({"logprobs": 0}, 400, "logprobs"),
     ({"prompt_logprobs": 1}, 400, "prompt_logprobs"),
 ]
@@ -158,19 +191,23 @@ OF_GENERATE = [
     ({"sampling_params": {"temperature": NAN}}, 400, "temperature"),
     ({"sampling_params": {"top_k": 0}}, 400, "top_k"),
     ({"sampling_params": {"top_p": 0}}, 400, "top_p"),
-    ({"sampling_params": {"max_new_tokens": 0}}, 400, "max_new_tokens"),
+    ({"sampling_params": {"max_new_tokens": -1}}, 400, "max_new_tokens"),
     ({"sampling_params": {"max_new_tokens": MAX_LEN}}, 400, "max_new_tokens"),
     ({"sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}}, 400, "min_new_tokens"),
     ({"sampling_params": {"seed": "x"}}, 400, "seed"),
     ({"sampling_params": {"seed": 2**63}}, 400, "seed"),
     ({"sampling_params": {"sampling_seed": 2**63}}, 400, "sampling_seed"),
     ({"sampling_params": {"seed": 1, "sampling_seed": 2}}, 400, "sampling_seed"),
-    ({"sampling_params": {"n": 2}}, 400, "n"),
+    ({"sampling_params": {"n": 0}}, 400, "n"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 1}]}, 400, "n"),
+    ({"rid": ["a"], "sampling_params": {"n": 2}}, 400, "rid"),
     ({"sampling_params": {"max_tokens": 2}}, 400, "max_tokens"),
     ({"max_tokens": 2}, 400, "max_tokens"),
     ({"temperature": 0}, 400, "temperature"),
     ({"sampling_params": {"frequency_penalty": 1}}, 400, "frequency_penalty"),
-    ({"sampling_params": {"regex": "a"}}, 400, "regex"),
+    ({"sampling_params": {"regex": 5}}, 400, "regex"),
+    ({"sampling_params": {"regex": "a", "ebnf": "b"}}, 400, "ebnf"),
+    ({"regex": "a"}, 400, "regex"),
     ({"sampling_params": {"stop_regex": ["a"]}}, 400, "stop_regex"),
     ({"sampling_params": {"stream_interval": 2}}, 400, "stream_interval"),
     ({"return_logprob": True}, 400, "return_logprob"),
@@ -294,8 +331,10 @@ def test_every_unsupported_parameter_is_refused_by_name() -> None:
 def test_a_sentence_uses_the_names_of_its_api() -> None:
     for path, field, change, sentence in (
         (CHAT, "min_tokens", {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed the limit of 8 new"),
-        (COMPLETIONS, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1"),
-        (GENERATE, "json_schema", {"json_schema": "{}"}, 'leave it out or send ""'),
+        (COMPLETIONS, "max_tokens", {"max_tokens": -1}, "max_tokens must be at least 0"),
+        (CHAT, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1 in a chat"),
+        (GENERATE, "json_schema", {"json_schema": "{}"}, "json_schema belongs in sampling_params"),
+        (CHAT, "regex", {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"regex has {MAX_GRAMMAR_BYTES + 1} bytes: at most"),
         (CHAT, "tool_choice", {"tool_choice": "required"}, 'leave it out or send "none"'),
         (CHAT, "logprobs", {"logprobs": True}, "leave it out or send false"),
         (COMPLETIONS, "logprobs", {"logprobs": 3}, "leave it out or send null"),  # a number there

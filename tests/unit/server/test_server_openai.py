@@ -130,7 +130,7 @@ def test_what_the_template_is_given() -> None:
     (_, first, _), (_, second, _) = client.asked
     flat = [
         {"role": "system", "content": "be kind"},
-        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": "", "tool_calls": []},
         {"role": "user", "content": "hi", "name": "Eve"},
     ]
     kwargs = {"enable_thinking": False, "reasoning_effort": "low"}

@@ -1,0 +1,75 @@
+"""Requests to a running service, whose effect shows in the answer's tokens: choices, limits, sampling defaults."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.command_line import Service
+
+from overlap_spec.server.choices import choice_seed
+
+LONG_PROMPT = list(range(5, 45))  # two whole pages of 16 tokens, and half a page
+
+
+def generate(service: Service, **body: Any) -> Any:
+    reply = httpx.post(f"{service.url}/generate", json={"input_ids": LONG_PROMPT, **body}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.mark.parametrize("seed", [3, -1])
+def test_a_choice_is_what_a_request_with_its_seed_gets(service: Service, seed: int) -> None:
+    drawn = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    choices = generate(service, sampling_params={**drawn, "n": 3, "seed": seed})
+    alone = [generate(service, sampling_params={**drawn, "seed": choice_seed(seed, index)}) for index in range(3)]
+    assert [choice["output_ids"] for choice in choices] == [each["output_ids"] for each in alone]
+    assert len({tuple(choice["output_ids"]) for choice in choices}) == 3
+
+
+def test_the_prefill_of_choices_is_shared(service: Service) -> None:
+    fresh = [7, *LONG_PROMPT]
+    choices = generate(service, input_ids=fresh, sampling_params={"n": 4, "max_new_tokens": 5, "ignore_eos": True})
+    assert [choice["meta_info"]["cached_tokens"] for choice in choices] == [0, 32, 32, 32]
+
+
+def test_the_openai_client_streams_choices(service: Service) -> None:
+    options: Any = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 12, "seed": 5}
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        whole = client.chat.completions.create(**options, n=3)
+        texts = ["", "", ""]
+        usage = None
+        for chunk in client.chat.completions.create(
+            **options, n=3, stream=True, stream_options={"include_usage": True}
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert whole.usage is not None and usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def test_no_new_tokens_compute_the_prompt_only(service: Service) -> None:
+    for stop in ("", "x"):
+        reply = generate(service, sampling_params={"max_new_tokens": 0, "stop": stop})
+        assert (reply["text"], reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ("", [], 0)
+        assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        assert reply["meta_info"]["prompt_tokens"] == len(LONG_PROMPT)
+
+
+def test_a_flush_right_after_an_answer_succeeds(service: Service) -> None:
+    for attempt in range(10):
+        prompt = [attempt, *LONG_PROMPT]
+        ended = {"max_new_tokens": 9, "ignore_eos": True}
+        generate(service, input_ids=prompt, sampling_params=ended)
+        assert httpx.post(f"{service.url}/flush_cache").status_code == 200
+        assert generate(service, input_ids=prompt, sampling_params=ended)["meta_info"]["cached_tokens"] == 0
+
+
+def test_refused_requests_are_in_the_log_with_their_reason(service: Service) -> None:
+    body = {"prompt": "a", "top_p": 7}
+    refused = httpx.post(f"{service.url}/v1/completions", json=body, headers={"x-request-id": "from-a-client"})
+    assert refused.status_code == 400
+    assert "id=from-a-client: top_p must be in (0, 1], got 7.0" in service.log()
