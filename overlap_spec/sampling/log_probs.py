@@ -1,8 +1,8 @@
 """Log-probs of tokens: log-softmax of the model's own logits, before processors, temperature and filters.
 
 They are a function of the tokens before a position alone. So they are the same with speculation and without it, for
-output and prompt, whatever is forbidden or drawn. The numbers of a position come from one computation (`log_prob_rows`):
-a token's own log-prob equals its entry among the most probable tokens to the bit.
+output and prompt, whatever is forbidden or drawn. The numbers of a position come from one computation: a token's own
+log-prob equals its entry among the most probable tokens to the bit (`log_prob_rows`).
 """
 
 import torch

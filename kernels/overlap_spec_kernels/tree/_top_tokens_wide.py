@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes: logits [R, V] f64 -> logs [R, k] f64, columns [R, k] i64, log totals [R]. `part`: columns of a program."""
+    """Shapes: logits [R, V] f64 -> logs [R, k], columns [R, k] i64, log totals [R]. `part`: columns of a program."""
     num_rows, size = logits.shape
     num_parts = ceil_div(size, part)
     values, columns = logits.new_empty(num_rows, num_parts * k), logits.new_empty(num_rows, k, dtype=torch.int64)

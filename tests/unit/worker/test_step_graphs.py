@@ -70,7 +70,7 @@ def test_plain_decoding_has_no_draft() -> None:
 class Penalised(SamplingWork):
     """A kind of sampling that a draft does not tell from another."""
 
-    penalised: bool
+    penalised: bool = False
 
 
 def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
