@@ -97,13 +97,13 @@ class Calls:
     def deliver(self, message: TextDeltas) -> None:
         """Give each row to its request."""
         rows = zip(message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True)
-        scores = zip(message.log_probs, message.prompt_log_probs, strict=True)
-        for (request_id, text, token_ids, finish, usage), of in zip_longest(rows, scores):
+        packed = zip(message.log_probs, message.prompt_log_probs, strict=True)
+        for (request_id, text, token_ids, finish, usage), of_row in zip_longest(rows, packed):
             if request_id in self._left:
                 if finish is not None:
                     self._left.pop(request_id).set()
             else:
-                log_probs = map(read_log_probs, of or ())
+                log_probs = map(read_log_probs, of_row or ())
                 self.answer(request_id, Delta(text, token_ids, finish, usage, *log_probs))
 
     def reject(self, message: Rejected) -> None:

@@ -34,7 +34,7 @@ class TokenLogProb:
 
     @property
     def text(self) -> str:
-        """U+FFFD stands for what is no whole character."""
+        """What is no whole character becomes U+FFFD."""
         return self.token.decode(errors="replace")
 
 

@@ -26,7 +26,7 @@ class Deltas:
         self._result = result
         self._message = TokenDeltas([], [], [], [], result.step_id, [], [])
 
-    def scores_prompt(self, row: int) -> bool:
+    def has_prompt_log_probs(self, row: int) -> bool:
         """Whether the result's row has log-probs of prompt tokens."""
         return bool(self._result.prompt_log_probs and self._result.prompt_log_probs[row])
 
@@ -120,7 +120,7 @@ class Ledger:
                 if request.finish is None:
                     assert len(run) == 1, f"{len(run)} tokens after a completed prompt"
                     self._commit(request, run, deltas, row)
-            elif request.finish is None and deltas.scores_prompt(row):
+            elif request.finish is None and deltas.has_prompt_log_probs(row):
                 deltas.add(request.uid, [], None, request.usage(self._speculative), row)
             request.in_flight -= 1
             if request.running:

@@ -12,9 +12,6 @@ from overlap_spec.server.problems import Problem
 # Field -> the values without an effect. Null never has one, and neither has a list of such values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are drawn
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),
@@ -51,6 +48,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True, False),  # without a reasoning parser both mean the same
     "stream_reasoning": (True, False),
     "stream_interval": (1,),
+    "thinking_budget": (),
+    "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
     "stop_regex": ("", []),

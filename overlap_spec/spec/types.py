@@ -9,10 +9,12 @@ Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
+from overlap_spec.sampling.context import History
 from overlap_spec.sampling.types import Sampling
 
 __all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
@@ -30,7 +32,7 @@ class Guesses:
 class Window:
     """What a step verifies. Column 0 is the root, the last committed token; the others are guesses.
 
-    Its KV stands at places length, length + 1, .. of the slot, by column. In a tree a position, which rotation and
+    Its KV is at places length, length + 1, .. of the slot, by column. In a tree a position, which rotation and
     noise go by, is the length plus the column's distance from the root.
     """
 
@@ -56,3 +58,8 @@ class SlotBatch:
     lengths: Tensor  # [B] i64: tokens whose KV is written = absolute position of the root
     page_table: Tensor  # [B, P] i32
     sampling: Sampling
+
+    @cached_property
+    def history(self) -> History:
+        """What is committed, roots included."""
+        return History(self.sampling, self.page_table, self.lengths)

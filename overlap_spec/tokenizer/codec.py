@@ -44,7 +44,7 @@ class Codec(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for, which may be a part of a character; b"" if it stands for nothing."""
+        """The bytes of a token, which may be a part of a character; b"" for an id without a token."""
         ...
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, also where they are only a part of a character.
+"""The bytes of each token, also where they are only a part of a character.
 
 Decoding one token gives U+FFFD for half a character, and some decoders strip a leading space. The bytes are in the
 token's name, in one of three spellings that the decoder of tokenizer.json tells:

@@ -10,7 +10,7 @@ It has three parts, which take nothing from the host but the slots, so that each
 Tokens leave after `judge`. A new kind of sampling captures its `judge` alone.
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 there is nothing to
-draft; `catch_up` lets the draft absorb what it missed, before a step that the plan says. How chains differ from trees
+draft; `catch_up` lets the draft absorb what it missed, before a step that the plan marks. How chains differ from trees
 is in `windows.py`.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel
 from overlap_spec.sampling.log_probs import KeptLogits, window_log_probs
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SelfDrafting, SpecMethod
 from overlap_spec.spec.types import SlotBatch
 from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
@@ -74,7 +74,7 @@ class DecodeStep:
         )
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
-        self.method.proposer.catch_up(self._slots.batch(slots, SAMPLING_WORK[0]), counts)
+        self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
 
     def forward(self, slots: Tensor, width: int) -> Forwarded:
         batch, window, tokens, rows = self._windows.read(slots, width)

@@ -104,7 +104,7 @@ class Executor:
         sampling = self.slots.sampling_work(chunks.completed_work())
         prefilled = prefiller.forward(packed, shape)
         handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.work), handle.plan.work)
-        prompts = [self.prefill_step.score(prefilled, *scored)] if handle.scored.prompt_counts else []
+        prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if handle.scored.prompt_counts else []
         self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
         on_published(handle)
         prefiller.draft(prefilled, sampling)

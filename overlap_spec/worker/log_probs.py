@@ -44,7 +44,7 @@ class ScoredStep:
     """Which rows of a step have log-probs that were asked for. `asked`: of each of the plan's slots; empty: none."""
 
     asked: list[LogProbParams | None]
-    prompt_counts: list[int]  # prompt tokens that each slot's chunk scores; empty: none does
+    prompt_counts: list[int]  # prompt tokens that each slot's chunk has log-probs of; empty: none has
 
     @staticmethod
     def of_prompts(asked: list[LogProbParams | None], work: list[SlotWork]) -> "ScoredStep":

@@ -13,7 +13,7 @@ from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.context import DrawContext, History
 from overlap_spec.sampling.log_probs import KeptLogits, drawn_log_probs, prompt_log_probs
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
@@ -26,12 +26,12 @@ from overlap_spec.worker.slots import SlotRows
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """The integers of a prefill step (`Chunks.laid_out`). N seats; all i64."""
+    """The integers of a prefill step (`Chunks.laid_out`). N chunks; all i64."""
 
     tokens: Tensor  # [T]
-    next_tokens: Tensor  # [T]: -1 where it is the token drawn for the row's seat
+    next_tokens: Tensor  # [T]: -1 where it is the token drawn for the row's chunk
     positions: Tensor  # [T]
-    owners: Tensor  # [T]: seats
+    owners: Tensor  # [T]: chunks
     slots: Tensor  # [N]
     finals: Tensor  # [N]: the slot, or the dummy where the prompt goes on
     last_rows: Tensor  # [N]
@@ -101,7 +101,7 @@ class PrefillStep:
         output = self._target.forward(inputs.tokens, rows)
         assert rows.cache_rows is not None, "chunks say where their rows are"
         self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
-        published = Published.allocate(shape.seats, PublishedColumns(1), packed.device)
+        published = Published.allocate(shape.chunks, PublishedColumns(1), packed.device)
         return Prefilled(inputs, batch, rows, output, torch.empty_like(inputs.finals), published)
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
@@ -109,7 +109,7 @@ class PrefillStep:
         lazy_logits: LazyLogits = self._target.logits(prefilled.output.hidden[inputs.last_rows])
         lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
-        context = DrawContext(drawing, self._token_ids, batch.page_table, last, last[:, None])
+        context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None])
         drawn = draw_after(lazy_logits, context).squeeze(1)
         self._slots.start(batch, drawn)
         prefilled.drawn.copy_(drawn)
@@ -120,7 +120,7 @@ class PrefillStep:
         log_probs = drawn_log_probs(lazy_logits.compute(), drawn, batch.slots, self._slots.listed)
         return published._replace(log_probs=log_probs)
 
-    def score(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+    def prompt_log_probs(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Log-probs of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n] f64."""
         return prompt_log_probs(self._target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
 

@@ -1,4 +1,4 @@
-"""Runs every kind of step once before the engine says ready, and measures how long prompts and steps take.
+"""Runs every kind of step once before the engine reports ready, and measures how long prompts and steps take.
 
 Warm-up plans are ordinary plans on slot 0 and the dummy page, so they leave nothing behind: the next owner resets the
 slot, and no request reads the dummy page.
@@ -19,7 +19,7 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
 
-CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
+CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay all other requests
 PROBE_TOKENS = 64
 PROBE_CONTEXT = 4096  # tokens before the later of the two chunks that are timed: attention is most of it
 PROBES = 3  # of the other, at most
@@ -34,7 +34,9 @@ CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as mu
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
-FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, seed=0)
+EVERYTHING = SamplingParams(
+    temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, repetition_penalty=1.1, seed=0
+)  # which compiles what every other kind of sampling needs
 
 
 def warm_up(
@@ -43,13 +45,13 @@ def warm_up(
     prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
     num_tokens: int = PROBE_TOKENS,
 ) -> None:
-    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width.
+    """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
 
     `prompt_lengths`: prompts before those; `num_tokens`: how long the prompts of the variants are.
     """
     for length in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
-    for sampling in (GREEDY, SAMPLED, FILTERED):
+    for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
@@ -103,7 +105,7 @@ def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     """
     slots = range(min(geometry.num_slots, geometry.max_chunk))
     longest = min(geometry.max_chunk, geometry.max_len - 1)
-    for sampling in (GREEDY, SAMPLED, FILTERED):
+    for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
         _run(executor, _prefill_all(geometry, sampling, slots, 1))
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
@@ -165,7 +167,7 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
     sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
     of_size = _single_steps if on_cpu else _queued_steps
-    # each of all: what disturbs the machine for a moment spoils no step in every round
+    # each of all: a short disturbance of the machine spoils no step in every round
     rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
     return StepCosts(tuple(sizes), geometry.step_widths, fastest)
