@@ -16,9 +16,8 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
 
-from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, aborted, prompt_of
+from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, aborted, completion_of, prompt_of
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
-from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
     Cancel,
@@ -152,19 +151,8 @@ class Client:
         self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
     ) -> Completion:
         """Wait for the whole answer. Raises and Cancellation: as `generate`."""
-        texts: list[str] = []
-        token_ids: list[int] = []
-        log_probs: list[TokenLogProb] = []
-        prompt_log_probs: list[TokenLogProb] = []
         async with aclosing(self.generate(prompt, sampling, request_id)) as deltas:
-            async for delta in deltas:
-                texts.append(delta.text)
-                token_ids += delta.token_ids
-                log_probs += delta.log_probs
-                prompt_log_probs += delta.prompt_log_probs
-                last = delta
-        assert last.finish is not None
-        return Completion("".join(texts), token_ids, last.finish, last.usage, log_probs, prompt_log_probs)
+            return completion_of([delta async for delta in deltas])
 
     async def cancel(self, request_id: str, everyone: bool = False) -> None:
         """End a request of this client, or with `everyone` of any client (all of them if the id is "").

@@ -57,6 +57,7 @@ from overlap_spec.messages.request import (
     GrammarKind,
     LogProbParams,
     Prompt,
+    Reasoning,
     SamplingParams,
     TextPrompt,
     TokenPrompt,
@@ -78,6 +79,7 @@ from overlap_spec.messages.ring import (
     WorkerReady,
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
+from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -133,6 +135,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Prompt",
+    "Reasoning",
     "Refused",
     "Rejected",
     "ResetSlot",
@@ -162,4 +165,8 @@ __all__ = [
     "Usage",
     "WorkerFacts",
     "WorkerReady",
+    "MetricsLevel",
+    "Origin",
+    "Speculative",
+    "Verified",
 ]

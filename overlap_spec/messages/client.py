@@ -5,6 +5,7 @@ import msgspec
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
 from overlap_spec.messages.ring import Stats
+from overlap_spec.messages.speculation import Verified
 
 # --- client -> tokenizer ----------------------------------------------------------------------------------
 
@@ -81,8 +82,8 @@ class LogProbs(msgspec.Struct, frozen=True, array_like=True):
 class TextDeltas(Message, frozen=True):
     """What one step added, one row per request of this client (columns of equal length).
 
-    `texts` and `token_ids` are increments. A row whose finish is not None is the request's last. `log_probs`, of
-    `token_ids`, and `prompt_log_probs`, in a request's first row, end with the last row that has them.
+    `texts` and `token_ids` are increments. A row whose finish is not None is the request's last. `verified`: by request
+    id, of those that report it. So are `log_probs`, of `token_ids`, and `prompt_log_probs`, all with the first row.
     """
 
     request_ids: list[str]
@@ -90,8 +91,9 @@ class TextDeltas(Message, frozen=True):
     token_ids: list[list[int]]
     finishes: list[Finish | None]
     usages: list[Usage]
-    log_probs: list[LogProbs | None] = []
-    prompt_log_probs: list[LogProbs | None] = []
+    verified: dict[str, Verified] = {}
+    log_probs: dict[str, LogProbs] = {}
+    prompt_log_probs: dict[str, LogProbs] = {}
 
 
 class Rejected(Message, frozen=True):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
@@ -14,6 +15,17 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
+
+
+class Reasoning(msgspec.Struct, frozen=True, array_like=True):
+    """The markers between which a model reasons before it answers.
+
+    The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
+    before the answer's text.
+    """
+
+    opening: str
+    closing: str
 
 
 class GrammarKind(enum.StrEnum):
@@ -84,6 +96,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
+    speculative: Speculative = Speculative()
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    reasoning: Reasoning | None = None
     log_probs: LogProbParams | None = None
 
     def __post_init__(self) -> None:

@@ -10,48 +10,19 @@ After every settled or aborted event, for each request with a slot:
 Tokens of a preempted request's steps in flight are kept: they are prefilled again with the rest.
 """
 
-from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas, Usage
+from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas, Verified
 from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.policy import WidthPolicy
-
-
-class Deltas:
-    """What a step added to its requests, row by row, with the log-probs that its result has of them."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-        self._message = TokenDeltas([], [], [], [], result.step_id, [], [])
-
-    def has_prompt_log_probs(self, row: int) -> bool:
-        """Whether the result's row has log-probs of prompt tokens."""
-        return bool(self._result.prompt_log_probs and self._result.prompt_log_probs[row])
-
-    def add(self, uid: int, tokens: list[int], finish: Finish | None, usage: Usage, row: int) -> None:
-        """Add a request's tokens, the first ones of the result's row."""
-        message, result = self._message, self._result
-        message.uids.append(uid)
-        message.tokens.append(tokens)
-        message.finishes.append(finish)
-        message.usages.append(usage)
-        if result.log_probs:
-            packed = result.log_probs[row]
-            message.log_probs.append(packed[: len(packed) * len(tokens) // max(len(result.tokens[row]), 1)])
-        if result.prompt_log_probs:
-            message.prompt_log_probs.append(result.prompt_log_probs[row])
-
-    def message(self) -> TokenDeltas | None:
-        """All of it; None if it is nothing."""
-        return self._message if self._message.uids else None
+from overlap_spec.scheduler.width.batch import BatchWidths
 
 
 class Ledger:
     """Applies results and aborts to the queues."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, widths: WidthPolicy) -> None:
+    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, widths: BatchWidths) -> None:
         self._queues = queues
         self._counters = counters
         self._limits = limits
@@ -65,13 +36,13 @@ class Ledger:
         assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
         assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
         self._counters.timed(result, self._had_work, self._floor(step))
-        deltas = Deltas(result)
+        deltas = TokenDeltas([], [], [], [], result.step_id)
         if step.plan.phase is Phase.DECODE:
             self._settle_decode(step, result, deltas)
         else:
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
-        return deltas.message()
+        return deltas if deltas.uids or deltas.prompt_log_probs else None
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
         """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
@@ -92,26 +63,30 @@ class Ledger:
         context = sum(len(request.tokens) for request in step.requests)
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)
 
-    def _settle_decode(self, step: Step, result: StepResult, deltas: Deltas) -> None:
+    def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
         counters, width, catch_up = self._counters, step.plan.width, step.plan.catch_up
-        self._widths.observe(result)
+        self._widths.observe(step.requests, result)
+        counters.step_width = width
         for row, request in enumerate(step.requests):
             run, num_proposed = result.tokens[row], result.num_proposed[row]
             request.pending_min -= 1
             request.pending_max -= width
             if request.finish is None:
-                request.verify_steps += 1
-                counters.runs[len(run)] += 1
-                counters.proposed_tokens += num_proposed
+                if not request.is_plain:
+                    request.verify_steps += 1
+                    counters.verified(len(run), num_proposed)
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, catch_up)
-                self._commit(request, run, deltas, row)
+                _pass_on(result, row, request, deltas)
+                self._commit(request, run, deltas, num_proposed)
             request.in_flight -= 1  # last: until here the step holds slot and pages
             if not request.running:
                 self._queues.step_settled(request)
 
-    def _settle_prefill(self, step: Step, result: StepResult, deltas: Deltas) -> None:
+    def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
         for row, (request, end) in enumerate(zip(step.requests, step.chunk_ends, strict=True)):
             run = result.tokens[row]
+            if request.finish is None:
+                _pass_on(result, row, request, deltas)
             request.prefilled_len = end
             request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
             if end == request.target:
@@ -119,25 +94,36 @@ class Ledger:
                 request.pending_max -= 1
                 if request.finish is None:
                     assert len(run) == 1, f"{len(run)} tokens after a completed prompt"
-                    self._commit(request, run, deltas, row)
-            elif request.finish is None and deltas.has_prompt_log_probs(row):
-                deltas.add(request.uid, [], None, request.usage(self._speculative), row)
+                    self._commit(request, run, deltas)
             request.in_flight -= 1
             if request.running:
                 self._queues.memory.share(request)
             else:
                 self._queues.step_settled(request)
 
-    def _commit(self, request: Request, run: list[int], deltas: Deltas, row: int) -> None:
-        """Append a run, the result's `row`, to an unfinished request, up to the token that finishes it."""
+    def _commit(self, request: Request, run: list[int], deltas: TokenDeltas, num_proposed: int = 0) -> None:
+        """Append a run to an unfinished request, up to the token that finishes it."""
         assert 0 < len(run) <= self._limits.width, f"a run of {len(run)} tokens"
         kept, finish = _cut(request, run)
         request.tokens.extend(kept)
         self._counters.generation_tokens += len(kept)
-        deltas.add(request.uid, kept, finish, request.usage(self._speculative), row)
+        deltas.uids.append(request.uid)
+        deltas.tokens.append(kept)
+        deltas.finishes.append(finish)
+        deltas.usages.append(request.usage(self._speculative))
+        if request.admit.sampling.speculative.is_reported:
+            deltas.verified[request.uid] = Verified(deltas.step_id, num_proposed, len(run) - 1)
         if finish is not None:
             request.finish = finish
             self._queues.close(request)
+
+
+def _pass_on(result: StepResult, row: int, request: Request, deltas: TokenDeltas) -> None:
+    """The log-probs of an unfinished request, also of tokens that it will not keep."""
+    if result.log_probs and result.log_probs[row]:
+        deltas.log_probs[request.uid] = result.log_probs[row]
+    if result.prompt_log_probs and result.prompt_log_probs[row]:
+        deltas.prompt_log_probs[request.uid] = result.prompt_log_probs[row]
 
 
 def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:

@@ -30,9 +30,9 @@ class Request:
 
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
-        "node", "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len", "prefilled_len",
-        "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens", "uid", "unabsorbed",
-        "verify_steps",
+        "most_steps", "node", "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len",
+        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens", "uid",
+        "unabsorbed", "verify_steps",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
@@ -44,6 +44,7 @@ class Request:
         self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
         self.stop_ids = frozenset(admit.stop_ids)
         self.stop_from = self.prompt_len + admit.sampling.min_new_tokens
+        self.most_steps = admit.sampling.speculative.num_steps  # guesses in a row; None: as many as the engine has
         self.finish: Finish | None = None
         self.verify_steps = 0
         # Rows of the prompt after which log-probs are still to come: scored_len, .., prompt_len - 2.
@@ -71,6 +72,16 @@ class Request:
         self.decode_work = SlotWork(slot=-1)
         self.deferred = 0  # draft rows left unabsorbed after the last planned step
         self.unabsorbed = 0  # the same after the last settled one
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it is to be speculated for less than the engine can."""
+        return self.most_steps is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is guessed for it."""
+        return self.most_steps == 0
 
     @property
     def reserved_len(self) -> int:

@@ -20,6 +20,12 @@ class OpenRequest:
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
     log_probs: RequestLogProbs | None = None  # where they are asked for
+    opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
+
+    def opened(self, text: str) -> str:
+        """The next text of the answer, after what it opens with."""
+        opening, self.opening = self.opening, ""
+        return opening + text
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, LogProbParams, SamplingParams
+from overlap_spec.messages import (
+    MAX_STOP_IDS,
+    EngineLimits,
+    ErrorCode,
+    Grammar,
+    LogProbParams,
+    SamplingParams,
+    Speculative,
+)
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
@@ -68,7 +76,8 @@ class RequestChecks:
             _check_log_probs(sampling.log_probs, len(prompt), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed)
+        speculative = settle_speculation(sampling.speculative, limits)
+        return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed, speculative=speculative)
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Ids that end the request. Raises: RequestError if there are too many."""
@@ -82,6 +91,21 @@ class RequestChecks:
 def at_least_one(sampling: SamplingParams) -> SamplingParams:
     """What the scheduler is asked for: a prompt is computed by drawing its first token, wanted or not."""
     return sampling if sampling.max_new_tokens else msgspec.structs.replace(sampling, max_new_tokens=1)
+
+
+def settle_speculation(asked: Speculative, limits: EngineLimits) -> Speculative:
+    """The same with a `num_steps` that is None if it limits nothing. Raises: RequestError naming what is loaded."""
+    loaded = f"{limits.method} with up to {limits.num_steps} steps" if limits.num_steps else "no method"
+    if not asked.is_plain and asked.method.upper() not in ("", limits.method.upper()):
+        raise RequestError(
+            "speculative", f"speculative.method {asked.method!r} is not loaded: this engine has {loaded}"
+        )
+    most = 0 if asked.is_plain else asked.num_steps
+    if most is None:
+        return asked
+    if most > limits.num_steps:
+        raise RequestError("speculative", f"speculative.num_steps {most} is out of range: this engine has {loaded}")
+    return msgspec.structs.replace(asked, num_steps=most if most < limits.num_steps else None)
 
 
 def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:

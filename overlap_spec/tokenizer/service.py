@@ -50,6 +50,7 @@ from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.reasoning import opening_of
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
@@ -120,24 +121,24 @@ class TokenizerService:
         """One step: every request's run becomes a row, every client gets one message."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
-        columns = message.uids, message.tokens, message.finishes, message.usages
-        for row, (uid, tokens, finish, usage) in enumerate(zip(*columns, strict=True)):
+        self._keep_prompt_log_probs(message.prompt_log_probs)
+        for uid, tokens, finish, usage in zip(
+            message.uids, message.tokens, message.finishes, message.usages, strict=True
+        ):
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            if request.log_probs is not None and message.prompt_log_probs:
-                request.log_probs.add_prompt(message.prompt_log_probs[row])
-            if not tokens and finish is None:
-                continue  # a chunk of a prompt that goes on
             piece = request.output.push(tokens, finish)
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
-                reply = replies[request.client] = TextDeltas([], [], [], [], [], [], [])
+                reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
             if request.log_probs is not None:
-                records = message.log_probs[row] if message.log_probs else b""
-                _add_log_probs(reply, request.log_probs, records, len(piece.token_ids))
+                records = message.log_probs.get(uid, b"")
+                _add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
+            if uid in message.verified:
+                reply.verified[request.request_id] = message.verified[uid]
             if piece.finish is not None:
                 if finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
@@ -145,6 +146,13 @@ class TokenizerService:
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+
+    def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
+        """They come by chunks and leave with the request's first row."""
+        for uid, records in packed.items():
+            request = self._requests.by_uid(uid)
+            if request is not None and request.log_probs is not None:
+                request.log_probs.add_prompt(records)
 
     def _refused(self, message: Refused) -> None:
         request = self._requests.by_uid(message.uid)
@@ -221,7 +229,10 @@ class TokenizerService:
         if request in self._requests:
             # A completion continues its prompt's text, an assistant's answer does not.
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
-            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
+            skips, shown = sampling.skip_special_tokens, sampling.shown_tokens
+            request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
+            if sampling.reasoning is not None:
+                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
@@ -244,7 +255,7 @@ class TokenizerService:
         for request in found:
             self._abort(request, AbortReason.REQUESTED)
             text = request.output.end() if request.output is not None else ""
-            reply = TextDeltas([], [], [], [], [], [], [])
+            reply = TextDeltas([], [], [], [], [])
             _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message="aborted on request"))
             self._clients.send(request.client, reply)
 
@@ -283,16 +294,18 @@ def _counted(usage: Usage, num_tokens: int) -> Usage:
     return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
 
 
-def _add_log_probs(reply: TextDeltas, asked: RequestLogProbs, records: bytes, num_tokens: int) -> None:
-    """To the row that was added last; rows before it that ask for none get none."""
-    missing: list[LogProbs | None] = [None] * (len(reply.request_ids) - 1 - len(reply.log_probs))
-    reply.log_probs.extend((*missing, asked.of_output(records, num_tokens)))
-    reply.prompt_log_probs.extend((*missing, asked.take_prompt()))
+def _add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
+    """Of the row that was added last, and of the prompt if it is the request's first."""
+    assert request.log_probs is not None
+    reply.log_probs[request.request_id] = of_output
+    of_prompt = request.log_probs.take_prompt()
+    if of_prompt is not None:
+        reply.prompt_log_probs[request.request_id] = of_prompt
 
 
 def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
     reply.request_ids.append(request.request_id)
-    reply.texts.append(text)
+    reply.texts.append(request.opened(text) if request.opening else text)
     reply.token_ids.append(token_ids)
     reply.finishes.append(finish)
     reply.usages.append(request.usage)

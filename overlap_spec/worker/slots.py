@@ -33,12 +33,12 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from; temperature, top_p, min_p and the
-# penalties as doubles; the stop ids.
-_RESET_INTS = 5
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps; temperature, top_p,
+# min_p and the penalties as doubles; the stop ids.
+_RESET_INTS = 6
 _RESET_FLOATS = 6
 RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
-_ALL = 1 << 62  # a top_k that keeps everything
+_ALL = 1 << 62  # a top_k that keeps everything, steps without a limit
 
 
 @dataclass
@@ -71,7 +71,8 @@ class SlotRows:
         self.window = ints(num_slots, width)  # [S, W], root first
         self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
-        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from; column 0 unused
+        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
+        self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
         self._floats = torch.ones(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
@@ -149,7 +150,7 @@ class SlotRows:
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
-        _, seed, stop_from, top_k, output_from = self._ints[slots].unbind(1)
+        _, seed, stop_from, top_k, output_from, _ = self._ints[slots].unbind(1)
         read = slots if work.sampled or work.processed else slots[:0]
         floats, stop_ids = self._floats[read], self._stop_ids[read]
         temperature, top_p, min_p = floats[:, :3].unbind(1)
@@ -180,13 +181,14 @@ class SlotRows:
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
 
     def set_guesses(self, batch: SlotBatch, guesses: Guesses) -> None:
-        """The next window's guesses; columns after the last hold -1. Sync: never."""
+        """The next window's guesses, as deep as each slot may speculate; other columns hold -1. Sync: never."""
         if not len(guesses.tokens):
             return
         if guesses.parents is None:
-            place_guesses(self.window, batch.slots, guesses.tokens, self.dummy)
+            place_guesses(self.window, batch.slots, guesses.tokens, self.most_steps, self.dummy)
         else:
-            place_tree(self.window, self.parents, batch.slots, guesses.tokens, guesses.parents, self.dummy)
+            placed = guesses.tokens, guesses.parents
+            place_tree(self.window, self.parents, batch.slots, *placed, self.most_steps, self.dummy)
 
 
 def _asked_work(asked: SamplingParams) -> SamplingWork:
@@ -205,4 +207,6 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, *floats, *stops]
+    asked = sampling.speculative.num_steps
+    most_steps = _ALL if asked is None else asked
+    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps, *floats, *stops]

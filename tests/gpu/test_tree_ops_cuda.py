@@ -18,7 +18,7 @@ from overlap_spec_kernels import (
     top_tokens,
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.step_inputs import PAGE_SIZES, covered_pages, token_rows
+from support.step_inputs import PAGE_SIZES, covered_pages, step_limits, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -27,6 +27,7 @@ from support.tree_inputs import (
     candidate_trees,
     child_inputs,
     draws,
+    earlier_columns,
     level_inputs,
     moves,
     random_caches,
@@ -90,7 +91,8 @@ def test_place_tree(num_rows: int, num_guesses: int, columns: int) -> None:
     state = tree_state(num_rows, columns, PAGE_SIZE)
     slots = step_slots(state, num_rows)
     guesses = torch.randint(-1, VOCABULARY, (num_guesses, num_rows))
-    arguments = state.window, state.parents, slots, guesses, torch.randint(0, columns, guesses.shape), state.dummy
+    placed = guesses, earlier_columns(num_guesses, num_rows), step_limits(state, num_guesses)
+    arguments = state.window, state.parents, slots, *placed, state.dummy
     moved = on_gpu(*arguments)
     place_tree(*moved)
     place_tree(*arguments)
@@ -181,7 +183,9 @@ def run_step(state: TreeState, slots: Tensor, drawn: Tensor, scores: Tensor, k: 
     log_probs, columns, _ = top_tokens(scores, 8)
     parents = torch.full_like(columns, -1)
     guesses, guess_parents = select_tree(log_probs, columns, parents, 7)
-    place_tree(state.window, state.parents, slots, guesses, guess_parents, state.dummy)
+    place_tree(
+        state.window, state.parents, slots, guesses, guess_parents, torch.full_like(state.length, 2), state.dummy
+    )
     outs = [*gathered[:5], *gathered[6:], *tensors_of(judged).values()]
     return [*outs, columns, state.length, state.window, state.parents, k, v]
 

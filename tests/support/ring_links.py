@@ -28,6 +28,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToWorker,
     Usage,
+    Verified,
 )
 from overlap_spec.scheduler.loop import Scheduler
 from support.memory_link import MemoryLink
@@ -47,6 +48,7 @@ class Answer:
     text: str = ""
     finish: Finish | None = None
     usage: Usage | None = None
+    verified: list[tuple[Verified, int]] = field(default_factory=list)  # by step, with the tokens that it added
     rejected: Rejected | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     grew: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,11 +68,14 @@ class MemoryClients:
                     message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True
                 )
                 for request_id, text, ids, finish, usage in rows:
+                    if request_id in message.verified:
+                        self.answers[request_id].verified.append((message.verified[request_id], len(ids)))
                     self._add(self.answers[request_id], text, ids, finish, usage)
-                scores = zip(message.log_probs, message.prompt_log_probs, strict=True)
-                for request_id, (log_probs, of_prompt) in zip(message.request_ids, scores, strict=False):
-                    self.answers[request_id].log_probs += read_log_probs(log_probs)
-                    self.answers[request_id].prompt_log_probs += read_log_probs(of_prompt)
+                for request_id, packed in message.log_probs.items():
+                    self.answers[request_id].log_probs += read_log_probs(packed)
+                for request_id, packed in message.prompt_log_probs.items():
+                    assert not self.answers[request_id].prompt_log_probs, "all with the first row"
+                    self.answers[request_id].prompt_log_probs += read_log_probs(packed)
             case Rejected():
                 answer = self.answers[message.request_id]
                 answer.rejected = message

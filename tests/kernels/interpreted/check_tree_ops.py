@@ -12,7 +12,7 @@ from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_
 from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
 from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
 from overlap_spec_kernels.window.place_tree import _place_tree_triton, place_tree_reference
-from support.step_inputs import covered_pages, token_rows
+from support.step_inputs import covered_pages, step_limits, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -22,6 +22,7 @@ from support.tree_inputs import (
     candidate_trees,
     child_inputs,
     draws,
+    earlier_columns,
     level_inputs,
     moves,
     random_caches,
@@ -96,9 +97,9 @@ def test_place_tree(num_rows: int, num_guesses: int, columns: int) -> None:
     expected = state.clone()
     slots = step_slots(state, num_rows)
     guesses = torch.randint(-1, VOCABULARY, (num_guesses, num_rows))
-    parents = torch.randint(0, columns, (num_guesses, num_rows))
-    _place_tree_triton(state.window, state.parents, slots, guesses, parents, state.dummy)
-    place_tree_reference(expected.window, expected.parents, slots, guesses, parents, state.dummy)
+    rest = slots, guesses, earlier_columns(num_guesses, num_rows), step_limits(state, num_guesses), state.dummy
+    _place_tree_triton(state.window, state.parents, *rest)
+    place_tree_reference(expected.window, expected.parents, *rest)
     assert torch.equal(state.window, expected.window) and torch.equal(state.parents, expected.parents)
 
 
