@@ -31,8 +31,8 @@ class Request:
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
         "most_steps", "node", "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len",
-        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens", "uid",
-        "unabsorbed", "verify_steps",
+        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
+        "uid", "unabsorbed", "verify_steps",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
