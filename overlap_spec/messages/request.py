@@ -26,6 +26,7 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
 
     opening: str
     closing: str
+    is_implicit: bool = False  # an answer may begin with reasoning without the opening marker
 
 
 class GrammarKind(enum.StrEnum):
@@ -44,10 +45,16 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `text` is JSON of a JSON schema, of a list of strings (choice) and of a structural tag (`structures` with `begin`,
     `schema` and `end`, and `triggers`, as in SGLang); else the expression or the rules themselves.
+
+    `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
+    output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
     """
 
     kind: GrammarKind
     text: str
+    markers: tuple[str, ...] = ()
+    reasoning: Reasoning | None = None
+    is_reasoning: bool = False
 
 
 class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.reasoning import opening_of
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
@@ -218,9 +218,12 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            await self._checks.check_grammar(message.sampling.grammar)
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
             sampling = self._checks.settle(message.sampling, ids, limits)
+            if sampling.reasoning is not None:
+                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
+                sampling = after_reasoning(sampling, sampling.reasoning, request.opening)
+            await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
@@ -231,8 +234,6 @@ class TokenizerService:
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
             skips, shown = sampling.skip_special_tokens, sampling.shown_tokens
             request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
-            if sampling.reasoning is not None:
-                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))

@@ -55,13 +55,20 @@ class Answer:
 
 
 class MemoryClients:
-    """The client link of a ring: one client, whose requests are kept by id."""
+    """The client link of a ring: one client, whose requests are kept by id.
+
+    What answers no request of `answers` waits in `others`: a test may speak through a client of its own.
+    """
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[tuple[int, Arrival]] = asyncio.Queue()
         self.answers: dict[str, Answer] = {}
+        self.others: asyncio.Queue[ToClient] = asyncio.Queue()
 
     def send(self, client: int, message: ToClient) -> None:
+        if not self.answers:
+            self.others.put_nowait(message)
+            return
         match message:
             case TextDeltas():
                 rows = zip(
