@@ -15,6 +15,7 @@ from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
 from overlap_spec.tokenizer.detokenize import CloseSpecials, Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
 OWN_TEMPLATES = 8  # of clients, that stay compiled
@@ -55,6 +56,10 @@ class Codec(Protocol):
         """
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character; b"" for an id without a token."""
+        ...
+
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         """Raises: RequestError if the stop strings or patterns of this field cannot be found here."""
         ...
@@ -72,6 +77,7 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._template = template
         self.chat_template = template.source
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -112,6 +118,9 @@ class TextCodec:
             self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.of(token_id)
+
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         pass
 
@@ -147,6 +156,9 @@ class IdsOnly:
         spaces: bool = True,
     ) -> Detokenizer:
         return NoText()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         if stops:
