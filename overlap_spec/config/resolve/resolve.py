@@ -78,7 +78,11 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             reasoning_parser=config.reasoning_parser,
             cors_allow_origins=config.cors_allow_origins or (),
         ),
-        link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
+        link=LinkSettings(
+            client_endpoint=_resolve_endpoint(config),
+            api_key=config.api_key,
+            trusts_templates=config.trust_request_chat_template,
+        ),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
