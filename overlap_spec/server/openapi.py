@@ -1,4 +1,4 @@
-"""`/openapi.json`: every endpoint, from its route and the struct of its body; `/docs` shows it.
+"""`GET /openapi.json`: every endpoint, from its route and the struct of its body; `/docs` shows it.
 
 Summaries are the endpoints' docstrings, schemas are msgspec's. Every route is in `ENDPOINTS`: a test compares them.
 """
