@@ -1,6 +1,7 @@
 """Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
 from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -83,14 +84,17 @@ class TextChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Reply(msgspec.Struct, frozen=True):
+C = TypeVar("C")
+
+
+class Reply(msgspec.Struct, Generic[C], frozen=True):
     """An answer or a chunk of one, as `object` tells."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
+    choices: tuple[C, ...]
     usage: WireUsage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
 
@@ -117,7 +121,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     options: StreamOptions
 
-    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply:
+    def chunk(self, choice: C, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply[C]:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
@@ -126,6 +130,6 @@ class ReplyHead(msgspec.Struct, frozen=True):
             shown = None
         return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
-    def usage_chunk(self, usage: WireUsage) -> Reply:
+    def usage_chunk(self, usage: WireUsage) -> Reply[Any]:
         """The last chunk, without a choice."""
         return Reply(self.id, self.object, self.created, self.model, (), usage)
