@@ -13,6 +13,8 @@ are handed on while an audit's step is in flight: the next owner's steps come af
 from array import array
 from collections import deque
 
+from msgspec.structs import replace
+
 from overlap_spec.messages import Audit, Audited, Phase, SlotWork, StepPlan, StepResult
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.request_pages import RequestPages
@@ -102,7 +104,9 @@ class Audits:
 
     def add(self, audit: Audit) -> None:
         """Queue an audit."""
-        self.waiting.append(AuditRun(audit, Request(audit.admit, 0, self._memory.cache.root)))
+        sampling = replace(audit.admit.sampling, log_probs=None)  # tokens are compared, and nothing else
+        request = Request(replace(audit.admit, sampling=sampling), 0, self._memory.cache.root)
+        self.waiting.append(AuditRun(audit, request))
 
     def given_up(self) -> list[Audited]:
         """Those that were given up since the last call."""

@@ -110,7 +110,7 @@ class AuditGraphs:
     """One batch size, captured."""
 
     packed: Tensor  # i64, the input
-    parts: PartGraphs[Replayed]
+    parts: PartGraphs[Replayed, Tensor]
 
 
 class GraphAuditor:
@@ -121,7 +121,7 @@ class GraphAuditor:
         self._dummy = dummy
         self._sizes = sorted(sizes)
         self._graphs: dict[int, AuditGraphs] = {}
-        self._kinds: dict[SamplingWork, KindGraphs[Replayed]] | None = None  # of the step being launched
+        self._kinds: dict[SamplingWork, KindGraphs[Replayed, Tensor]] | None = None  # of the step being launched
 
     def capture(self, recorder: GraphRecorder, device: torch.device) -> None:
         """Capture every size, largest first."""
@@ -150,7 +150,7 @@ class GraphAuditor:
             return self._step.judge(replayed, sampling)
         kind = self._kinds[sampling]
         kind.judge()
-        return kind.forwarded.published
+        return kind.judged
 
     def _capture(self, packed: Tensor, recorder: GraphRecorder) -> AuditGraphs:
         step = self._step

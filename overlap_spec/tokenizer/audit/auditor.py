@@ -104,6 +104,9 @@ class Auditor:
         """A request was admitted. Returns what is to be kept of it if it is chosen."""
         if not self.num_slots or not self._chooses(admit.uid):
             return None
+        if admit.sampling.grammar is not None:
+            self._skipped["grammar"] += 1  # its masks are made for steps of requests alone
+            return None
         return Transcript(request_id, admit)
 
     def finished(self, transcript: Transcript, finish: Finish) -> None:
