@@ -24,10 +24,9 @@ every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
 
 def test_every_request_of_a_storm_is_plain_decodings(codec: TextCodec) -> None:
-    """Among preemptions, aborts and prefix hits; audits lose their pages to requests, and begin again."""
+    """Among preemptions, aborts and prefix hits."""
     seen = run_seeds(range(5), codec, {"audit": ALL})
-    happened = ("audited_tokens", "audits_begun_again", "audit_steps_between_others", "preemptions")
-    assert all(seen[what] > 0 for what in happened), dict(seen)
+    assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
 @pytest.mark.slow

@@ -43,7 +43,6 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
     notes: list[str] = []
     spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
-    depth = 1 if config.disable_overlap_schedule else 2
     running = config.max_running_requests
     if running is None:
         running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
@@ -62,7 +61,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         cache=_resolve_cache(config),
         scheduler=SchedulerSettings(
             max_running_requests=running,
-            depth=depth,
+            depth=1 if config.disable_overlap_schedule else 2,
             chunk_tokens=_resolve_chunk(config),
             seed=config.random_seed,
             width_rules=rules,
