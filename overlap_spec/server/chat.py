@@ -12,6 +12,7 @@ from starlette.responses import Response
 from overlap_spec.messages import Usage
 from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.log_probs import ChatEntries
 from overlap_spec.server.openai_replies import (
     DeltaChoice,
     FunctionCall,
@@ -42,14 +43,16 @@ class ChatCompletions:
             group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
         )
         if body.stream:
-            return EventStream(self._events(group, head))
+            return EventStream(self._events(group, head, ChatEntries(body)))
         answers = await unless_gone(request.receive, self._chats.collect(group))
-        choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
+        entries = ChatEntries(body)
+        choices = tuple(_choice(index, answer, entries) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], body.n)
-        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
+        of_prompt = entries.prompt(answers[0].prompt_log_probs)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, of_prompt)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
@@ -58,7 +61,7 @@ class ChatCompletions:
                     if index not in last:
                         events.append(_opening(head, index, delta.usage, group))
                     last[index] = delta.usage
-                    events.append(_chunks(head, index, delta, group))
+                    events.append(_chunks(head, index, delta, group, entries))
                 if any(events):
                     yield b"".join(events)
         if head.options.include_usage:
@@ -67,7 +70,7 @@ class ChatCompletions:
         yield DONE
 
 
-def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer, entries: ChatEntries) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -78,7 +81,8 @@ def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
         reasoning_content=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
-    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
+    log_probs = entries.read(answer.log_probs)
+    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched, log_probs)
 
 
 def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> bytes:
@@ -88,12 +92,13 @@ def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> byt
     return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start))
 
 
-def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup) -> bytes:
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, entries: ChatEntries) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
-    text, finish = _added(delta), delta.finish
-    if text is None and group.form.is_plain and finish is None:
+    text, finish, log_probs = _added(delta), delta.finish, entries.read(delta.log_probs)
+    if text is None and (log_probs is not None or (group.form.is_plain and finish is None)):
         text = Text(content="")
-    added = event(head.chunk(DeltaChoice(index, text), delta.usage)) if text is not None else b""
+    choice = None if text is None else DeltaChoice(index, text, logprobs=log_probs)
+    added = event(head.chunk(choice, delta.usage)) if choice is not None else b""
     if finish is None:
         return added
     return added + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))

@@ -10,9 +10,11 @@ from contextlib import aclosing
 
 import msgspec
 
+from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.messages import FinishKind, SamplingParams, Usage
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.server.log_probs import chat_params
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.pieces import ToolCallPiece
@@ -37,6 +39,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
+    log_probs: list[TokenLogProb] = []
+    prompt_log_probs: list[TokenLogProb] = []
 
 
 class ChatGroup(Group, frozen=True):
@@ -57,12 +61,16 @@ class ChatAnswer:
         self.tool_calls: list[ToolCallPiece] = []
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
+        self.log_probs: list[TokenLogProb] = []
+        self.prompt_log_probs: list[TokenLogProb] = []
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
         self.content += delta.content
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
+        self.log_probs += delta.log_probs
+        self.prompt_log_probs += delta.prompt_log_probs
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -84,6 +92,7 @@ class ChatRunner:
         limit, sampling = self._sampling(body)
         form = answer_format(body, self._info)
         sampling = with_format(sampling, body, form, self._info)
+        sampling = msgspec.structs.replace(sampling, log_probs=chat_params(body))
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
@@ -141,11 +150,12 @@ class _Choice:
         """What a step added."""
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, finish=finish)
+            return ChatDelta(delta.usage, delta.text, "", (), finish, delta.log_probs, delta.prompt_log_probs)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
             found = found.then(self._parser.end(is_cut=not stopped))
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
-        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish)
+        parsed = found.content, found.reasoning, found.tool_calls
+        return ChatDelta(delta.usage, *parsed, finish, delta.log_probs, delta.prompt_log_probs)

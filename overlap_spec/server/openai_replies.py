@@ -1,6 +1,7 @@
 """Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -49,6 +50,42 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[WireToolCall, ...] | UnsetType = UNSET
 
 
+class WireCandidate(msgspec.Struct, frozen=True):
+    """A token that might be at a position, in a chat."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class WireTokenLogProb(msgspec.Struct, frozen=True):
+    """A chat's token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[WireCandidate]
+
+
+class ChatLogProbs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat's choice: the tokens of its answer, or of a chunk of it."""
+
+    content: list[WireTokenLogProb]
+    refusal: None = None
+
+
+class CompletionLogProbs(msgspec.Struct, frozen=True):
+    """`logprobs` of a completion's choice: columns of equal length. `text_offset` adds up the tokens' own texts."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+PromptLogProbs = list[dict[str, Any] | None]  # vLLM's
+
+
 class MessageChoice(msgspec.Struct, frozen=True):
     """The choice of a chat's whole answer."""
 
@@ -56,7 +93,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     message: Text
     finish_reason: str | None
     matched_stop: str | int | None
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -66,7 +103,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     delta: Text
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -76,7 +113,8 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: CompletionLogProbs | None = None
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -88,6 +126,7 @@ class Reply(msgspec.Struct, frozen=True):
     model: str
     choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
     usage: WireUsage | None | UnsetType = UNSET
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET  # of a chat; a completion's choices have their own
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
