@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +21,7 @@ from overlap_spec.server.openai_replies import (
     ReplyHead,
     Text,
     WireToolCall,
+    kept_ids,
     wire_usage,
 )
 from overlap_spec.server.openai_requests import ChatRequest, read_openai
@@ -44,22 +45,27 @@ class ChatCompletions:
         )
         if body.stream:
             return EventStream(self._events(group, head, ChatEntries(body)))
-        answers = await unless_gone(request.receive, self._chats.collect(group))
-        entries = ChatEntries(body)
-        choices = tuple(_choice(index, answer, entries) for index, answer in enumerate(answers))
-        usage = wire_usage([answer.usage for answer in answers], body.n)
-        of_prompt = entries.prompt(answers[0].prompt_log_probs)
-        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, of_prompt)
+        reply = await unless_gone(request.receive, self._whole(group, head, ChatEntries(body)))
         return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Reply[MessageChoice]:
+        prompt_ids = await self._chats.prompt_ids(group)
+        answers = await self._chats.collect(group)
+        choices = tuple(_choice(index, answer, group, entries) for index, answer in enumerate(answers))
+        usage = wire_usage([answer.usage for answer in answers], len(answers))
+        of_prompt = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs)
+        return Reply(head.id, "chat.completion", head.created, head.model, choices, usage, *of_prompt)
 
     async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
+        prompt_ids = await self._chats.prompt_ids(group)
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
                     if index not in last:
-                        events.append(_opening(head, index, delta.usage, group))
+                        shown = kept_ids(None if last else prompt_ids, delta.usage)
+                        events.append(_opening(head, index, delta.usage, group, shown))
                     last[index] = delta.usage
                     events.append(_chunks(head, index, delta, group, entries))
                 if any(events):
@@ -70,7 +76,7 @@ class ChatCompletions:
         yield DONE
 
 
-def _choice(index: int, answer: ChatAnswer, entries: ChatEntries) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer, group: ChatGroup, entries: ChatEntries) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -81,27 +87,32 @@ def _choice(index: int, answer: ChatAnswer, entries: ChatEntries) -> MessageChoi
         reasoning_content=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
+    ids = answer.token_ids if group.shows_ids else UNSET
     log_probs = entries.read(answer.log_probs)
-    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched, log_probs)
+    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched, log_probs, ids)
 
 
-def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> bytes:
+def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt_ids: list[int] | UnsetType) -> bytes:
     """A choice's first event holds the role; no token has been sent yet. Content that may never come is null."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
     content = "" if group.form.is_plain else None
-    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start))
+    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start, prompt_ids))
 
 
 def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, entries: ChatEntries) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
     text, finish, log_probs = _added(delta), delta.finish, entries.read(delta.log_probs)
-    if text is None and (log_probs is not None or (group.form.is_plain and finish is None)):
+    ids = list(delta.token_ids) if group.shows_ids else UNSET
+    if text is None and (log_probs is not None or (finish is None and (group.form.is_plain or ids))):
         text = Text(content="")
-    choice = None if text is None else DeltaChoice(index, text, logprobs=log_probs)
+    choice = None if text is None else DeltaChoice(index, text, logprobs=log_probs, token_ids=ids)
     added = event(head.chunk(choice, delta.usage)) if choice is not None else b""
     if finish is None:
         return added
-    return added + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))
+    rest = [] if added and group.shows_ids else ids
+    return added + event(
+        head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched, token_ids=rest), delta.usage)
+    )
 
 
 def _added(delta: ChatDelta) -> Text | None:

@@ -5,19 +5,31 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from overlap_spec.messages import Prompt
 from overlap_spec.server.choices import check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import CompletionEntries, completion_params
-from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, wire_usage
+from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kept_ids, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import NOTHING, Collected, Group, Runner
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+class ShownPrompt(msgspec.Struct, frozen=True):
+    """What an answer shows of its prompt: its text (`echo`), its ids (`return_token_ids`)."""
+
+    text: str = ""
+    ids: list[int] | None = None
+
+
+NOT_SHOWN = ShownPrompt()
 
 
 class Completions:
@@ -32,21 +44,36 @@ class Completions:
         body = await read_openai(request, CompletionRequest, self._info)
         group = self._group(body)
         head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
-        echoes = await unless_gone(request.receive, self._echoes(body, group))
         if body.stream:
-            return EventStream(self._events(group, head, body, echoes))
-        answers = await unless_gone(request.receive, self._runner.collect(group))
-        entries = CompletionEntries(body)
-        choices = tuple(_choice(index, answer, echoes[index], entries) for index, answer in enumerate(answers))
-        usage = wire_usage([answer.usage for answer in answers], body.n)
-        reply = Reply(head.id, head.object, head.created, head.model, choices, usage)
+            return EventStream(self._events(group, head, body))
+        reply = await unless_gone(request.receive, self._whole(group, head, body))
         return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Reply[TextChoice]:
+        prompts, entries = await self._prompts(group, body), CompletionEntries(body)
+        answers = await self._runner.collect(group)
+        usage = wire_usage([answer.usage for answer in answers], body.n)
+        parts = enumerate(zip(answers, prompts, strict=True))
+        choices = tuple(_choice(index, answer, prompt, entries) for index, (answer, prompt) in parts)
+        return Reply(head.id, head.object, head.created, head.model, choices, usage)
+
+    async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
+        """What each choice shows of its prompt."""
+        prompts = [request.prompt for request in group.requests[:: body.n]]
+        shown = [await self._shown(prompt, body) for prompt in prompts]
+        return [each for each in shown for _ in range(body.n)]
+
+    async def _shown(self, prompt: Prompt, body: CompletionRequest) -> ShownPrompt:
+        ids = await self._runner.prompt_ids(prompt) if body.return_token_ids else None
+        echoes = body.echo and not self._info.skip_tokenizer_init
+        return ShownPrompt(await self._runner.text_of(prompt, body.skip_special_tokens) if echoes else "", ids)
 
     def _group(self, body: CompletionRequest) -> Group:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
         sampling = msgspec.structs.replace(sampling, log_probs=completion_params(body))
-        prompts, _ = read_prompts(body.prompt, "prompt", self._info)
+        cut = body.truncate_prompt_tokens is not None
+        prompts, _ = read_prompts(body.prompt, "prompt", self._info, body.add_special_tokens, cut)
         check_choices(body.n, len(prompts))
         check_best_of(body.best_of, body.n)
         name, count = body.id("cmpl-"), len(prompts) * body.n
@@ -54,43 +81,43 @@ class Completions:
         names = {**NAMES, "grammar": body.grammar_field}
         return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.n))
 
-    async def _echoes(self, body: CompletionRequest, group: Group) -> list[str]:
-        """For each choice the prompt's text, if it is to be returned and there is text."""
-        if not body.echo or self._info.skip_tokenizer_init:
-            return [""] * len(group.requests)
-        prompts = [request.prompt for request in group.requests[:: body.n]]
-        texts = [await self._runner.text_of(prompt, body.skip_special_tokens) for prompt in prompts]
-        return [text for text in texts for _ in range(body.n)]
-
-    async def _events(
-        self, group: Group, head: ReplyHead, body: CompletionRequest, echoes: list[str]
-    ) -> AsyncGenerator[bytes, None]:
-        last, entries, echoes = [NOTHING] * len(group.requests), CompletionEntries(body), list(echoes)
+    async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
+        last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)
+        prompts = await self._prompts(group, body)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
-                for index, delta in step:
-                    last[index] = delta.usage
                 events = []
                 for index, delta in step:
-                    events.append(_chunk(head, index, delta, echoes[index], entries))
-                    echoes[index] = ""  # with the first chunk alone
+                    shown = prompts[index] if last[index] is NOTHING else NOT_SHOWN
+                    last[index] = delta.usage
+                    events.append(_chunk(head, index, delta, shown, body.return_token_ids, entries))
                 yield b"".join(events)
         if head.options.include_usage:
             yield event(head.usage_chunk(wire_usage(last, body.n)))
         yield DONE
 
 
-def _choice(index: int, answer: Collected, echo: str, entries: CompletionEntries) -> TextChoice:
+def _choice(index: int, answer: Collected, prompt: ShownPrompt, entries: CompletionEntries) -> TextChoice:
     assert answer.finish is not None
-    log_probs, of_prompt = entries.read(index, answer.prompt_log_probs, answer.log_probs), answer.prompt_log_probs
-    finish = answer.finish.kind.value, answer.finish.matched
-    return TextChoice(index, echo + answer.text, *finish, log_probs, entries.prompt(of_prompt))
+    end, ids = answer.finish, UNSET if prompt.ids is None else answer.token_ids
+    return TextChoice(
+        index,
+        prompt.text + answer.text,
+        end.kind.value,
+        end.matched,
+        entries.read(index, answer.prompt_log_probs, answer.log_probs),
+        ids,
+        kept_ids(prompt.ids, answer.usage),
+        entries.prompt(answer.prompt_log_probs),
+    )
 
 
-def _chunk(head: ReplyHead, index: int, delta: DeltaLike, echo: str, entries: CompletionEntries) -> bytes:
-    """One event for a step; the last one has the finish as well."""
-    log_probs, text = entries.read(index, delta.prompt_log_probs, delta.log_probs), echo + delta.text
-    finish = delta.finish
-    if finish is None:
-        return event(head.chunk(TextChoice(index, text, logprobs=log_probs), delta.usage))
-    return event(head.chunk(TextChoice(index, text, finish.kind.value, finish.matched, log_probs), delta.usage))
+def _chunk(
+    head: ReplyHead, index: int, delta: DeltaLike, prompt: ShownPrompt, shows_ids: bool, entries: CompletionEntries
+) -> bytes:
+    """One event for a step; the last one has the finish as well. `prompt`: what a choice's first event shows of it."""
+    finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt.ids, delta.usage)
+    reason, matched = (None, UNSET) if finish is None else (finish.kind.value, finish.matched)
+    log_probs = entries.read(index, delta.prompt_log_probs, delta.log_probs)
+    choice = TextChoice(index, prompt.text + delta.text, reason, matched, log_probs, ids, prompt_ids)
+    return event(head.chunk(choice, delta.usage))

@@ -70,6 +70,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = MAX_BODY_BYTES
     call_format: CallFormat | None = None  # None: tool calls are not read
     reasoning_format: ReasoningFormat | None = None
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -87,6 +88,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
         sampling_defaults=settings.server.sampling_defaults,
+        cors_allow_origins=settings.server.cors_allow_origins,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),

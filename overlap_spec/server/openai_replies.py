@@ -1,7 +1,7 @@
 """Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -94,6 +94,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     matched_stop: str | int | None
     logprobs: ChatLogProbs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -104,6 +105,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: ChatLogProbs | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -114,19 +116,25 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: CompletionLogProbs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogProbs | UnsetType = UNSET
 
 
-class Reply(msgspec.Struct, frozen=True):
+C = TypeVar("C")
+
+
+class Reply(msgspec.Struct, Generic[C], frozen=True):
     """An answer or a chunk of one, as `object` tells."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
+    choices: tuple[C, ...]
     usage: WireUsage | None | UnsetType = UNSET
-    prompt_logprobs: PromptLogProbs | UnsetType = UNSET  # of a chat; a completion's choices have their own
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat, as the next; a completion's choices have their own
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
@@ -135,6 +143,11 @@ def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
     completion = sum(usage.completion_tokens for usage in usages)
     cached = CachedTokens(sum(usage.cached_tokens for usage in usages[::n]))
     return WireUsage(prompt, completion, prompt + completion, cached)
+
+
+def kept_ids(prompt_ids: list[int] | None, usage: Usage) -> list[int] | UnsetType:
+    """The end of the prompt that the engine was given, if its ids are to be shown."""
+    return UNSET if prompt_ids is None else prompt_ids[len(prompt_ids) - usage.prompt_tokens :]
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
@@ -146,15 +159,15 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     options: StreamOptions
 
-    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage) -> Reply:
+    def chunk(self, choice: C, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply[C]:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
             shown = wire_usage([usage])
         elif self.options.include_usage:
             shown = None
-        return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
+        return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
-    def usage_chunk(self, usage: WireUsage) -> Reply:
+    def usage_chunk(self, usage: WireUsage) -> Reply[Any]:
         """The last chunk, without a choice."""
         return Reply(self.id, self.object, self.created, self.model, (), usage)

@@ -17,7 +17,16 @@ import msgspec
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.errors import RequestAborted, RequestError
-from overlap_spec.messages import ChatPrompt, Finish, FinishKind, Prompt, SamplingParams, TextPrompt, Usage
+from overlap_spec.messages import (
+    ChatPrompt,
+    Finish,
+    FinishKind,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
@@ -117,6 +126,12 @@ class Runner:
                 for index, delta in step:
                     answers[index].add(delta)
         return answers
+
+    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, before it is truncated. Raises: as `run`."""
+        if isinstance(prompt, TokenPrompt):
+            return unpack_ids(prompt.ids)
+        return await self._client.tokenize(prompt)
 
     async def abort(self, name: str) -> None:
         """End the request or group of this id, exactly; it may also belong to another client of the engine."""
