@@ -60,11 +60,14 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Annotated[float, Meta(ge=1, description="bench only: synthetic acceptance of X committed tokens a step")] | None
     ) = None
     speculative_accept_threshold_single: (
-        Annotated[float, Meta(gt=0, le=1, description="a guess stands if the target's p is at least X; below 1: lossy")]
+        Annotated[
+            float, Meta(gt=0, le=1, description="a guess is accepted if the target's p is at least X; below 1: lossy")
+        ]
         | None
     ) = None
     speculative_accept_threshold_acc: (
-        Annotated[float, Meta(gt=0, le=1, description="a guess stands with probability p / X; below 1: lossy")] | None
+        Annotated[float, Meta(gt=0, le=1, description="a guess is accepted with probability p / X; below 1: lossy")]
+        | None
     ) = None
     speculative_use_rejection_sampling: Annotated[
         bool, Meta(description="draw guesses and accept by min(1, p / q): the same distribution, not the same tokens")

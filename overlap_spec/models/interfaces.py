@@ -226,7 +226,6 @@ class DraftProfile:
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
     tree: TreeShape | None = None  # None: it guesses chains
     draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
-    token_bytes: int = 0  # bytes for each token of the KV pool beside its KV
 
 
 class LoadedDraft(Protocol[Attached]):

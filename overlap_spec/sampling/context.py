@@ -21,7 +21,7 @@ from overlap_spec.sampling.types import Sampling
 class Path:
     """Guesses between the committed tokens and the rows, G of each slot; the default is no guess and one row.
 
-    A node is the index of a guess; `root` stands for the last committed token, root - 1 for the one before it, ..
+    A node is the index of a guess; `root` means the last committed token, root - 1 for the one before it, ..
     """
 
     tokens: Tensor | tuple[Tensor, ...] = ()  # [B, G] i64, or a column [B] for each

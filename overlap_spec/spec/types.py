@@ -30,7 +30,7 @@ class Guesses:
 class Window:
     """What a step verifies. Column 0 is the root, the last committed token; the others are guesses.
 
-    Its KV stands at places length, length + 1, .. of the slot, by column. In a tree a position, which rotation and
+    Its KV is at places length, length + 1, .. of the slot, by column. In a tree a position, which rotation and
     noise go by, is the length plus the column's distance from the root.
     """
 

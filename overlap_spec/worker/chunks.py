@@ -1,7 +1,8 @@
 """The host's part of a prefill step: chunks flattened into rows, in one run of integers.
 
-A step has rows (prompt tokens) and seats (requests). It may be laid out for more of both than it has, so that one
-captured graph serves many steps: the rows left over belong to the last seat, and a seat left over to the dummy slot.
+A step has rows (prompt tokens) and chunks (one of each request). It may be laid out for more of both than it has,
+so that one captured graph serves many steps: the rows left over belong to the last chunk, and a chunk left over to the
+dummy slot.
 """
 
 from array import array
@@ -51,13 +52,13 @@ class PromptShape:
     """What a prefill step is laid out for. `max_rows` bounds the rows of one request."""
 
     rows: int
-    seats: int
+    chunks: int
     max_rows: int
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Integers of each field, in order (`Chunks.laid_out`, `PromptInputs`)."""
-        return (*[self.rows] * 4, *[self.seats] * 5, self.seats + 1)
+        return (*[self.rows] * 4, *[self.chunks] * 5, self.chunks + 1)
 
 
 class Chunks:
@@ -80,25 +81,25 @@ class Chunks:
     def laid_out(self, shape: PromptShape, dummy: int) -> "array[int]":
         """Every field, each starting at a multiple of 16 bytes (see `Packer.add`).
 
-        tokens; next tokens (-1: the one drawn for the row's seat); positions; owners, the row's seat
+        tokens; next tokens (-1: the one drawn for the row's chunk); positions; owners, the row's chunk
         slots; the slot to start, `dummy` where the prompt goes on; last row; prompt length, 0 where it goes on
         1 where a request takes its slot
         first rows, and the end
         """
         num_rows, num_slots_used = self._row_starts[-1], len(self._work)
-        spare_rows, spare_slots = shape.rows - num_rows, shape.seats - num_slots_used
-        assert spare_rows == 0 or spare_slots > 0, "rows that are left over need a seat that is"
+        spare_rows, spare_slots = shape.rows - num_rows, shape.chunks - num_slots_used
+        assert spare_rows == 0 or spare_slots > 0, "rows that are left over need a chunk that is"
         fields = (
             [token for tokens in self._tokens for token in tokens] + [0] * spare_rows,
             self._next_tokens() + [0] * spare_rows,
             self._positions() + list(range(spare_rows)),
-            self._owners() + [shape.seats - 1] * spare_rows,
+            self._owners() + [shape.chunks - 1] * spare_rows,
             [work.slot for work in self._work] + [dummy] * spare_slots,
             [work.slot if work.next_token < 0 else dummy for work in self._work] + [dummy] * spare_slots,
             [end - 1 for end in self._row_starts[1:]] + [0] * spare_slots,
             self._lengths() + [0] * spare_slots,
             [int(work.reset is not None) for work in self._work] + [0] * spare_slots,
-            (self._row_starts + [num_rows] * spare_slots)[: shape.seats] + [shape.rows],
+            (self._row_starts + [num_rows] * spare_slots)[: shape.chunks] + [shape.rows],
         )
         return _even(fields)
 
@@ -116,7 +117,7 @@ class Chunks:
         return [position for work, tokens in starts for position in range(work.start, work.start + len(tokens))]
 
     def _owners(self) -> list[int]:
-        return [seat for seat, tokens in enumerate(self._tokens) for _ in tokens]
+        return [chunk for chunk, tokens in enumerate(self._tokens) for _ in tokens]
 
     def _lengths(self) -> list[int]:
         rows = zip(self._work, self._tokens, strict=True)

@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
     """A point in the device's own time."""
 
     def since(self, earlier: "DeviceEvent") -> float:
-        """Seconds from `earlier` to this moment; both must have passed."""
+        """Seconds from `earlier` to this event; both must have passed."""
         ...
 
 
@@ -126,7 +126,7 @@ class CudaEvent:
 class CudaDownload:
     """A copy into a pinned buffer lent by `pool`, and the event behind it.
 
-    Whoever gets the buffer next copies on the same stream, so a result that is never read is overwritten safely.
+    The next user of the buffer copies on the same stream, so a result that is never read is overwritten safely.
     """
 
     asynchronous = True

@@ -25,12 +25,12 @@ from overlap_spec.worker.slots import SlotRows
 
 @dataclass(frozen=True)
 class PromptInputs:
-    """The integers of a prefill step (`Chunks.laid_out`). N seats; all i64."""
+    """The integers of a prefill step (`Chunks.laid_out`). N chunks; all i64."""
 
     tokens: Tensor  # [T]
-    next_tokens: Tensor  # [T]: -1 where it is the token drawn for the row's seat
+    next_tokens: Tensor  # [T]: -1 where it is the token drawn for the row's chunk
     positions: Tensor  # [T]
-    owners: Tensor  # [T]: seats
+    owners: Tensor  # [T]: chunks
     slots: Tensor  # [N]
     finals: Tensor  # [N]: the slot, or the dummy where the prompt goes on
     last_rows: Tensor  # [N]
@@ -100,7 +100,7 @@ class PrefillStep:
         output = self._target.forward(inputs.tokens, rows)
         assert rows.cache_rows is not None, "chunks say where their rows are"
         self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
-        published = Published.allocate(shape.seats, PublishedColumns(1), packed.device)
+        published = Published.allocate(shape.chunks, PublishedColumns(1), packed.device)
         return Prefilled(inputs, batch, rows, output, torch.empty_like(inputs.finals), published)
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:

@@ -24,7 +24,7 @@ from overlap_spec.worker.step_graphs import (
 )
 
 ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
-SEATS = 8  # requests in a captured step; one more seat takes the rows that are left over
+CHUNKS = 8  # requests in a captured step; one more chunk takes the rows that are left over
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class GraphPrefiller:
     def __init__(self, step: PrefillStep, slots: SlotRows, most_rows: int, layers_apart: bool = LAYERS_APART) -> None:
         self._step = step
         self._slots = slots
-        self._shapes = [PromptShape(rows, SEATS + 1, rows) for rows in ROWS if rows <= most_rows]
+        self._shapes = [PromptShape(rows, CHUNKS + 1, rows) for rows in ROWS if rows <= most_rows]
         self._layers_apart = layers_apart
         self._graphs: dict[PromptShape, PromptGraphs] = {}
         self._running: PromptGraphs | None = None  # of the step being launched
@@ -59,7 +59,7 @@ class GraphPrefiller:
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
-        fitting = (shape for shape in self._shapes if exact.rows <= shape.rows and exact.seats <= SEATS)
+        fitting = (shape for shape in self._shapes if exact.rows <= shape.rows and exact.chunks <= CHUNKS)
         return next(fitting, exact)
 
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
@@ -85,8 +85,8 @@ class GraphPrefiller:
             self._kind.draft()
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
-        step, nobody = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
-        packed = torch.frombuffer(nobody, dtype=torch.int64).to(self._slots.length.device)
+        step, empty = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
+        packed = torch.frombuffer(empty, dtype=torch.int64).to(self._slots.length.device)
         parts = Parts(
             forward=lambda: step.forward(packed, shape),
             judge=step.draw,

@@ -16,7 +16,7 @@ GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]
 
 
 class ProfileMarks(Protocol):
-    """Where a step says how far it is. `mark(name)` ends the part `name`."""
+    """Receives the ends of a step's parts. `mark(name)` ends the part `name`."""
 
     def mark(self, name: str) -> None:
         """Sync: never."""
@@ -99,7 +99,7 @@ class TimedMarks:
         if not self._last:
             return {}
         events = dict(self._last)
-        begin, decided, end = (_event(moment) for moment in (device.begin, device.decided, device.end))
+        begin, decided, end = (_event(event) for event in (device.begin, device.decided, device.end))
         parts = {"verify": begin.elapsed_time(events["verify"]), "accept": events["verify"].elapsed_time(decided)}
         if "extend" in events:
             parts["extend"] = decided.elapsed_time(events["extend"])
@@ -107,6 +107,6 @@ class TimedMarks:
         return parts
 
 
-def _event(moment: DeviceEvent) -> torch.cuda.Event:
-    assert isinstance(moment, CudaEvent), "graphs run on CUDA"
-    return moment.event
+def _event(event: DeviceEvent) -> torch.cuda.Event:
+    assert isinstance(event, CudaEvent), "graphs run on CUDA"
+    return event.event

@@ -68,7 +68,7 @@ class SlotRows:
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), SAMPLING_WORK[0])  # of work that draws nothing
 
-    # --- host side: what a step's plan says ----------------------------------------------------------------
+    # --- host side: what a step's plan holds ----------------------------------------------------------------
 
     def pack_reset(self, work: SlotWork) -> list[int]:
         """The integers of a slot's reset; notes it on the host. Empty if the work resets nothing."""

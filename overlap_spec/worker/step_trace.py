@@ -73,18 +73,18 @@ class DeviceClock:
         self._scale = 1.0
 
     def settle(self) -> None:
-        """Take the second reference. Moments are asked for after this, in the order of time."""
-        moment, at = _reference(self._device)
-        elapsed = moment.since(self._anchor)
+        """Take the second reference. Events are asked for after this, in the order of time."""
+        event, at = _reference(self._device)
+        elapsed = event.since(self._anchor)
         if elapsed > REANCHOR_S:
             self._scale = (at - self._begin) / elapsed
 
-    def at(self, moment: DeviceEvent) -> float:
+    def at(self, event: DeviceEvent) -> float:
         """Seconds of time.monotonic()."""
-        since = moment.since(self._anchor)
+        since = event.since(self._anchor)
         seconds = self._anchor_s + since
         if since > REANCHOR_S:
-            self._anchor, self._anchor_s = moment, seconds
+            self._anchor, self._anchor_s = event, seconds
         return self._begin + seconds * self._scale
 
 
@@ -135,8 +135,8 @@ class DeviceTracer:
         begin = self._clock.at(seen.device.begin)
         for end, first, second, whole, half in halves:
             middle = [(marks[first], first), (end, second)] if first in marks else [(end, whole)]
-            for moment, name in middle:
-                at = max(self._clock.at(moment), begin)
+            for event, name in middle:
+                at = max(self._clock.at(event), begin)
                 self._add(self._track, name, begin, at, seen.step, args | {"part": half})
                 begin = at
 
@@ -147,14 +147,14 @@ class DeviceTracer:
 
 
 def _reference(device: Device) -> tuple[DeviceEvent, float]:
-    """A moment and the host's time at it, off by at most half the quickest way there and back."""
+    """An event and the host's time at it, off by at most half the quickest way there and back."""
     tries = []
     for _ in range(TRIES):
         before = time.monotonic()
-        moment = device.now()
+        event = device.now()
         if device.torch_device.type == "cuda":
             torch.cuda.synchronize(device.torch_device)
         after = time.monotonic()
-        tries.append((after - before, moment, (before + after) / 2))
-    _, moment, at = min(tries, key=lambda entry: entry[0])
-    return moment, at
+        tries.append((after - before, event, (before + after) / 2))
+    _, event, at = min(tries, key=lambda entry: entry[0])
+    return event, at

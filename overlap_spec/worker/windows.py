@@ -1,10 +1,10 @@
 """What differs between chains and trees in a decode step: which rows the target runs, and what becomes of their KV.
 
-A chain's KV stands where it belongs. A tree's columns stand side by side in the places after the length, each attends
+A chain's KV is where it belongs. A tree's columns are side by side in the places after the length, each attends
 to its ancestors alone, and what is accepted is moved:
 
     window   0 a b c d    a and b follow the root, c follows a, d follows b      places  L L+1 L+2 L+3 L+4
-    path     0 b d        accepted: the KV of b moves to L + 1, that of d to L + 2; the next root stands at L + 3
+    path     0 b d        accepted: the KV of b moves to L + 1, that of d to L + 2; the next root is at L + 3
 """
 
 from dataclasses import dataclass

@@ -19,10 +19,10 @@ from operator import mul
 
 from overlap_spec.messages import StepResult
 
-MEMORY = 128  # tests after which an older one counts 1/e; MEMORY_STEPS steps' worth where that is more
+MEMORY = 128  # tests after which an older one counts 1/e; as many as MEMORY_STEPS steps make where that is more
 MEMORY_STEPS = 8
 HOPED_RATE = 0.85  # of a column that is not tested, as a share of the one before it
-FIRST_TESTS = 4.0  # how many tests that is worth at first
+FIRST_TESTS = 4.0  # how many tests that counts as at first
 DRIFT = 1 / 256  # how fast hope comes back, in terms of how fast tests take it away
 
 
@@ -37,7 +37,7 @@ def accepted_columns(result: StepResult) -> Sequence[Sequence[int]]:
 
 
 class AcceptedTokens:
-    """What this module's docstring says. `widths`: ascending, from 1."""
+    """The estimate of this module's docstring. `widths`: ascending, from 1."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         groups = [range(low, high) for low, high in pairwise((0, *widths))]  # of columns; group 0 is the root

@@ -1,8 +1,8 @@
 """How wide steps of self-drafting methods are: as wide as what is guessed there pays for.
 
 Guesses of n-grams are free, and a window is filled whole after every step: so a step may have any width, at once. What
-narrow steps leave out is tested all the same: at every width the device says which guess would have been right next, if
-any. The next windows are taken to be like those of the last result, which are a step or two old: matches go on while
+narrow steps leave out is tested all the same: at every width the device reports which guess would have been right next,
+if any. The next windows are taken to be like those of the last result, which are a step or two old: matches go on while
 they are right.
 
 A guess after a long match is right more often than one after a short match, so each class of matches has a rate of its
@@ -19,7 +19,7 @@ from overlap_spec.scheduler.width.policy import CostTable
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next
 FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # of their right guesses, before the first is tested
-FIRST_TESTS = 8.0  # how many tests that is worth
+FIRST_TESTS = 8.0  # how many tests that counts as
 COLUMN_SHARE = 1 / 16  # of a right guess in the mean column of its level
 CLEAR_GAIN = 1.01  # tokens per second, over the narrowest step, for which a step is wider
 NO_MATCH = -1

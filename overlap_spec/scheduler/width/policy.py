@@ -13,7 +13,7 @@ from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.acceptance import AcceptedTokens
 
 CLEAR_GAIN = 1.02  # tokens per second over those of now, for which the width changes
-LASTING_STEPS = 1024  # for which a width is kept before a log line says so: trials have none
+LASTING_STEPS = 1024  # for which a width is kept before it is logged: trials are not
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ Two memories:
               complete; what a step commits enters it before that step's guesses are made
 
 Guesses cost next to nothing, so a whole window is filled after every step, and its lookahead goes out with the next
-step's tokens: whoever chooses widths sees how good guesses are that were never verified.
+step's tokens: the width policy sees how good guesses are that were never verified.
 """
 
 from dataclasses import dataclass

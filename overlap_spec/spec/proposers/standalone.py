@@ -7,7 +7,7 @@ Its rows are not shifted: the draft row at position p holds the token of p, writ
                L-1, L   |                         one forward of two rows; row L predicts g1
                         | L+1 .. L+K-1            one forward each: row L+i = gi predicts g(i+1)
 
-So K guesses take K forwards, and absorbing what was committed takes none of its own: a guess that stands has its KV
+So K guesses take K forwards, and absorbing what was committed takes none of its own: an accepted guess has its KV
 from when it was the last input, and only gK never was one. If all K stand, gK's row is the one before the new root; it
 rides along with the root, always, so that shapes are static (written again it is what it was). Rows of guesses that did
 not stand are wrong, and stand at or past the new length: each is overwritten before a row attends to it, because rows

@@ -111,7 +111,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
         ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
-        token_bytes=TOKEN_BYTES + draft.token_bytes,
+        token_bytes=TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,

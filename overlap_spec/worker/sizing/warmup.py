@@ -1,4 +1,4 @@
-"""Runs every kind of step once before the engine says ready, and measures how long prompts and steps take.
+"""Runs every kind of step once before the engine reports ready, and measures how long prompts and steps take.
 
 Warm-up plans are ordinary plans on slot 0 and the dummy page, so they leave nothing behind: the next owner resets the
 slot, and no request reads the dummy page.
@@ -19,7 +19,7 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
 
-CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay everybody else
+CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay all other requests
 PROBE_TOKENS = 64
 PROBE_CONTEXT = 4096  # tokens before the later of the two chunks that are timed: attention is most of it
 PROBES = 3  # of the other, at most
@@ -165,7 +165,7 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
     sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
     of_size = _single_steps if on_cpu else _queued_steps
-    # each of all: what disturbs the machine for a moment spoils no step in every round
+    # each of all: a short disturbance of the machine spoils no step in every round
     rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
     return StepCosts(tuple(sizes), geometry.step_widths, fastest)

@@ -1,4 +1,4 @@
-"""Prefill steps laid out for more rows and seats than they have: the same tokens, whatever is left over."""
+"""Prefill steps laid out for more rows and chunks than they have: the same tokens, whatever is left over."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import PromptInputs
-from overlap_spec.worker.prefill_graphs import ROWS, SEATS, GraphPrefiller
+from overlap_spec.worker.prefill_graphs import CHUNKS, ROWS, GraphPrefiller
 
 
 @pytest.fixture(params=["NONE", "EAGLE3", *MULTI_LAYER])
@@ -36,14 +36,14 @@ def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams) 
 
 def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None:
     prefiller = GraphPrefiller(executor.prefill_step, executor.slots, 160)
-    assert prefiller.shape_for(PromptShape(17, 2, 9)) == PromptShape(32, SEATS + 1, 32)
-    assert prefiller.shape_for(PromptShape(128, SEATS, 100)).rows == 128
-    too_long, too_many = PromptShape(129, 1, 129), PromptShape(20, SEATS + 1, 3)
+    assert prefiller.shape_for(PromptShape(17, 2, 9)) == PromptShape(32, CHUNKS + 1, 32)
+    assert prefiller.shape_for(PromptShape(128, CHUNKS, 100)).rows == 128
+    too_long, too_many = PromptShape(129, 1, 129), PromptShape(20, CHUNKS + 1, 3)
     assert prefiller.shape_for(too_long) == too_long, f"{ROWS}: more rows than positions are not captured"
     assert prefiller.shape_for(too_many) == too_many
 
 
-def test_rows_left_over_are_the_last_seats() -> None:
+def test_rows_left_over_are_the_last_chunks() -> None:
     work = [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotWork(5, start=2, prompt_chunk=pack([1]), next_token=6)]
     shape = PromptShape(7, 4, 7)
     packed = torch.frombuffer(Chunks(work).laid_out(shape, dummy=10), dtype=torch.int64)
