@@ -50,6 +50,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1  # -1: all
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -94,6 +97,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "in (0, 2]"),
             (
                 "stop",
                 self.stop,
@@ -112,6 +118,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def greedy(self) -> bool:
         """True if every token is the argmax; the bound is SGLang's."""
         return self.temperature <= 1e-6
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if a logit processor has work with this request."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1)
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

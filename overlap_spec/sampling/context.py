@@ -16,6 +16,8 @@ from torch import Tensor
 
 from overlap_spec.sampling.types import Sampling
 
+IN_PROMPT = 1 << 30  # in counts of tokens
+
 
 @dataclass(frozen=True)
 class Path:
@@ -32,26 +34,12 @@ class Path:
 
 
 @dataclass(frozen=True)
-class DrawContext:
-    """R rows of each of B slots; a token is drawn after each."""
+class History:
+    """What is committed to the slots of a step. What is computed of it is computed once for all rows, and drafts."""
 
     sampling: Sampling
-    token_ids: Tensor  # [N] i64: the target's token of each column of the logits
     page_table: Tensor  # [B, P] i32
     roots: Tensor  # [B] i64: position of the last committed token
-    rows: Tensor  # [B, R] i64: `offset` positions before the rows
-    offset: int = 0
-    path: Path = Path()
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """Of the tokens that are drawn. Shapes: -> [B, R] i64."""
-        return self.rows + (self.offset + 1)
-
-    @property
-    def depth(self) -> int:
-        """Guesses before a row, at most: what comes before those is committed."""
-        return self.path.depth
 
     @cached_property
     def committed(self) -> Tensor:
@@ -62,6 +50,51 @@ class DrawContext:
         pool = self.sampling.processors.pool
         positions = torch.arange(self.page_table.shape[1] * pool.page_size, device=self.roots.device)
         return pool.read(self.page_table, positions.expand(len(self.roots), -1), self.roots + 1)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How often each token is in the output, plus `IN_PROMPT` where it is in the prompt.
+
+        Shapes: -> [B, V] i32.
+        """
+        tokens = self.committed
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        is_output, index = positions >= self.sampling.output_from[:, None], tokens.clamp(min=0)
+        counts = torch.zeros(len(tokens), self.sampling.processors.vocab_size, dtype=torch.int32, device=tokens.device)
+        in_prompt = torch.where((tokens >= 0) & ~is_output, IN_PROMPT, 0).int()
+        counts.scatter_reduce_(1, index, in_prompt, "amax")
+        return counts.scatter_add_(1, index, ((tokens >= 0) & is_output).int())
+
+
+@dataclass(frozen=True)
+class DrawContext:
+    """R rows of each of B slots; a token is drawn after each."""
+
+    history: History
+    token_ids: Tensor  # [N] i64: the target's token of each column of the logits
+    rows: Tensor  # [B, R] i64: `offset` positions before the rows
+    offset: int = 0
+    path: Path = Path()
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the slots draw."""
+        return self.history.sampling
+
+    @property
+    def committed(self) -> Tensor:
+        """Every slot's tokens by position, the prompt's too; -1 after the root. Shapes: -> [B, T] i64."""
+        return self.history.committed
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Of the tokens that are drawn. Shapes: -> [B, R] i64."""
+        return self.rows + (self.offset + 1)
+
+    @property
+    def depth(self) -> int:
+        """Guesses before a row, at most: what comes before those is committed."""
+        return self.path.depth
 
     @property
     def output_from(self) -> Tensor:
@@ -74,10 +107,11 @@ class DrawContext:
         -1 before a request's first token, and where there is no guess. Sync: never. Shapes: -> [B, R, count] i64.
         """
         path, pool, found = self.path, self.sampling.processors.pool, []
-        tokens, node, ends = self._guesses(), self._nodes(), self.roots + 1
+        table, roots = self.history.page_table, self.history.roots
+        tokens, node, ends = self._guesses(), self._nodes(), roots + 1
         for _ in range(count):
             behind = (node - path.root).clamp(max=0)
-            here = pool.read(self.page_table, self.roots[:, None] + behind, ends)
+            here = pool.read(table, roots[:, None] + behind, ends)
             above = node - 1
             if tokens is not None:
                 guess = node.clamp(min=0)
@@ -89,11 +123,24 @@ class DrawContext:
             node = above
         return torch.stack(found[::-1], 2)
 
+    @cached_property
+    def guesses(self) -> Tensor:
+        """The guesses before each row, in order; -1 before the first of them. Shapes: -> [B, R, depth] i64."""
+        if self.depth == 0:
+            return self.rows.new_empty(*self.rows.shape, 0)
+        levels = self.positions - (self.history.roots + 1)[:, None]  # guesses before the row
+        behind = torch.arange(self.depth, 0, -1, device=self.rows.device)
+        return self.recent(self.depth).masked_fill(behind > levels[:, :, None], -1)
+
     def forbid(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """-inf for these tokens; what is no token, or none of the columns', changes nothing. Sync: never.
 
         Shapes: logits [B, R, N], tokens (target ids) [B, R, n] i64 -> [B, R, N].
         """
+        return self.forbid_(logits.clone(), tokens)
+
+    def forbid_(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The same in place."""
         vocab_size, num_columns = self.sampling.processors.vocab_size, len(self.token_ids)
         known = (tokens >= 0) & (tokens < vocab_size)
         columns = torch.full((vocab_size + 1,), num_columns, device=tokens.device)
@@ -102,7 +149,7 @@ class DrawContext:
         missing = column == num_columns
         # The smaller of two values: so a column may be named twice, and what is missing names one without effect.
         values = torch.where(missing, torch.inf, -torch.inf).to(logits.dtype)
-        return logits.scatter_reduce(2, column.masked_fill(missing, 0), values, "amin")
+        return logits.scatter_reduce_(2, column.masked_fill(missing, 0), values, "amin")
 
     def _guesses(self) -> Tensor | None:
         """Shapes: -> [B, G] i64."""

@@ -1,7 +1,8 @@
 """Changes logits before tokens are drawn from them: one path for every row of targets and drafts, chains and trees.
 
-Order: an engine's own processors (`--logit-processor`), then what a request's parameters ask for, min_new_tokens last:
-so nothing lets a token through that a request forbids. Temperature, filters and noise come after (`sampler.py`).
+Order: an engine's own processors (`--logit-processor`), then what a request's parameters ask for: penalties, then
+min_new_tokens. What forbids tokens comes last, so nothing lets a token through that a request forbids. Temperature,
+filters and noise come after (`sampler.py`).
 
 A processor is a function of a row's position and of the tokens before it, and of nothing else. Then the tokens that are
 committed are plain decoding's, whatever is guessed: the target draws after each guess as if the guess were committed.
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.penalties import penalize
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
 
@@ -46,14 +48,17 @@ class LogitProcessors:
         """Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
         for processor in self.own:
             logits = processor(logits, context)
-        return keep_going(logits, context) if context.sampling.work.processed else logits
+        if not context.sampling.work.processed:
+            return logits
+        logits = penalize(logits, context)  # a copy, which is changed from here on
+        return keep_going(logits, context)
 
 
 def keep_going(logits: Tensor, context: DrawContext) -> Tensor:
-    """Forbid each slot's stop ids before min_new_tokens are out. Shapes: [B, R, N] -> [B, R, N]."""
+    """Forbid each slot's stop ids before min_new_tokens are out, in place. Shapes: [B, R, N] -> [B, R, N]."""
     sampling = context.sampling
     early = context.positions < sampling.stop_from[:, None]  # [B, R]
-    return context.forbid(logits, torch.where(early[:, :, None], sampling.stop_ids[:, None], -1))
+    return context.forbid_(logits, torch.where(early[:, :, None], sampling.stop_ids[:, None], -1))
 
 
 def load_processor(name: str) -> LogitProcessor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from overlap_spec.sampling.processors import LogitProcessors
 
 
@@ -17,15 +19,29 @@ class SamplingWork:
 
     sampled: bool
     filtered: bool  # some request has top_k, top_p or min_p
-    processed: bool  # some request's parameters change its logits: min_new_tokens
+    processed: bool  # some request's parameters change its logits
+
+    def covers(self, other: SamplingWork) -> bool:
+        """Whether a step prepared for this does all that the other asks for."""
+        return all(getattr(self, kind.name) or not getattr(other, kind.name) for kind in fields(other))
 
 
-# What a step can be prepared for: greedy, sampled, and everything (which does the others' work too, at its price).
+# What a step can be prepared for, cheapest first: each does the work of those that it covers, at its own price. A
+# batch takes the first that covers all of its requests; every one is captured.
 SAMPLING_WORK = (
-    SamplingWork(False, False, False),
-    SamplingWork(True, False, False),
-    SamplingWork(True, True, True),
+    SamplingWork(False, False, False),  # greedy
+    SamplingWork(True, False, False),  # sampled
+    SamplingWork(True, False, True),  # processed
+    SamplingWork(True, True, False),  # filtered: a sort of the vocabulary, which is what costs most
+    SamplingWork(True, True, True),  # everything
 )
+GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
+
+
+def cheapest_work(asked: Iterable[SamplingWork]) -> SamplingWork:
+    """The first kind that does all of this."""
+    asked = tuple(asked)
+    return next(kind for kind in SAMPLING_WORK if all(map(kind.covers, asked)))
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,8 @@ class Sampling:
     stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
     stop_ids: Tensor  # [B, M] i64, padded with -1
     output_from: Tensor  # [B] i64, position of the request's first output token
+    penalties: Tensor  # [B, 3] f64: repetition, presence, frequency
+    slots: Tensor  # [B] i64, rows of what the processors keep of each slot
     work: SamplingWork
     processors: LogitProcessors  # the engine's
 

@@ -21,7 +21,7 @@ from overlap_spec.server.running import RequestId, renamed
 from overlap_spec.server.unsupported import refuse_unsupported
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
-DRAWING = ("temperature", "top_k", "top_p", "min_p")  # fields with a default that a model may set
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields with a default that a model may set
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -46,6 +46,9 @@ class CommonRequest(GrammarFields, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: str | list[str] = ""
     stop_token_ids: list[int] = []
@@ -105,6 +108,8 @@ def sampling_params(
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
             **_drawing(request, info.sampling_defaults),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
             seed=request.seed,
             stop=stop,
             stop_token_ids=tuple(request.stop_token_ids),

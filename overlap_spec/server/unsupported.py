@@ -12,9 +12,6 @@ from overlap_spec.server.problems import Problem
 # Field -> the values without an effect. Null never has one, and neither has a list of such values.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are drawn
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "bad_words": ([],),

@@ -13,13 +13,13 @@ def window_context(window: Window, batch: SlotBatch, token_ids: Tensor) -> DrawC
     """Of the target's rows: one after every column. Shapes: token_ids [V] i64."""
     depth = window.tokens.shape[1] - 1 if window.num_levels is None else window.num_levels
     path = Path(window.tokens, window.parents, root=0, depth=depth)
-    return DrawContext(batch.sampling, token_ids, batch.page_table, batch.lengths, window.positions, path=path)
+    return DrawContext(batch.history, token_ids, window.positions, path=path)
 
 
 def chain_context(batch: SlotBatch, guesses: Sequence[Tensor], target_ids: Tensor) -> DrawContext:
     """Of the next guess of each chain. Shapes: guesses so far [B] i64 each, target_ids [Vd] i64."""
     path, rows = Path(tuple(guesses), depth=len(guesses)), batch.lengths[:, None]
-    return DrawContext(batch.sampling, target_ids, batch.page_table, batch.lengths, rows, len(guesses), path)
+    return DrawContext(batch.history, target_ids, rows, len(guesses), path)
 
 
 def level_context(
@@ -31,4 +31,4 @@ def level_context(
     """
     tokens, parents = ((), None) if grown is None else (grown.tokens, grown.parents)
     path, rows = Path(tokens, parents, nodes, depth=level), batch.lengths[:, None].expand(nodes.shape)
-    return DrawContext(batch.sampling, target_ids, batch.page_table, batch.lengths, rows, level, path)
+    return DrawContext(batch.history, target_ids, rows, level, path)

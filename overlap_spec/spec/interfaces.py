@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 
@@ -125,5 +125,5 @@ class SpecMethod:
         more often. Nothing else of a kind of sampling changes it.
         """
         if isinstance(self.proposer, SelfDrafting):
-            return SAMPLING_WORK[0]
+            return GREEDY_WORK
         return SamplingWork(work.sampled, work.filtered, work.processed)

@@ -9,10 +9,12 @@ Legend, used in every comment of `spec/`, `worker/`, `models/` and the kernels:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
+from overlap_spec.sampling.context import History
 from overlap_spec.sampling.types import Sampling
 
 __all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
@@ -56,3 +58,8 @@ class SlotBatch:
     lengths: Tensor  # [B] i64: tokens whose KV is written = absolute position of the root
     page_table: Tensor  # [B, P] i32
     sampling: Sampling
+
+    @cached_property
+    def history(self) -> History:
+        """What is committed, roots included."""
+        return History(self.sampling, self.page_table, self.lengths)

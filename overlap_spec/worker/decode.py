@@ -21,7 +21,7 @@ from overlap_spec_kernels import Verdict
 from torch import Tensor
 
 from overlap_spec.models.interfaces import TargetModel
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SelfDrafting, SpecMethod
 from overlap_spec.spec.types import SlotBatch
 from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
@@ -73,7 +73,7 @@ class DecodeStep:
         )
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
-        self.method.proposer.catch_up(self._slots.batch(slots, SAMPLING_WORK[0]), counts)
+        self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
 
     def forward(self, slots: Tensor, width: int) -> Forwarded:
         batch, window, tokens, rows = self._windows.read(slots, width)

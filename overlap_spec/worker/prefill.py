@@ -13,7 +13,7 @@ from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.context import DrawContext, History
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
@@ -107,7 +107,7 @@ class PrefillStep:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
         lazy_logits, last = self._target.logits(prefilled.output.hidden[inputs.last_rows]), inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
-        context = DrawContext(drawing, self._token_ids, batch.page_table, last, last[:, None])
+        context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None])
         drawn = draw_after(lazy_logits, context).squeeze(1)
         self._slots.start(batch, drawn)
         prefilled.drawn.copy_(drawn)

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
+from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, three doubles, the stop ids.
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from; temperature, top_p, min_p and the
+# penalties as doubles; the stop ids.
 _RESET_INTS = 5
-_RESET_FLOATS = 3
+_RESET_FLOATS = 6
 RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
 _ALL = 1 << 62  # a top_k that keeps everything
 
@@ -37,7 +38,7 @@ _ALL = 1 << 62  # a top_k that keeps everything
 class HostSlot:
     """What the host needs of a slot to build a step: never lengths, which live on the device."""
 
-    sampling: SamplingParams
+    sampling: SamplingWork
     num_pages: int
 
 
@@ -63,10 +64,10 @@ class SlotRows:
         self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from; column 0 unused
-        self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
+        self._floats = torch.ones(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self._host: dict[int, HostSlot] = {}
-        self.no_sampling = self.sampling(ints(0), SAMPLING_WORK[0])  # of work that draws nothing
+        self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
 
     # --- host side: what a step's plan holds ----------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class SlotRows:
         reset = work.reset
         if reset is None:
             return []
-        self._host[work.slot] = HostSlot(reset.sampling, 0)
+        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), 0)
         return _pack_reset(work.slot, reset)
 
     def pack_pages(self, work: SlotWork) -> list[int]:
@@ -87,11 +88,7 @@ class SlotRows:
 
     def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
-        asked = [self._host[w.slot].sampling for w in work]
-        filtered = any(not s.greedy and (s.top_k != -1 or s.top_p < 1 or s.min_p > 0) for s in asked)
-        if filtered or any(s.min_new_tokens > 0 for s in asked):
-            return SAMPLING_WORK[2]
-        return SAMPLING_WORK[any(not s.greedy for s in asked)]
+        return cheapest_work(self._host[w.slot].sampling for w in work)
 
     # --- device side ---------------------------------------------------------------------------------------
 
@@ -124,9 +121,10 @@ class SlotRows:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
         _, seed, stop_from, top_k, output_from = self._ints[slots].unbind(1)
         read = slots if work.sampled or work.processed else slots[:0]
-        temperature, top_p, min_p = self._floats[read].unbind(1)
-        stop_ids = self._stop_ids[read]
-        return Sampling(temperature, top_k, top_p, min_p, seed, stop_from, stop_ids, output_from, work, self.processors)
+        floats, stop_ids = self._floats[read], self._stop_ids[read]
+        temperature, top_p, min_p = floats[:, :3].unbind(1)
+        drawing = temperature, top_k, top_p, min_p, seed
+        return Sampling(*drawing, stop_from, stop_ids, output_from, floats[:, 3:], slots, work, self.processors)
 
     def draft_sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How guesses are drawn. Nothing is gathered where a guess is the largest logit. Sync: never."""
@@ -161,11 +159,18 @@ class SlotRows:
             place_tree(self.window, self.parents, batch.slots, guesses.tokens, guesses.parents, self.dummy)
 
 
+def _asked_work(asked: SamplingParams) -> SamplingWork:
+    filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
+    return SamplingWork(not asked.greedy, filters and not asked.greedy, asked.changes_logits)
+
+
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     sampling = reset.sampling
     assert sampling.seed is not None, "the tokenizer draws a seed for every request"
     temperature = 0.0 if sampling.greedy else sampling.temperature
     top_k = _ALL if sampling.top_k == -1 else sampling.top_k
-    floats = struct.unpack("<3q", struct.pack("<3d", temperature, sampling.top_p, sampling.min_p))
+    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
+    floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
     return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, *floats, *stops]

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
 LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
@@ -134,7 +134,7 @@ def _capture_together(parts: Parts[Forwarded], recorder: GraphRecorder) -> PartG
         marks = parts.marks.captured()
         draft, draft_marks = _capture_draft(parts, forwarded, kind, recorder)
         kinds[kind] = KindGraphs(forwarded, judge, draft, (*marks, *draft_marks))
-    return PartGraphs(_nothing, kinds[SAMPLING_WORK[0]].forwarded, kinds)
+    return PartGraphs(_nothing, kinds[GREEDY_WORK].forwarded, kinds)
 
 
 def _capture_draft(

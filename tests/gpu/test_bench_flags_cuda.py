@@ -27,7 +27,8 @@ def batch_on(device: torch.device, work: SamplingWork) -> SlotBatch:
     sampling = Sampling(
         temperature=ones * 0.8 if work.sampled else ones * 0,
         top_k=ints + 20, top_p=ones * 0.9, min_p=ones * 0.01, seed=ints, stop_from=ints,
-        stop_ids=ints[:, None], output_from=ints, work=work, processors=no_processors(VOCAB, place=device),
+        stop_ids=ints[:, None], output_from=ints, penalties=ones[:, None].expand(-1, 3), slots=ints, work=work,
+        processors=no_processors(VOCAB, place=device),
     )  # fmt: skip
     return SlotBatch(ints, ints + 10, ints[:, None].int(), sampling)
 
@@ -56,7 +57,7 @@ def captured(verifier: Verifier, window: Window, logits: Tensor, batch: SlotBatc
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of parts of torch that inductor imports
-@pytest.mark.parametrize("work", SAMPLING_WORK, ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("work", SAMPLING_WORK, ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("synthetic", [False, True], ids=["real", "synthetic"])
 def test_captured_verdicts_are_the_eager_ones(work: SamplingWork, compiled: bool, synthetic: bool) -> None:

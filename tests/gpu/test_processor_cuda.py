@@ -9,7 +9,7 @@ from support.storm import run_seeds
 
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
+from overlap_spec.sampling.types import EVERY_WORK, Sampling
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
@@ -30,7 +30,7 @@ def batch_on_gpu(shape: tuple[int, int, int], processors: LogitProcessors) -> Sl
     sampling = Sampling(
         temperature=doubles * 0.8, top_k=ints + vocab // 2, top_p=doubles * 0.9, min_p=doubles * 0.01, seed=ints,
         stop_from=ints + 100, stop_ids=torch.arange(64, device=CUDA).repeat(size, 1), output_from=ints,
-        work=SAMPLING_WORK[2], processors=processors,
+        work=EVERY_WORK, penalties=doubles[:, None] * 1.1, slots=ints, processors=processors,
     )  # fmt: skip
     table = torch.zeros(size, 8, dtype=torch.int32, device=CUDA)
     return SlotBatch(torch.arange(size, device=CUDA), ints + 10, table, sampling)

@@ -21,7 +21,7 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from support.own_processors import OWN_PROCESSORS
 from support.ring import Answer, RingConfig, tiny_loaded
-from support.sampling_oracle import Filters, drawn, softmax, strictest
+from support.sampling_oracle import Filters, Penalties, drawn, softmax, strictest
 from support.tiny.models import CPU
 
 
@@ -101,7 +101,8 @@ class PlainOracle:
     """Decodes one request at a time, in one slot, from an empty cache.
 
     `strictest` counts, for requests with several filters, the tokens for which each of them was the strictest.
-    `num_forbidden` counts tokens that would have been others without the `processor`, one of `OWN_PROCESSORS`.
+    `num_forbidden` counts tokens that would have been others without the `processor`, one of `OWN_PROCESSORS`;
+    `decided`, those that would have been others without a request's parameter.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class PlainOracle:
             replace(models, target=self._target), self._geometry, place, own_processors=own
         )
         self.num_forbidden = 0
+        self.decided: Counter[str] = Counter()
         self.strictest: Counter[str] = Counter()
         self._endings = Endings(codec)
 
@@ -160,7 +162,7 @@ class PlainOracle:
     def _step(self, plan: StepPlan, reset: ResetSlot, before: list[int]) -> list[int]:
         """One token, after these of prompt and answer."""
         tokens = self._executor.launch(plan).wait().tokens[0]
-        if not reset.sampling.greedy or self._processor is not None:
+        if not reset.sampling.greedy or reset.sampling.changes_logits or self._processor is not None:
             by_hand = self._drawn_by_hand(reset, before)
             assert tokens == [by_hand], f"the sampler draws {tokens}, plain Python {by_hand}: {reset.sampling}"
         return tokens
@@ -168,12 +170,22 @@ class PlainOracle:
     def _drawn_by_hand(self, reset: ResetSlot, before: list[int]) -> int:
         """The token after these, from the logits that the executor has just computed."""
         sampling, logits = reset.sampling, self._target.logits()
+        logits = self._penalized(logits, sampling, before, reset.prompt_len)
         if len(before) < reset.stop_from:
             logits = masked(logits, reset.stop_ids)
         forbidden = set() if self._processor is None else self._processor.forbidden(before, reset.prompt_len)
         token = self._chosen(masked(logits, forbidden), sampling, len(before))
         self.num_forbidden += bool(forbidden) and self._chosen(logits, sampling, len(before)) in forbidden
         return token
+
+    def _penalized(
+        self, logits: list[float], sampling: SamplingParams, before: list[int], prompt_len: int
+    ) -> list[float]:
+        penalties = Penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+        new = penalties.applied(logits, before[:prompt_len], before[prompt_len:])
+        changed = self._chosen(new, sampling, len(before)) != self._chosen(logits, sampling, len(before))
+        self.decided["penalties"] += changed
+        return new
 
     def _chosen(self, logits: list[float], sampling: SamplingParams, position: int) -> int:
         if sampling.greedy:

@@ -10,6 +10,7 @@ which.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
@@ -44,6 +45,24 @@ def subsets(filters: Filters, fewest: int) -> list[Filters]:
         for count in range(fewest, len(filters.names) + 1)
         for chosen in combinations(filters.names, count)
     ]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The default values change nothing."""
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def applied(self, logits: Sequence[float], prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+        """Logits of the token after these."""
+        new = list(logits)
+        for token in {*prompt, *output}:
+            new[token] = new[token] / self.repetition if new[token] > 0 else new[token] * self.repetition
+        for token, count in Counter(output).items():
+            new[token] = new[token] - count * self.frequency - self.presence
+        return new
 
 
 def softmax(logits: Sequence[float], temperature: float) -> list[float]:

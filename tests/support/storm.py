@@ -34,6 +34,11 @@ from support.tiny.tokenizer import write_tokenizer
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
 FILTERS: dict[str, tuple[float, ...]] = {"top_k": (1, 2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
+CHANGES: dict[str, tuple[float, ...]] = {
+    "repetition_penalty": (0.8, 1.3, 2.0),
+    "presence_penalty": (-1.0, 0.5, 2.0),
+    "frequency_penalty": (-0.3, 0.4, 1.5),
+}
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
@@ -47,6 +52,7 @@ MUST_HAPPEN = (
     "narrow_steps",
     "device_ahead",
     *CATCH_UPS,
+    "decided_by_penalties",
     *STRICTEST,
 )
 
@@ -132,7 +138,16 @@ def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> Samplin
         stop_token_ids=() if crowded else tuple(rng.sample(range(128), rng.choice([0, 0, 2]))),
         ignore_eos=crowded or rng.random() < 0.3,
     )
-    return msgspec.structs.replace(sampling, **random_filters(random.Random(sampling.seed))) if filtered else sampling
+    changes = random_changes(random.Random(rng.randrange(1 << 40))) if filters else {}
+    if filtered:
+        changes |= random_filters(random.Random(sampling.seed))
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def random_changes(rng: random.Random) -> dict[str, float]:
+    """Of logits: none for half of the requests, else one parameter or several."""
+    names = rng.sample(list(CHANGES), rng.choice([0, 0, 1, len(CHANGES)]))
+    return {name: rng.choice(CHANGES[name]) for name in names}
 
 
 def random_filters(rng: random.Random) -> dict[str, float]:
@@ -291,6 +306,7 @@ def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter
         for oracle in oracles.values():
             seen.update({f"{name}_strictest_of_several": count for name, count in oracle.strictest.items()})
             seen["forbidden"] += oracle.num_forbidden
+            seen.update({f"decided_by_{name}": count for name, count in oracle.decided.items()})
     finally:
         for oracle in oracles.values():
             oracle.close()

@@ -34,7 +34,9 @@ CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as mu
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
-FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, seed=0)
+EVERYTHING = SamplingParams(
+    temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, repetition_penalty=1.1, seed=0
+)  # which compiles what every other kind of sampling needs
 
 
 def warm_up(
@@ -43,13 +45,13 @@ def warm_up(
     prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
     num_tokens: int = PROBE_TOKENS,
 ) -> None:
-    """Prefill and decode once in each variant: greedy, sampled, filtered and masked; on CUDA at every width.
+    """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
 
     `prompt_lengths`: prompts before those; `num_tokens`: how long the prompts of the variants are.
     """
     for length in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
-    for sampling in (GREEDY, SAMPLED, FILTERED):
+    for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
         for _ in range(2):
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
@@ -103,7 +105,7 @@ def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     """
     slots = range(min(geometry.num_slots, geometry.max_chunk))
     longest = min(geometry.max_chunk, geometry.max_len - 1)
-    for sampling in (GREEDY, SAMPLED, FILTERED):
+    for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
         _run(executor, _prefill_all(geometry, sampling, slots, 1))
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):

@@ -9,7 +9,7 @@ from support.given_logits import GivenLogits
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.context import DrawContext, History
 from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.sampler import draw_after, processed_logits
 from overlap_spec.sampling.sampler import draw_columns as draw
@@ -38,6 +38,8 @@ def sampling(
         stop_from=torch.full((batch,), stop_from),
         stop_ids=torch.tensor([list(stop_ids) or [-1]] * batch),
         output_from=torch.zeros(batch, dtype=torch.int64),
+        penalties=torch.tensor([[1.0, 0.0, 0.0]] * batch, dtype=torch.float64),
+        slots=torch.arange(batch),
         work=SamplingWork(temperature > 0, top_k != ALL or top_p < 1 or min_p > 0, bool(stop_ids)),
         processors=no_processors(40),
     )
@@ -118,7 +120,7 @@ def test_greedy_rows_in_a_sampled_batch_take_the_argmax() -> None:
 def context_of(params: Sampling, positions: Tensor, ids: Tensor) -> DrawContext:
     """Rows before these positions."""
     table = torch.zeros(len(positions), 1, dtype=torch.int32)
-    return DrawContext(params, ids, table, positions[:, 0] - 1, positions - 1)
+    return DrawContext(History(params, table, positions[:, 0] - 1), ids, positions - 1)
 
 
 def test_stop_ids_are_forbidden_before_stop_from_only() -> None:

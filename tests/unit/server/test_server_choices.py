@@ -129,7 +129,7 @@ def test_no_new_tokens_are_an_answer_where_the_api_has_it() -> None:
 
 
 def test_what_a_request_leaves_out_is_the_models() -> None:
-    defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=99)
+    defaults = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, max_new_tokens=99)
     info = msgspec.structs.replace(INFO, sampling_defaults=defaults)
     client = FakeClient()
     ask(client, "POST", CHAT, info, json={"messages": MESSAGES, "top_k": None})
@@ -137,13 +137,13 @@ def test_what_a_request_leaves_out_is_the_models() -> None:
     ask(client, "POST", COMPLETIONS, info, json={"prompt": "a"})
     ask(client, "POST", GENERATE, info, json={"text": "a"})
     assert [sampling for _, _, sampling in client.asked] == [
-        SamplingParams(max_new_tokens=99, temperature=0.6, top_k=20, top_p=0.95),
-        SamplingParams(max_new_tokens=5, top_p=0.95),
-        SamplingParams(max_new_tokens=16, temperature=0.6, top_k=20, top_p=0.95),
+        SamplingParams(max_new_tokens=99, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05),
+        SamplingParams(max_new_tokens=5, top_p=0.95, repetition_penalty=1.05),
+        SamplingParams(max_new_tokens=16, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05),
         SamplingParams(),
     ]
     shown = ask(client, "GET", "/model_info", info).json()["preferred_sampling_params"]
-    assert shown == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 99}
+    assert shown == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "max_new_tokens": 99}
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Rome", "days": [1, 2]}', {"city": "Rome", "days": [1, 2]}])

@@ -69,6 +69,7 @@ def test_latencies_of_a_batch_are_each_ones_own() -> None:
 def test_sampling_reaches_the_engine() -> None:
     client = FakeClient()
     given = {"max_new_tokens": 5, "min_new_tokens": 1, "temperature": 0, "top_p": 0.5, "min_p": 0.5, "ignore_eos": True}
+    given |= {"presence_penalty": 0.25, "frequency_penalty": -1.5, "repetition_penalty": 1.25}
     generate(client, input_ids=[7], sampling_params={**given, "sampling_seed": 11, "stop": "x", "stop_token_ids": [3]})
     generate(client, input_ids=[7], sampling_params={**given, "seed": 11, "stop": ["x"], "stop_token_ids": [3]})
     generate(client, input_ids=[7])

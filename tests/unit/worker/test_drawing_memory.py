@@ -8,7 +8,7 @@ from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
 
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
+from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, Sampling, SamplingWork
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree_children import top_children
 from overlap_spec.spec.types import SlotBatch, Window
@@ -19,22 +19,24 @@ from overlap_spec.worker.sizing.memory_budget import LOGIT_BYTES, drawing_bytes
 
 # Slots, rows of each, vocabulary: less than a slice of logits, several slices, and a slot that is more than one.
 SHAPES = [(4, 4, 3000), (96, 4, 32000), (4, 32, 32000), (1, 40, 120_000)]
+WORK = {"sampled": SamplingWork(True, False, False), "filtered": SamplingWork(True, True, False), "all": EVERY_WORK}
 WAYS = ["match", "thresholds", "rejection", "tree thresholds", "children"]
 SORT_BYTES = 40  # of a logit: what torch's sort takes while it runs, which the operations' results do not show
 
 
-def batch_of(size: int, vocab: int, work: int, processors: LogitProcessors) -> SlotBatch:
+def batch_of(size: int, vocab: int, work: SamplingWork, processors: LogitProcessors) -> SlotBatch:
     """Every filter, and 64 stop ids in all slots."""
     ints, doubles = torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.float64)
     sampling = Sampling(
         temperature=doubles * 0.8, top_k=ints + vocab // 2, top_p=doubles * 0.9, min_p=doubles * 0.01, seed=ints,
-        stop_from=ints + 100, stop_ids=torch.arange(64).expand(size, -1), output_from=ints, work=SAMPLING_WORK[work],
+        stop_from=ints + 100, stop_ids=torch.arange(64).expand(size, -1), output_from=ints, work=work,
+        penalties=doubles[:, None] * torch.tensor([1.2, 0.5, 0.1]), slots=ints,
         processors=processors,
     )  # fmt: skip
     return SlotBatch(torch.arange(size), ints + 10, torch.zeros(size, 8, dtype=torch.int32), sampling)
 
 
-def drawn_bytes(way: str, shape: tuple[int, int, int], work: int, processors: LogitProcessors) -> int:
+def drawn_bytes(way: str, shape: tuple[int, int, int], work: SamplingWork, processors: LogitProcessors) -> int:
     """At the most, the logits included."""
     size, rows, vocab = shape
     batch, ids = batch_of(size, vocab, work, processors), torch.arange(vocab)
@@ -59,10 +61,10 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: int, processors: Lo
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("work", [1, 2], ids=["sampled", "filtered"])
+@pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_budget_holds_what_is_drawn(way: str, work: int, shape: tuple[int, int, int]) -> None:
-    found, budget = drawn_bytes(way, shape, work, no_processors(shape[2])), drawing_bytes(*shape)
+def test_the_budget_holds_what_is_drawn(way: str, work: str, shape: tuple[int, int, int]) -> None:
+    found, budget = drawn_bytes(way, shape, WORK[work], no_processors(shape[2])), drawing_bytes(*shape)
     in_slices = min(budget, max(1 << 22, shape[1] * shape[2]) * SORT_BYTES)
     assert found + in_slices <= budget
 
@@ -70,13 +72,14 @@ def test_the_budget_holds_what_is_drawn(way: str, work: int, shape: tuple[int, i
 def test_the_budget_is_not_many_times_what_is_drawn() -> None:
     """It would take KV pages away."""
     shape = SHAPES[1]
-    assert drawing_bytes(*shape) < 3 * drawn_bytes("match", shape, 2, no_processors(shape[2]))
+    assert drawing_bytes(*shape) < 3 * drawn_bytes("match", shape, EVERY_WORK, no_processors(shape[2]))
 
 
 def test_stop_ids_take_no_column_for_each_of_them() -> None:
     """A mask by comparison would take 64 bytes for each slot and token of the vocabulary."""
     shape = (64, 1, 20000)
-    with_ids, without = (drawn_bytes("match", shape, work, no_processors(20000)) for work in (2, 1))
+    kinds = EVERY_WORK, WORK["filtered"]
+    with_ids, without = (drawn_bytes("match", shape, kind, no_processors(20000)) for kind in kinds)
     assert with_ids - without < 64 * 20000 * 32
 
 
@@ -86,7 +89,7 @@ def test_the_budget_holds_a_processor_of_ones_own(shape: tuple[int, int, int], p
     pool = no_processors(1, page_size=16).pool
     processors = LogitProcessors(shape[2], pool, (OWN_PROCESSORS[name].in_tensors,))
     size, rows, vocab = shape
-    batch = batch_of(size, vocab, 0, processors)
+    batch = batch_of(size, vocab, GREEDY_WORK, processors)
     batch = SlotBatch(batch.slots, batch.lengths, torch.zeros(size, pages, dtype=torch.int32), batch.sampling)
     positions = 10 + torch.arange(rows).expand(size, -1)
     scores, window = GivenLogits(torch.randn(size * rows, vocab)), Window(torch.zeros_like(positions), positions)

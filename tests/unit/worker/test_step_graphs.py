@@ -18,6 +18,7 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 
 SIZES = (1, 2, 4)
 WIDTHS = (1, 2, 4)
+KINDS = len(SAMPLING_WORK)
 MOST_ROWS = 64  # sizes of prefill steps: 16, 32 and 64
 
 
@@ -50,20 +51,20 @@ def captured(executor: Executor, layers_apart: bool = True) -> tuple[Counter[str
 
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     decode, prefill = captured(executor_of("EAGLE3"))
-    assert decode == {"layers": 9, "judge": 9 * 3, "draft": 6 * 3, "catch up": 3}, "width 1 has nothing to draft"
-    assert prefill == {"layers": 3, "judge": 3 * 3, "draft": 3 * 3}
+    assert decode == {"layers": 9, "judge": 9 * KINDS, "draft": 6 * KINDS, "catch up": 3}, "none at width 1"
+    assert prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * KINDS}
 
 
 def test_a_draft_that_draws_nothing_is_captured_once() -> None:
     decode, prefill = captured(executor_of("NGRAM"))
-    assert decode == {"layers": 9, "judge": 9 * 3, "draft": 9}
-    assert prefill == {"layers": 3, "judge": 3 * 3, "draft": 3}
+    assert decode == {"layers": 9, "judge": 9 * KINDS, "draft": 9}
+    assert prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3}
 
 
 def test_plain_decoding_has_no_draft() -> None:
     decode, prefill = captured(executor_of("NONE"))
-    assert decode == {"layers": 3, "judge": 3 * 3}
-    assert prefill == {"layers": 3, "judge": 3 * 3}
+    assert decode == {"layers": 3, "judge": 3 * KINDS}
+    assert prefill == {"layers": 3, "judge": 3 * KINDS}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.Mon
 
 def test_layers_can_be_captured_with_each_kind() -> None:
     decode, _ = captured(executor_of("EAGLE3"), layers_apart=False)
-    assert decode == {"layers and judge": 9 * 3, "draft": 6 * 3, "catch up": 3}
+    assert decode == {"layers and judge": 9 * KINDS, "draft": 6 * KINDS, "catch up": 3}
 
 
 @pytest.mark.parametrize("layers_apart", [True, False])

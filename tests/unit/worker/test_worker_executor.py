@@ -9,7 +9,7 @@ from support.fakes import ScriptedProposer, TableModel
 from support.no_processors import no_processors
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
 from overlap_spec.spec.types import Verdict
 from overlap_spec.spec.verifiers.match import ChainVerifier
@@ -118,8 +118,8 @@ def test_a_reset_leaves_nothing_of_the_predecessor(bench: Bench) -> None:
     bench.prefill(0, [8])
     assert bench.slots.length[0] == 1
     work = bench.slots.sampling_work([SlotWork(slot=0)])
-    assert work == SAMPLING_WORK[0]
-    assert bench.slots.batch(torch.tensor([0]), SAMPLING_WORK[2]).sampling.temperature.tolist() == [0.0]
+    assert work == GREEDY_WORK
+    assert bench.slots.batch(torch.tensor([0]), EVERY_WORK).sampling.temperature.tolist() == [0.0]
     assert bench.decode(0)[0][0] == bench.model.walk(8, 2)[1]
 
 
@@ -171,7 +171,7 @@ def test_new_sampling_in_an_old_slot_counts(bench: Bench) -> None:
     bench.executor.use(step, bench.executor.prefill_step)
     bench.prefill(0, [1, 2, 3], SamplingParams(temperature=1.0, top_k=2, seed=1))
     bench.decode(0)
-    assert asked == [SAMPLING_WORK[2]]
+    assert asked == [SamplingWork(True, True, False)]
 
 
 def test_times_of_a_step_are_in_order(bench: Bench) -> None:
