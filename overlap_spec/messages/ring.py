@@ -52,8 +52,8 @@ class ResetSlot(Message, frozen=True):
 
     `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a
     preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
-    of the request's output, whatever was prefilled. `grammar`: the uid that its grammar was prepared under, 0 without one;
-    the text of `sampling.grammar` is left out.
+    of the request's output, whatever was prefilled. `grammar`: the uid that its grammar was prepared under, 0
+    without one; the text of `sampling.grammar` is left out.
     """
 
     sampling: SamplingParams

@@ -1,7 +1,7 @@
 """The grammars of requests, on the host: what each has consumed, and which tokens it allows after each guess.
 
-A grammar is compiled when its request is queued and kept until the request is gone, whichever slots the request has had:
-a preempted request finds it as far as its output is. All work is done in threads, one task of a grammar at a time:
+A grammar is compiled when its request is queued and kept until the request is gone, whichever slots it has had: a
+preempted request finds it as far as its output is. All work is done in threads, one task of a grammar at a time:
 
     tokens of step N are on the host  ->  advance: consume them, find the tokens that must follow
     window of step N + 1 is there     ->  fill: a mask for the token after each column, children after their parents
@@ -50,11 +50,10 @@ class RequestGrammar:
         self._find_forced()
 
     def fill(self, tokens: Sequence[int], parents: Sequence[int] | None, masks: Tensor) -> None:
-        """Write the mask of the token after each column of a window; rows that no draw can reach allow everything.
+        """Write the mask of the token after each column of a window; rows that no draw can reach are left as they are.
 
         Shapes: tokens, parents (of trees) [w]; masks [w, n] i32 on the host.
         """
-        masks.fill_(-1)
         if self._ended or self.failure:
             return
         children: list[list[int]] = [[] for _ in tokens]

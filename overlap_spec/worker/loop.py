@@ -1,7 +1,7 @@
 """The worker's loop: launch what has come, send what is done, and look again.
 
-A launch may have to wait for the host's work on grammars (`executor.py`); the loop goes on meanwhile, and steps behind it
-keep their order.
+A launch may have to wait for the host's work on grammars (`executor.py`); the loop goes on meanwhile, and steps behind
+it keep their order.
 
 One thread does it all, and talks to the scheduler's sockets itself. A step's result passes no other thread on its way
 out, nor does the plan that answers it on its way in: waking a thread takes longer than a decode step of a small model

@@ -164,7 +164,7 @@ class Masking:
         self, handle: StepHandle, constrained: list[Constrained], windows: Sequence[tuple[list[int], list[int] | None]]
     ) -> Iterator[Wait]:
         width, words = len(windows[0][0]), self.grammars.mask_words
-        masks = torch.empty(len(constrained), width, words, dtype=torch.int32)
+        masks = torch.full((len(constrained), width, words), -1, dtype=torch.int32)  # all is allowed
         filling = [
             self.grammars.run(_fill(each.grammar, *window, masks[i]))
             for i, (each, window) in enumerate(zip(constrained, windows, strict=True))

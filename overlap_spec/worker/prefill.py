@@ -107,7 +107,7 @@ class PrefillStep:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
         lazy_logits, last = self._target.logits(prefilled.output.hidden[inputs.last_rows]), inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
-        context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None])
+        context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None], of_target=True)
         drawn = draw_after(lazy_logits, context).squeeze(1)
         self._slots.start(batch, drawn)
         prefilled.drawn.copy_(drawn)

@@ -15,10 +15,8 @@ import msgspec
 from overlap_spec.client.link import Arrival
 from overlap_spec.messages import (
     Finish,
-    FlushCache,
     Phase,
     Rejected,
-    Shutdown,
     SlotWork,
     StepPlan,
     StepResult,
@@ -200,7 +198,7 @@ class WatchedPlans:
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
     def send(self, message: ToWorker) -> None:
-        if not isinstance(message, Shutdown | FlushCache):
+        if isinstance(message, StepPlan):
             self.sent.append(message.step_id)
             self._lengths.planned(message)
             if message.phase is Phase.PREFILL:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def place_forced(window: Tensor, parents: Tensor | None, slots: Tensor, forced: Tensor) -> None:
     """Let the guesses of each slot begin with `forced`, in place. Sync: never.
 
-    A slot without forced tokens (-1 in column 0) keeps its window. In a tree (`parents`) a path of the forced tokens from
-    the root keeps it too; otherwise they become a chain. No slot may occur twice.
+    A slot without forced tokens (-1 in column 0) keeps its window. In a tree (`parents`) a path of the forced tokens
+    from the root keeps it too; otherwise they become a chain. No slot may occur twice.
     Shapes: window, parents [S, N] i64, slots [B] i64, forced [B, F] i64, padded with -1, 1 <= F < N.
     Raises: ValueError naming the argument.
     """
