@@ -10,12 +10,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.access_log import AccessLog, note_reason
+from overlap_spec.server.anthropic.endpoints import Messages
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
 from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
+from overlap_spec.server.openai_responses.endpoint import Responses
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS, Problem
 from overlap_spec.server.running import Runner
@@ -32,6 +34,8 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
     chats = ChatRunner(runner, info)
     routes = [
         Route("/v1/chat/completions", ChatCompletions(chats, info).post, methods=["POST"]),
+        Route("/v1/responses", Responses(chats, info).post, methods=["POST"]),
+        *Messages(client, chats, info).routes(),
         Route("/v1/completions", Completions(runner, info).post, methods=["POST"]),
         Route("/generate", NativeGenerate(runner, info).post, methods=["POST"]),
         *Health(runner, info, health).routes(),
@@ -60,17 +64,20 @@ class Gate:
             return
         note_reason(scope, str(problem))
         headers = {"www-authenticate": "Bearer"} if problem.status == 401 else None
-        await problem.response(headers)(scope, receive, send)
+        await problem.response(scope["path"], headers)(scope, receive, send)
 
     def _check(self, scope: Scope) -> Problem | None:
-        if not self._may_enter(Headers(scope=scope).get("authorization", "")):
-            return Problem(401, "missing or wrong API key: send `Authorization: Bearer KEY`", code="invalid_api_key")
+        headers = Headers(scope=scope)
+        if not (self._may_enter(headers.get("authorization", "")) or self._is_key(headers.get("x-api-key", ""))):
+            text = "missing or wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+            return Problem(401, text, code="invalid_api_key")
         ok, reason = (True, "") if scope["path"] == COUNTS else self._health()
         return None if ok else Problem(503, reason or "the engine is not ready", code="not_ready")
 
     def _may_enter(self, authorization: str) -> bool:
-        if self._key is None:
-            return True
         scheme, _, key = authorization.partition(" ")
+        return self._key is None or (self._is_key(key.strip()) and scheme.lower() == "bearer")
+
+    def _is_key(self, key: str) -> bool:
         # Starlette decodes headers as latin-1: encoded the same way, the bytes are those that were sent.
-        return hmac.compare_digest(key.strip().encode("latin-1"), self._key) and scheme.lower() == "bearer"
+        return self._key is not None and hmac.compare_digest(key.encode("latin-1"), self._key)

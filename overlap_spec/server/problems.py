@@ -1,5 +1,6 @@
-"""Errors as HTTP shows them: `{"error": {message, type, param, code}}` with a status, or the same in an event stream.
+"""Errors as HTTP shows them: a status and `{"error": {message, type, param, code}}`, or the same in an event stream.
 
+Paths below `/v1/messages` have Anthropic's shape, `{"type": "error", "error": {type, message}}`.
 The engine's errors are mapped in one place, `as_problem`.
 """
 
@@ -18,6 +19,13 @@ RETRY_AFTER_S = 1
 CLIENT_GONE = 499  # no client reads it; logs of other servers show this status
 CONTEXT_WORDS = "maximum context length"
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+ANTHROPIC = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ClientGone(Exception):
@@ -33,15 +41,22 @@ class Problem(Exception):
         self.param = param
         self.code = code
 
-    def body(self) -> bytes:
-        """The JSON body, in OpenAI's shape."""
+    def body(self, path: str = "") -> bytes:
+        """The JSON body, in the shape of the path's API."""
+        if path.startswith(ANTHROPIC):
+            return msgspec.json.encode(self.anthropic())
         error = {"message": str(self), "type": self._type(), "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        """The whole answer. A 503 has a Retry-After header."""
+    def anthropic(self) -> dict[str, Any]:
+        """The error in Anthropic's shape, which is also that of an event. Its message begins with the field."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str = "", headers: Mapping[str, str] | None = None) -> Response:
+        """The whole answer to a request of this path. A 503 has a Retry-After header."""
         extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
-        return Response(self.body(), self.status, {**extra, **(headers or {})}, "application/json")
+        return Response(self.body(path), self.status, {**extra, **(headers or {})}, "application/json")
 
     def _type(self) -> str:
         if self.status == 401:
@@ -73,7 +88,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     """Answer with an error that was raised on purpose, or for a bug, which the HTTP server then logs."""
     problem = as_problem(error)
     note_reason(request.scope, str(problem))
-    return problem.response()
+    return problem.response(request.url.path)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -81,7 +96,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path}: {error.detail}"
     note_reason(request.scope, str(error.detail))
-    return Problem(error.status_code, text, code=CODES.get(error.status_code)).response(error.headers)
+    problem = Problem(error.status_code, text, code=CODES.get(error.status_code))
+    return problem.response(request.url.path, error.headers)
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:

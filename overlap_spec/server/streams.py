@@ -1,12 +1,12 @@
 """Answers as server-sent events, and the end of work whose client is gone.
 
 Framing: `data: <one line of JSON>`, a blank line; `data: [DONE]` last. No comments, no pings, no event names: clients
-parse every line that is not empty.
+parse every line that is not empty. Anthropic's messages and OpenAI's responses have named events, and no `[DONE]`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.server.problems import ClientGone, as_problem
+from overlap_spec.server.problems import ClientGone, Problem, as_problem
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -29,6 +29,16 @@ _encode = msgspec.json.Encoder().encode
 def event(payload: Any) -> bytes:
     """One event."""
     return b"data: " + _encode(payload) + b"\n\n"
+
+
+def named_event(name: str, payload: Any) -> bytes:
+    """One event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(payload)
+
+
+def failed(problem: Problem) -> bytes:
+    """The last event of a stream that fails, in OpenAI's shape."""
+    return b"data: " + problem.body() + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -57,12 +67,13 @@ class EventStream(StreamingResponse):
     """Sends events as they come.
 
     The status is sent with the first event: an error before it has a status of its own, a later one is the last
-    event. A client that goes away cancels the generator at once.
+    event, which `failed` writes. A client that goes away cancels the generator at once.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], failed: Callable[[Problem], bytes] = failed) -> None:
         super().__init__(events, headers=HEADERS)
         self._events = events
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -81,7 +92,7 @@ class EventStream(StreamingResponse):
             except Exception as error:
                 if not isinstance(error, OverlapSpecError):
                     log.exception("a stream has failed")
-                await _send_body(send, b"data: " + as_problem(error).body() + b"\n\n")
+                await _send_body(send, self._failed(as_problem(error)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

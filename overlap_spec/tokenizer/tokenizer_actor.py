@@ -22,7 +22,7 @@ async def main(context: ActorContext) -> None:
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         service = TokenizerService(codec, checks, context.outlet("scheduler"), endpoint.router, context.send_supervisor)
         service.trace = context.trace
-        context.ready(TokenizerFacts(codec.name, endpoint.address))
+        context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
 
 
@@ -31,13 +31,16 @@ def make_codec(settings: Settings) -> Codec:
     directory = settings.model.files.tokenizer_dir
     if settings.skip_tokenizer_init or directory is None:
         return IdsOnly()
-    return load_codec(Path(directory))
+    return load_codec(Path(directory), settings.model.files.chat_template)
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
-    return RequestChecks(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed, _grammars(settings))
+    link = settings.link
+    return RequestChecks(
+        eos_token_ids, link.max_open_requests, settings.scheduler.seed, _grammars(settings), link.trusts_templates
+    )
 
 
 def _grammars(settings: Settings) -> GrammarChecks:

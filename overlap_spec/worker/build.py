@@ -99,8 +99,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    masks = None if grammars is None else _masks(grammars, geometry, place)
-    processors = LogitProcessors(target.vocab_size, pool, own_processors, masks)
+    processors = LogitProcessors(target.vocab_size, pool, own_processors, _masks(grammars, geometry, place))
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -127,15 +126,14 @@ def build_executor(
     device = _device(place)
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
-    masking = None
-    if grammars is not None:
-        is_exact = accept.asked_by is None and simulated_accept_len is None  # another rule asks who made a guess
-        levels = geometry.width - 1 if tree is None else tree.num_levels
-        masking = Masking(grammars, slots, device, levels if proposes_forced and is_exact else 0, tree is not None)
+    proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # other rules ask who made a guess
+    masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
 
 
-def _masks(grammars: Grammars, geometry: Geometry, place: torch.device) -> TokenMasks:
+def _masks(grammars: Grammars | None, geometry: Geometry, place: torch.device) -> TokenMasks | None:
+    if grammars is None:
+        return None
     return TokenMasks.allocate(geometry.num_slots + 1, geometry.width, grammars.mask_words, place)
 
 

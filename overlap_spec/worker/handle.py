@@ -8,6 +8,7 @@ from overlap_spec_kernels import PublishedColumns
 
 from overlap_spec.messages import StepPlan, StepResult
 from overlap_spec.worker.devices import DeviceEvent, Download
+from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class StepHandle:
         self.device = DeviceTimes()
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
+        self.scored = NOT_SCORED
         self._before = before
 
     def ready(self) -> bool:
@@ -57,20 +59,27 @@ class StepHandle:
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin - self.host.waited
         self.host.published = time.monotonic()
+        tokens = _runs(rows, columns)
         num_guesses = columns.num_guesses  # looked up once, not for every row
         return StepResult(
             self.plan.step_id,
-            _runs(rows, columns),
+            tokens,
             [row[num_guesses] for row in rows],
             gpu_time,
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
             **_width_columns(rows, columns),
+            **self._log_probs(tokens),
         )
 
     def tokens(self) -> list[list[int]]:
         """What the step committed, once it is ready; may be asked before `wait` too."""
         return _runs(self.download.rows(), self.columns)
+
+    def _log_probs(self, tokens: list[list[int]]) -> LogProbColumns:
+        if not self.scored.asked:
+            return LogProbColumns()
+        return self.scored.columns(self.download.blocks(), tokens, self.columns.longest)
 
     def _device_seconds(self) -> tuple[float, float]:
         """How long the device worked since the last step's tokens left, and how long it had nothing to do."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from overlap_spec.messages import GrammarFailed, StepPlan
 from overlap_spec.sampling.masks import TokenMasks
+from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.devices import Device, Download
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
@@ -38,16 +39,16 @@ class Constrained:
 
 
 class Masking:
-    """Follows the grammars of slots from step to step. `max_forced`: forced tokens that are proposed; 0: none."""
+    """Follows the grammars of slots from step to step. `proposes`: what must follow is put into windows."""
 
-    def __init__(self, grammars: Grammars, slots: SlotRows, device: Device, max_forced: int, has_trees: bool) -> None:
+    def __init__(self, grammars: Grammars, slots: SlotRows, device: Device, tree: Tree | None, proposes: bool) -> None:
         assert slots.processors.masks is not None
         self.grammars = grammars
-        self.max_forced = max_forced
         self._masks: TokenMasks = slots.processors.masks
         self._slots = slots
         self._device = device
-        self._has_trees = has_trees
+        self._max_forced = (slots.width - 1 if tree is None else tree.num_levels) if proposes else 0
+        self._has_trees = tree is not None
         self._uids: dict[int, int] = {}  # of slots with a grammar
         self._unread: deque[tuple[StepHandle, list[Constrained]]] = deque()  # tokens that are not on the host yet
         self._advancing: list[Future[None]] = []
@@ -92,11 +93,11 @@ class Masking:
 
     def proposes(self, width: int) -> bool:
         """Whether the window of a step has room for forced tokens, which must be known before its layers run."""
-        return self.max_forced > 0 and width > 1
+        return self._max_forced > 0 and width > 1
 
     def propose_forced(self, constrained: list[Constrained], width: int) -> None:
         """Let windows begin with what must follow. Sync: never."""
-        most = min(self.max_forced, width - 1)
+        most = min(self._max_forced, width - 1)
         forced = [(each.slot, each.grammar.forced[:most]) for each in constrained if most and each.grammar.forced]
         if not forced:
             return

@@ -7,6 +7,7 @@ after the first word, "busy" is refused as overload, "dead" fails at once, "bad"
 """
 
 import asyncio
+import json
 from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -165,6 +166,17 @@ def events_of(response: httpx.Response) -> list[str]:
     assert rest == ""
     assert all(event.startswith("data: ") and "\n" not in event for event in events)
     return [event.removeprefix("data: ") for event in events]
+
+
+def named_events_of(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    """The names and values of events that have names, after checking that nothing else was sent."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream"
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    lines = [event.split("\n") for event in events]
+    assert all(name.startswith("event: ") and data.startswith("data: ") for name, data in lines)
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
 
 
 def healthy() -> tuple[bool, str]:

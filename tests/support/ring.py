@@ -167,7 +167,7 @@ class Ring:
             links,
         )
         if config.widths_seed is not None:
-            self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
+            self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         checked = GrammarChecks(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None

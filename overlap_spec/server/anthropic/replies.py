@@ -1,0 +1,120 @@
+"""Answers of `/v1/messages`, whole and as events."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from overlap_spec.messages import Usage
+from overlap_spec.server.bodies import Json
+from overlap_spec.server.chat_blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grown, Opened
+from overlap_spec.server.chat_runs import ChatFinish
+from overlap_spec.server.problems import Problem
+from overlap_spec.server.streams import named_event
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+PING = named_event("ping", {"type": "ping"})
+
+
+def message(name: str, model: str, content: list[Json], stop: Json, usage: Json) -> Json:
+    """A message, whole or at its beginning."""
+    head = {"id": name, "type": "message", "role": "assistant", "model": model}
+    return {**head, "content": content, **stop, "usage": usage}
+
+
+def whole(name: str, model: str, answer: Blocks, stop_sequences: Sequence[str]) -> Json:
+    """The whole answer. A call that max_tokens has cut is left out: its input is no JSON."""
+    assert answer.finish is not None
+    content = [shown for block in answer.blocks if (shown := _content(block)) is not None]
+    return message(name, model, content, stop_fields(answer.finish, stop_sequences), usage_fields(answer.usage))
+
+
+def opening(name: str, model: str, usage: Usage) -> bytes:
+    """The first events. No token has been sent yet."""
+    start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
+    empty = message(name, model, [], {"stop_reason": None, "stop_sequence": None}, usage_fields(start))
+    return _event({"type": "message_start", "message": empty}) + PING
+
+
+def block_event(event: BlockEvent) -> bytes:
+    """One event of a block."""
+    index = event.block.index
+    match event:
+        case Opened(block):
+            return _event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
+        case Grown(block, text):
+            return _event({"type": "content_block_delta", "index": index, "delta": _piece(block.kind, text)})
+        case Closed():
+            return _event({"type": "content_block_stop", "index": index})
+
+
+def closing(answer: Blocks, stop_sequences: Sequence[str]) -> bytes:
+    """The last events."""
+    assert answer.finish is not None
+    delta = stop_fields(answer.finish, stop_sequences)
+    last = {"type": "message_delta", "delta": delta, "usage": usage_fields(answer.usage)}
+    return _event(last) + _event({"type": "message_stop"})
+
+
+def failed(problem: Problem) -> bytes:
+    """The last event of a stream that fails."""
+    return _event(problem.anthropic())
+
+
+def stop_fields(finish: ChatFinish, stop_sequences: Sequence[str]) -> Json:
+    """Why the answer ended."""
+    if finish.reason == "stop" and finish.matched in stop_sequences:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
+    return {"stop_reason": STOP_REASONS[finish.reason], "stop_sequence": None}
+
+
+def usage_fields(usage: Usage) -> Json:
+    """Counts in tokens. Anthropic's `input_tokens` leave out those that were read from the cache."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _content(block: Block) -> Json | None:
+    match block.kind:
+        case BlockKind.TEXT:
+            return {"type": "text", "text": block.text}
+        case BlockKind.REASONING:
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case BlockKind.TOOL_CALL:
+            given = _parsed(block.text)
+            return None if given is None else {**_empty(block), "input": given}
+
+
+def _empty(block: Block) -> Json:
+    match block.kind:
+        case BlockKind.TEXT:
+            return {"type": "text", "text": ""}
+        case BlockKind.REASONING:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case BlockKind.TOOL_CALL:
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+def _piece(kind: BlockKind, text: str) -> Json:
+    match kind:
+        case BlockKind.TEXT:
+            return {"type": "text_delta", "text": text}
+        case BlockKind.REASONING:
+            return {"type": "thinking_delta", "thinking": text}
+        case BlockKind.TOOL_CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+def _parsed(arguments: str) -> Any:
+    """The input of a call; None if it is cut."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return None
+
+
+def _event(payload: Json) -> bytes:
+    return named_event(payload["type"], payload)

@@ -1,0 +1,78 @@
+"""Bodies of other APIs as chat requests: the same checks, the same path, errors that name the other API's fields."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+
+from overlap_spec.errors import RequestError
+from overlap_spec.server.bodies import Json
+from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
+from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.openai_requests import ChatRequest, check_openai
+from overlap_spec.server.problems import Problem
+from overlap_spec.server.running import EngineRequest, renamed
+from overlap_spec.server.unsupported import UNSUPPORTED
+
+# Fields of chat completions that these APIs have no name for, and that leave the shape of the answer as it is.
+EXTENSIONS = frozenset(
+    {
+        *("rid", "request_id", "speculative", "chat_template", "chat_template_kwargs"),
+        *("seed", "top_k", "min_p", "min_tokens", "stop_token_ids", "stop_regex", "ignore_eos", "skip_special_tokens"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+        *("logit_bias", "bad_words", "allowed_token_ids"),
+    }
+)
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """An API other than chat completions. `own`: the fields of its body; `names`: of ours, by chat completions'."""
+
+    path: str
+    id_prefix: str
+    own: frozenset[str]
+    names: Mapping[str, str]
+
+
+def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: ServerInfo) -> ChatGroup:
+    """Prepare the chat with the fields that were made of a body, and the extensions that the body itself has.
+
+    Raises: Problem or RequestError naming the body's field.
+    """
+    extensions = _extensions(given, dialect)
+    with naming(dialect.names):
+        body = check_openai({**extensions, **made}, ChatRequest, info)
+        group = chats.prepare(body, dialect.id_prefix)
+    requests = [_renamed_request(request, dialect.names) for request in group.requests]
+    return msgspec.structs.replace(group, requests=requests)
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let the errors of chat completions name the other API's fields."""
+    try:
+        yield
+    except RequestError as error:
+        raise renamed(error, names) from None
+    except Problem as problem:
+        name = names.get(problem.param or "", problem.param)
+        text = str(problem)
+        if problem.param and text.startswith(problem.param):
+            text = f"{name}{text.removeprefix(problem.param)}"
+        raise Problem(problem.status, text, name, problem.code) from None
+
+
+def _extensions(given: Json, dialect: Dialect) -> Json:
+    known = UNSUPPORTED.keys() | frozenset(ChatRequest.__struct_fields__)
+    others = {name: value for name, value in given.items() if name not in dialect.own}
+    for name in others:
+        if name in known and name not in EXTENSIONS:
+            hint = f": here it is {dialect.names[name]}" if name in dialect.names else ""
+            text = f"{name} is a parameter of /v1/chat/completions, not of {dialect.path}{hint}"
+            raise Problem(400, text, name, "unsupported_parameter")
+    return {name: value for name, value in others.items() if name in EXTENSIONS}
+
+
+def _renamed_request(request: EngineRequest, names: Mapping[str, str]) -> EngineRequest:
+    through = {ours: names.get(theirs, theirs) for ours, theirs in request.names.items()}
+    return msgspec.structs.replace(request, names={**names, **through})
