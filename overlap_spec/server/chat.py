@@ -24,6 +24,7 @@ from overlap_spec.server.openai_replies import (
 )
 from overlap_spec.server.openai_requests import ChatRequest, read_openai
 from overlap_spec.server.parsers.pieces import ToolCallPiece
+from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 
@@ -46,11 +47,13 @@ class ChatCompletions:
         answers = await unless_gone(request.receive, self._chats.collect(group))
         choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], body.n)
-        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
+        counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage).with_counts(counts)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
+        reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
                 events = []
@@ -58,12 +61,13 @@ class ChatCompletions:
                     if index not in last:
                         events.append(_opening(head, index, delta.usage, group))
                     last[index] = delta.usage
-                    events.append(_chunks(head, index, delta, group))
+                    events.append(_chunks(head, index, delta, group, reports[index]))
                 if any(events):
                     yield b"".join(events)
-        if head.options.include_usage:
-            usages = [last[index] for index in range(len(group.requests))]
-            yield event(head.usage_chunk(wire_usage(usages, len(usages))))
+        usages = [last[index] for index in range(len(group.requests))]
+        counts = reported_counts(reports, usages, self._info.num_steps)
+        if (end := head.last_chunk(wire_usage(usages, len(usages)), counts)) is not None:
+            yield event(end)
         yield DONE
 
 
@@ -78,7 +82,8 @@ def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
         reasoning_content=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
-    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
+    finish, provenance = answer.finish, answer.report.provenance
+    return MessageChoice(index, message, finish.reason, finish.matched, provenance=provenance)
 
 
 def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> bytes:
@@ -88,15 +93,20 @@ def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> byt
     return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start))
 
 
-def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup) -> bytes:
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, report: SpeculationReport) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
     text, finish = _added(delta), delta.finish
-    if text is None and group.form.is_plain and finish is None:
+    provenance = report.add(delta.verified, delta.num_tokens)
+    if text is None and finish is None and (group.form.is_plain or provenance):
         text = Text(content="")
-    added = event(head.chunk(DeltaChoice(index, text), delta.usage)) if text is not None else b""
+    added = b""
+    if text is not None:
+        added = event(head.chunk(DeltaChoice(index, text, provenance=provenance), delta.usage))
+        provenance = UNSET
     if finish is None:
         return added
-    return added + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))
+    last = DeltaChoice(index, Text(), finish.reason, finish.matched, provenance=provenance)
+    return added + event(head.chunk(last, delta.usage))
 
 
 def _added(delta: ChatDelta) -> Text | None:

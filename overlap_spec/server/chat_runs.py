@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from overlap_spec.messages import FinishKind, SamplingParams, Usage
+from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
@@ -19,6 +19,7 @@ from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport
 from overlap_spec.server.tools import answer_format, reasoning_of, shown_tokens, template_tools
 
 
@@ -37,6 +38,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
+    num_tokens: int = 0
+    verified: Verified | None = None
 
 
 class ChatGroup(Group, frozen=True):
@@ -51,7 +54,8 @@ ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
 class ChatAnswer:
     """The whole answer of one choice so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[ToolCallPiece] = []
@@ -63,6 +67,7 @@ class ChatAnswer:
         self.content += delta.content
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
+        self.report.add(delta.verified, delta.num_tokens)
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -108,7 +113,7 @@ class ChatRunner:
 
     async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
-        answers = [ChatAnswer() for _ in group.requests]
+        answers = [ChatAnswer(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group, streams=False)) as steps:
             async for step in steps:
                 for index, delta in step:
@@ -142,11 +147,12 @@ class _Choice:
         """What a step added."""
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, finish=finish)
+            return ChatDelta(delta.usage, delta.text, "", (), finish, len(delta.token_ids), delta.verified)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
             found = found.then(self._parser.end(is_cut=not stopped))
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
-        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish)
+        parts = found.content, found.reasoning, found.tool_calls
+        return ChatDelta(delta.usage, *parts, finish, len(delta.token_ids), delta.verified)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, wir
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import NOTHING, Collected, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -36,7 +38,8 @@ class Completions:
         answers = await unless_gone(request.receive, self._runner.collect(group))
         choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], body.n)
-        reply = Reply(head.id, head.object, head.created, head.model, choices, usage)
+        counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
+        reply = Reply(head.id, head.object, head.created, head.model, choices, usage).with_counts(counts)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     def _group(self, body: CompletionRequest) -> Group:
@@ -52,24 +55,26 @@ class Completions:
 
     async def _events(self, group: Group, head: ReplyHead, n: int) -> AsyncGenerator[bytes, None]:
         last = [NOTHING] * len(group.requests)
+        reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 for index, delta in step:
                     last[index] = delta.usage
-                yield b"".join(_chunk(head, index, delta) for index, delta in step)
-        if head.options.include_usage:
-            yield event(head.usage_chunk(wire_usage(last, n)))
+                yield b"".join(_chunk(head, index, delta, reports[index]) for index, delta in step)
+        counts = reported_counts(reports, last, self._info.num_steps)
+        if (end := head.last_chunk(wire_usage(last, n), counts)) is not None:
+            yield event(end)
         yield DONE
 
 
 def _choice(index: int, answer: Collected) -> TextChoice:
     assert answer.finish is not None
-    return TextChoice(index, answer.text, answer.finish.kind.value, answer.finish.matched)
+    finish, provenance = answer.finish, answer.report.provenance
+    return TextChoice(index, answer.text, finish.kind.value, finish.matched, provenance=provenance)
 
 
-def _chunk(head: ReplyHead, index: int, delta: DeltaLike) -> bytes:
+def _chunk(head: ReplyHead, index: int, delta: DeltaLike, report: SpeculationReport) -> bytes:
     """One event for a step; the last one has the finish as well."""
-    finish = delta.finish
-    if finish is None:
-        return event(head.chunk(TextChoice(index, delta.text), delta.usage))
-    return event(head.chunk(TextChoice(index, delta.text, finish.kind.value, finish.matched), delta.usage))
+    finish, provenance = delta.finish, report.add(delta.verified, len(delta.token_ids))
+    reason, matched = (None, UNSET) if finish is None else (finish.kind.value, finish.matched)
+    return event(head.chunk(TextChoice(index, delta.text, reason, matched, provenance=provenance), delta.usage))

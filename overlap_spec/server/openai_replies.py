@@ -4,9 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from overlap_spec.messages import Usage
+from overlap_spec.server.bodies import Json
 from overlap_spec.server.openai_requests import StreamOptions
+from overlap_spec.server.speculation import Provenance, ReportedCounts
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -57,6 +60,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     matched_stop: str | int | None
     logprobs: None = None
+    provenance: Provenance | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -67,6 +71,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    provenance: Provenance | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -77,6 +82,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    provenance: Provenance | UnsetType = UNSET
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -88,6 +94,12 @@ class Reply(msgspec.Struct, frozen=True):
     model: str
     choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
     usage: WireUsage | None | UnsetType = UNSET
+    metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
+    sglext: Json | UnsetType = UNSET  # SGLang's
+
+    def with_counts(self, counts: ReportedCounts | None) -> "Reply":
+        """The same with the counts of its speculation, if it shows them."""
+        return self if counts is None else replace(self, metrics=counts.metrics, sglext=counts.sglext)
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
@@ -116,6 +128,9 @@ class ReplyHead(msgspec.Struct, frozen=True):
             shown = None
         return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
 
-    def usage_chunk(self, usage: WireUsage) -> Reply:
-        """The last chunk, without a choice."""
-        return Reply(self.id, self.object, self.created, self.model, (), usage)
+    def last_chunk(self, usage: WireUsage, counts: ReportedCounts | None) -> Reply | None:
+        """The last chunk, without a choice; None if nothing is left to tell."""
+        if not self.options.include_usage and counts is None:
+            return None
+        shown = usage if self.options.include_usage else UNSET
+        return Reply(self.id, self.object, self.created, self.model, (), shown).with_counts(counts)

@@ -11,13 +11,14 @@ from starlette.requests import Request
 
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import GrammarFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
+from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.unsupported import refuse_unsupported
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
@@ -55,6 +56,8 @@ class CommonRequest(GrammarFields, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    speculative: Speculative = Speculative()
+    return_spec_tokens_details: bool = False
 
     def id(self, prefix: str) -> str:
         """The user's id for this request, or a new one."""
@@ -120,6 +123,7 @@ def sampling_params(
             skip_special_tokens=request.skip_special_tokens,
             no_stop_trim=request.no_stop_trim,
             grammar=request.grammar(info),
+            speculative=asked_speculation(request.speculative, request.return_spec_tokens_details),
         )
     except RequestError as error:
         raise renamed(error, {**names, "grammar": request.grammar_field}) from None
