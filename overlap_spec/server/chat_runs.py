@@ -20,7 +20,7 @@ from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
 from overlap_spec.server.speculation import SpeculationReport
-from overlap_spec.server.tools import answer_format, reasoning_of, shown_tokens, template_tools
+from overlap_spec.server.tools import answer_format, template_tools, with_format
 
 
 class ChatFinish(msgspec.Struct, frozen=True):
@@ -88,8 +88,7 @@ class ChatRunner:
         """Check what the struct does not; `prefix` begins the id of a request without one. Raises: Problem."""
         limit, sampling = self._sampling(body)
         form = answer_format(body, self._info)
-        if not form.is_plain:
-            sampling = msgspec.structs.replace(sampling, shown_tokens=shown_tokens(form), reasoning=reasoning_of(form))
+        sampling = with_format(sampling, body, form, self._info)
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort

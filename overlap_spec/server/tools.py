@@ -4,13 +4,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from overlap_spec.messages import Reasoning
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import Grammar, Reasoning, SamplingParams
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest
 from overlap_spec.server.parsers.answers import AnswerFormat
+from overlap_spec.server.parsers.call_rules import CallableTool
+from overlap_spec.server.parsers.formats import CALL_FORMATS
 from overlap_spec.server.parsers.names import is_name
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.running import renamed
 
 
 class Function(msgspec.Struct):
@@ -51,8 +55,6 @@ def answer_format(body: ChatRequest, info: ServerInfo) -> AnswerFormat:
     """What is to be found in the answers. Raises: Problem naming the field."""
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools)
-    if choice not in ("none", "auto"):
-        raise Problem(400, 'tool_choice: calls are not forced yet: send "auto"', "tool_choice", "unsupported_parameter")
     calls = info.call_format if tools and choice != "none" else None
     return AnswerFormat(
         calls=calls,
@@ -63,16 +65,53 @@ def answer_format(body: ChatRequest, info: ServerInfo) -> AnswerFormat:
     )
 
 
-def reasoning_of(form: AnswerFormat) -> Reasoning | None:
-    """The markers that the engine has to know of."""
-    return None if form.reasoning is None else Reasoning(form.reasoning.opening, form.reasoning.closing)
+def with_format(sampling: SamplingParams, body: ChatRequest, form: AnswerFormat, info: ServerInfo) -> SamplingParams:
+    """What the engine has to know of the format: its markers, and a grammar if calls are forced.
+
+    Raises: Problem or RequestError naming the field.
+    """
+    if form.is_plain and body.tool_choice in ("none", "auto"):
+        return sampling
+    grammar = forced_calls(body, info) or sampling.grammar
+    changes = {"shown_tokens": _markers(form), "reasoning": _reasoning(form), "grammar": grammar}
+    try:
+        return msgspec.structs.replace(sampling, **changes)
+    except RequestError as error:
+        raise renamed(error, {"grammar": "tools"}) from None
 
 
-def shown_tokens(form: AnswerFormat) -> tuple[str, ...]:
-    """Markers that may be special tokens, and have to reach the parsers."""
+def forced_calls(body: ChatRequest, info: ServerInfo) -> Grammar | None:
+    """The grammar of an answer that has to be calls. Raises: Problem if none can be forced here."""
+    tools = read_tools(body.tools)
+    choice = read_choice(body.tool_choice, tools)
+    if isinstance(choice, str) and choice != "required":
+        return None
+    if info.call_format is None:
+        formats = ", ".join(each.name for each in CALL_FORMATS)
+        text = f"tool_choice: calls can be forced once their format is known: start with --tool-call-parser {formats}"
+        raise Problem(400, text, "tool_choice", "invalid_value")
+    if body.grammar(info) is not None:
+        text = f"{body.grammar_field}: the answer has to be tool calls (tool_choice): give one of them"
+        raise Problem(400, text, body.grammar_field, "invalid_value")
+    named = None if isinstance(choice, str) else choice.function.name
+    callable_tools = [_callable(tool.function) for tool in tools if named in (None, tool.function.name)]
+    return info.call_format.rules(callable_tools, named is None and body.parallel_tool_calls)
+
+
+def _callable(function: Function) -> CallableTool:
+    return CallableTool(function.name, function.parameters or {}, bool(function.strict))
+
+
+def _markers(form: AnswerFormat) -> tuple[str, ...]:
+    """They may be special tokens, and have to reach the parsers."""
     calls = form.calls.markers if form.calls is not None else ()
     reasoning = (form.reasoning.opening, form.reasoning.closing) if form.reasoning is not None else ()
     return calls + reasoning
+
+
+def _reasoning(form: AnswerFormat) -> Reasoning | None:
+    known = form.reasoning
+    return None if known is None else Reasoning(known.opening, known.closing, known.is_implicit)
 
 
 def read_tools(tools: list[Json]) -> list[Tool]:

@@ -14,6 +14,7 @@ from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
 from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -48,6 +49,10 @@ class Codec(Protocol):
         """
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character; b"" for an id without a token."""
+        ...
+
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         """Raises: RequestError if stop strings cannot be found here."""
         ...
@@ -65,6 +70,7 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._template = template
         self.chat_template = template.source
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -98,6 +104,9 @@ class TextCodec:
             self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.of(token_id)
+
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         pass
 
@@ -129,6 +138,9 @@ class IdsOnly:
         self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
     ) -> Detokenizer:
         return NoText()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         if stops:

@@ -5,7 +5,9 @@ A chat template may write the opening marker itself, or open and close the reaso
 
 from collections.abc import Sequence
 
-from overlap_spec.messages import ChatPrompt, Prompt, Reasoning
+import msgspec
+
+from overlap_spec.messages import ChatPrompt, Prompt, Reasoning, SamplingParams
 from overlap_spec.tokenizer.codec import Codec
 
 TAIL = 16  # tokens; both markers and the white space around them
@@ -19,6 +21,15 @@ def opening_of(prompt: Prompt, ids: Sequence[int], reasoning: Reasoning, codec: 
     opened, closed = tail.rfind(reasoning.opening), tail.rfind(reasoning.closing)
     is_open = tail.endswith(reasoning.opening) or (bool(_continued(prompt)) and opened > closed)
     return reasoning.opening if is_open else ""
+
+
+def after_reasoning(sampling: SamplingParams, reasoning: Reasoning, opening: str) -> SamplingParams:
+    """The same request, whose grammar is of what follows the reasoning; `opening` is what the prompt leaves open."""
+    grammar = sampling.grammar
+    if grammar is None or opening.endswith(reasoning.closing):
+        return sampling
+    settled = msgspec.structs.replace(grammar, reasoning=reasoning, is_reasoning=bool(opening))
+    return msgspec.structs.replace(sampling, grammar=settled)
 
 
 def _continued(prompt: Prompt) -> str:

@@ -3,10 +3,18 @@
 `--tool-call-parser` and `--reasoning-parser` take a name; `auto` looks for the formats' markers in the chat template.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from overlap_spec.messages import Grammar
 from overlap_spec.server.parsers import hermes, llama3_json, mistral, pythonic
+from overlap_spec.server.parsers.call_rules import (
+    CallableTool,
+    hermes_rules,
+    llama3_json_rules,
+    mistral_rules,
+    pythonic_rules,
+)
 from overlap_spec.server.parsers.names import new_id, short_id
 from overlap_spec.server.parsers.pieces import CallParser, CallWriter
 
@@ -25,6 +33,7 @@ class CallFormat:
     parser: Callable[[CallWriter, frozenset[str]], CallParser]
     is_in: Callable[[str], bool]  # whether a chat template is of such a family
     markers: tuple[str, ...]
+    rules: Callable[[Sequence[CallableTool], bool], Grammar]  # of an answer that calls one tool, or several
     new_id: Callable[[], str] = new_id
 
 
@@ -56,6 +65,7 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         mistral.MistralParser,
         lambda template: mistral.CALLS in template,
         (mistral.CALLS, mistral.ARGS, mistral.CALL_ID),
+        mistral_rules,
         short_id,
     ),
     CallFormat(
@@ -64,9 +74,14 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         pythonic.PythonicParser,
         lambda template: pythonic.START in template,
         (pythonic.START, pythonic.END),
+        pythonic_rules,
     ),
-    CallFormat("hermes", ("qwen25", "qwen"), hermes.HermesParser, _is_hermes, (hermes.OPEN, hermes.CLOSE)),
-    CallFormat("llama3_json", ("llama3",), llama3_json.Llama3JsonParser, _is_llama3, (llama3_json.TAG,)),
+    CallFormat(
+        "hermes", ("qwen25", "qwen"), hermes.HermesParser, _is_hermes, (hermes.OPEN, hermes.CLOSE), hermes_rules
+    ),
+    CallFormat(
+        "llama3_json", ("llama3",), llama3_json.Llama3JsonParser, _is_llama3, (llama3_json.TAG,), llama3_json_rules
+    ),
 )
 REASONING_FORMATS = (
     ReasoningFormat(

@@ -125,7 +125,8 @@ class PythonCall:
                 return None
             values = {keyword.arg: _literal(keyword.value) for keyword in call.keywords if keyword.arg}
             text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-            text.encode()  # an escape may be half a character
+            if any("\ud800" <= char <= "\udfff" for char in text):  # JSON escapes a character as two halves
+                text = json.dumps(values, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
         return text if len(values) == len(call.keywords) else None

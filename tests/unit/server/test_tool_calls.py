@@ -15,6 +15,7 @@ from support.scripted_answers import TOOLS, ScriptedClient, Serving, cut, info
 from overlap_spec.config import EngineConfig
 from overlap_spec.messages import ChatPrompt, FinishKind, Reasoning, TokenizerFacts
 from overlap_spec.server.engine_client import ServerInfo, server_info
+from overlap_spec.server.parsers.call_rules import CallableTool
 from overlap_spec.server.parsers.formats import call_format, reasoning_format
 
 CHAT = "/v1/chat/completions"
@@ -160,6 +161,32 @@ def test_how_reasoning_is_shown(change: dict[str, Any], message: dict[str, str],
     assert asked.reasoning == (Reasoning("<think>", "</think>") if "separate_reasoning" not in change else None)
 
 
+@every_format
+def test_calls_are_forced_by_a_grammar(name: str) -> None:
+    known = call_format(name, "")
+    assert known is not None
+    tools = [CallableTool(tool["function"]["name"], tool["function"]["parameters"]) for tool in TOOLS]
+    named = {"type": "function", "function": {"name": "clock"}}
+    for change, grammar in (
+        ({"tool_choice": "required"}, known.rules(tools, True)),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, known.rules(tools, False)),
+        ({"tool_choice": named}, known.rules(tools[1:], False)),
+        ({"tool_choice": "auto"}, None),
+    ):
+        client = answers(ANSWERS[name])
+        body = {"messages": MESSAGES, "tools": TOOLS, **change}
+        (choice,) = ask(client, "POST", CHAT, info(name), json=body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert client.asked[0][2].grammar == grammar
+
+
+def test_a_grammar_of_the_answer_goes_with_calls_that_are_not_forced() -> None:
+    client = answers("{}")
+    body = {"messages": MESSAGES, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    assert ask(client, "POST", CHAT, info("hermes"), json=body).status_code == 200
+    assert client.asked[0][2].grammar is not None
+
+
 TOOL = TOOLS[0]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]"),
@@ -175,6 +202,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "there are weather, clock",
     ),
     ({"tool_choice": "required"}, "tool_choice", "no tools to choose from"),
+    ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex", "has to be tool calls"),
+    ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "grammar"),
+    (
+        {
+            "tools": [
+                {
+                    **TOOL,
+                    "function": {"name": "f", "description": "a" * 300_000, "parameters": {"title": "b" * 300_000}},
+                }
+            ],
+            "tool_choice": "required",
+        },
+        "tools",
+        "bytes",
+    ),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
     ({"separate_reasoning": 1}, "separate_reasoning", "bool"),
 ]
@@ -186,6 +228,14 @@ def test_a_bad_request_is_named(change: dict[str, Any], field: str, words: str) 
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"] == field and words in error["message"], error
+
+
+def test_calls_cannot_be_forced_without_a_format() -> None:
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    reply = ask(FakeClient(), "POST", CHAT, info(), json=body)
+    assert (
+        reply.status_code == 400 and "--tool-call-parser mistral, pythonic, hermes" in reply.json()["error"]["message"]
+    )
 
 
 def test_the_formats_come_from_flags_and_template() -> None:

@@ -11,14 +11,17 @@ from overlap_spec.messages import (
     ChatPrompt,
     Finish,
     FinishKind,
+    Grammar,
+    GrammarKind,
     Prompt,
     Reasoning,
+    SamplingParams,
     TextDeltas,
     TextPrompt,
 )
 from overlap_spec.tokenizer.chat_template import NoChatTemplate
 from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.tokenizer.reasoning import opening_of
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
 
 THINK = Reasoning("<think>", "</think>")
 
@@ -58,6 +61,15 @@ def test_the_marker_comes_before_the_first_text_once() -> None:
             return texts + (await harness.heard(TextDeltas)).texts
 
     assert asyncio.run(run()) == ["<think> So", " be it", ""]
+
+
+def test_a_grammar_is_of_what_follows_the_reasoning() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    sampling = SamplingParams(grammar=grammar, reasoning=THINK)
+    for opening, reasons, begins in (("", THINK, False), ("<think>", THINK, True), ("<think></think>", None, False)):
+        settled = after_reasoning(sampling, THINK, opening).grammar
+        assert settled == Grammar(GrammarKind.REGEX, "a", (), reasons, begins)
+    assert after_reasoning(SamplingParams(), THINK, "<think>") == SamplingParams()
 
 
 def marked_codec() -> TextCodec:
