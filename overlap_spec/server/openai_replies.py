@@ -60,6 +60,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     matched_stop: str | int | None
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
 
@@ -71,6 +72,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
 
@@ -82,6 +84,8 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
 
@@ -94,6 +98,7 @@ class Reply(msgspec.Struct, frozen=True):
     model: str
     choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
     usage: WireUsage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
     metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
     sglext: Json | UnsetType = UNSET  # SGLang's
 
@@ -110,6 +115,11 @@ def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
     return WireUsage(prompt, completion, prompt + completion, cached)
 
 
+def kept_ids(prompt_ids: list[int] | None, usage: Usage) -> list[int] | UnsetType:
+    """The end of the prompt that the engine was given, if its ids are to be shown."""
+    return UNSET if prompt_ids is None else prompt_ids[len(prompt_ids) - usage.prompt_tokens :]
+
+
 class ReplyHead(msgspec.Struct, frozen=True):
     """The fields that all chunks of one answer share."""
 
@@ -119,14 +129,14 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     options: StreamOptions
 
-    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage) -> Reply:
+    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
             shown = wire_usage([usage])
         elif self.options.include_usage:
             shown = None
-        return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
+        return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
     def last_chunk(self, usage: WireUsage, counts: ReportedCounts | None) -> Reply | None:
         """The last chunk, without a choice; None if nothing is left to tell."""
