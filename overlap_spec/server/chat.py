@@ -48,7 +48,7 @@ class ChatCompletions:
         reply = await unless_gone(request.receive, self._whole(group, head))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _whole(self, group: ChatGroup, head: ReplyHead) -> Reply:
+    async def _whole(self, group: ChatGroup, head: ReplyHead) -> Reply[MessageChoice]:
         prompt_ids = await self._chats.prompt_ids(group)
         answers = await self._chats.collect(group)
         choices = tuple(_choice(index, answer, group) for index, answer in enumerate(answers))

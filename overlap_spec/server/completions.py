@@ -39,7 +39,7 @@ class Completions:
         reply = await unless_gone(request.receive, self._whole(group, head, body))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Reply:
+    async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Reply[TextChoice]:
         prompts = await self._prompt_ids(group, body)
         answers = await self._runner.collect(group)
         usage = wire_usage([answer.usage for answer in answers], body.n)

@@ -78,6 +78,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0  # guesses in a row that a step can verify; of a tree, levels
     call_format: CallFormat | None = None  # None: tool calls are not read
     reasoning_format: ReasoningFormat | None = None
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -96,6 +97,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         api_key=settings.server.api_key,
         sampling_defaults=settings.server.sampling_defaults,
         num_steps=settings.spec.num_steps,
+        cors_allow_origins=settings.server.cors_allow_origins,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),
