@@ -74,6 +74,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     trust_request_chat_template: Annotated[
         bool, Meta(description="run chat templates that requests bring along, in a sandbox")
     ] = False
+    cors_allow_origins: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...] | None,
+        Meta(description="web pages of these origins may call the HTTP server; *: all; default: none"),
+    ] = None
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None

@@ -189,6 +189,7 @@ class ServerSettings(Struct, frozen=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 class LinkSettings(Struct, frozen=True):

@@ -76,6 +76,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             files.sampling_defaults,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
+            cors_allow_origins=config.cors_allow_origins or (),
         ),
         link=LinkSettings(
             client_endpoint=_resolve_endpoint(config),
