@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
-from overlap_spec.messages import FinishKind, SamplingParams, Usage
+from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import chat_params
@@ -21,6 +21,7 @@ from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import chat_prompt, check_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport
 from overlap_spec.server.tools import answer_format, template_tools, with_format
 
 
@@ -40,6 +41,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
     token_ids: tuple[int, ...] = ()
+    verified: Verified | None = None
     log_probs: list[TokenLogProb] = []
     prompt_log_probs: list[TokenLogProb] = []
 
@@ -57,7 +59,8 @@ ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
 class ChatAnswer:
     """The whole answer of one choice so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[ToolCallPiece] = []
@@ -73,6 +76,7 @@ class ChatAnswer:
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
         self.token_ids += delta.token_ids
+        self.report.add(delta.verified, len(delta.token_ids))
         self.log_probs += delta.log_probs
         self.prompt_log_probs += delta.prompt_log_probs
         for piece in delta.tool_calls:
@@ -126,7 +130,7 @@ class ChatRunner:
 
     async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
-        answers = [ChatAnswer() for _ in group.requests]
+        answers = [ChatAnswer(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group, streams=False)) as steps:
             async for step in steps:
                 for index, delta in step:
@@ -161,12 +165,13 @@ class _Choice:
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
         ids = tuple(delta.token_ids)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, "", (), finish, ids, delta.log_probs, delta.prompt_log_probs)
+            taken = ids, delta.verified, delta.log_probs, delta.prompt_log_probs
+            return ChatDelta(delta.usage, delta.text, "", (), finish, *taken)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
             found = found.then(self._parser.end(is_cut=not stopped))
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
-        parsed = found.content, found.reasoning, found.tool_calls
-        return ChatDelta(delta.usage, *parsed, finish, ids, delta.log_probs, delta.prompt_log_probs)
+        parts = found.content, found.reasoning, found.tool_calls
+        return ChatDelta(delta.usage, *parts, finish, ids, delta.verified, delta.log_probs, delta.prompt_log_probs)

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +18,7 @@ from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kep
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import NOTHING, Collected, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -55,7 +57,8 @@ class Completions:
         usage = wire_usage([answer.usage for answer in answers], body.n)
         parts = enumerate(zip(answers, prompts, strict=True))
         choices = tuple(_choice(index, answer, prompt, entries) for index, (answer, prompt) in parts)
-        return Reply(head.id, head.object, head.created, head.model, choices, usage)
+        counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
+        return Reply(head.id, head.object, head.created, head.model, choices, usage).with_counts(counts)
 
     async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
         """What each choice shows of its prompt."""
@@ -83,6 +86,7 @@ class Completions:
 
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
         last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)
+        reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
         prompts = await self._prompts(group, body)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
@@ -90,10 +94,15 @@ class Completions:
                 for index, delta in step:
                     shown = prompts[index] if last[index] is NOTHING else NOT_SHOWN
                     last[index] = delta.usage
-                    events.append(_chunk(head, index, delta, shown, body.return_token_ids, entries))
+                    choice = _chunk(index, delta, shown, body.return_token_ids)
+                    log_probs = entries.read(index, delta.prompt_log_probs, delta.log_probs)
+                    provenance = reports[index].add(delta.verified, len(delta.token_ids))
+                    choice = replace(choice, logprobs=log_probs, provenance=provenance)
+                    events.append(event(head.chunk(choice, delta.usage)))
                 yield b"".join(events)
-        if head.options.include_usage:
-            yield event(head.usage_chunk(wire_usage(last, body.n)))
+        counts = reported_counts(reports, last, self._info.num_steps)
+        if (end := head.last_chunk(wire_usage(last, body.n), counts)) is not None:
+            yield event(end)
         yield DONE
 
 
@@ -108,16 +117,14 @@ def _choice(index: int, answer: Collected, prompt: ShownPrompt, entries: Complet
         entries.read(index, answer.prompt_log_probs, answer.log_probs),
         ids,
         kept_ids(prompt.ids, answer.usage),
+        answer.report.provenance,
         entries.prompt(answer.prompt_log_probs),
     )
 
 
-def _chunk(
-    head: ReplyHead, index: int, delta: DeltaLike, prompt: ShownPrompt, shows_ids: bool, entries: CompletionEntries
-) -> bytes:
-    """One event for a step; the last one has the finish as well. `prompt`: what a choice's first event shows of it."""
+def _chunk(index: int, delta: DeltaLike, prompt: ShownPrompt, shows_ids: bool) -> TextChoice:
+    """What a step adds; the last one has the finish as well. `prompt`: what a choice's first event shows of it."""
     finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt.ids, delta.usage)
     reason, matched = (None, UNSET) if finish is None else (finish.kind.value, finish.matched)
-    log_probs = entries.read(index, delta.prompt_log_probs, delta.log_probs)
-    choice = TextChoice(index, prompt.text + delta.text, reason, matched, log_probs, ids, prompt_ids)
-    return event(head.chunk(choice, delta.usage))
+    text = prompt.text + delta.text
+    return TextChoice(index, text, reason, matched, token_ids=ids, prompt_token_ids=prompt_ids)

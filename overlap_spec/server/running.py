@@ -23,13 +23,16 @@ from overlap_spec.messages import (
     FinishKind,
     Prompt,
     SamplingParams,
+    Speculative,
     TextPrompt,
     TokenPrompt,
     Usage,
+    Verified,
 )
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.speculation import SpeculationReport
 
 T = TypeVar("T")
 Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
@@ -64,6 +67,7 @@ class LastWord(msgspec.Struct, frozen=True):
     usage: Usage
     text: str = ""
     token_ids: list[int] = []
+    verified: Verified | None = None
     log_probs: list[TokenLogProb] = []
     prompt_log_probs: list[TokenLogProb] = []
 
@@ -71,7 +75,8 @@ class LastWord(msgspec.Struct, frozen=True):
 class Collected:
     """The whole answer to one request so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.token_ids: list[int] = []
         self.log_probs: list[TokenLogProb] = []
         self.prompt_log_probs: list[TokenLogProb] = []
@@ -86,6 +91,7 @@ class Collected:
         self.token_ids.extend(delta.token_ids)
         self.log_probs.extend(delta.log_probs)
         self.prompt_log_probs.extend(delta.prompt_log_probs)
+        self.report.add(delta.verified, len(delta.token_ids))
         self.usage, self.finish = delta.usage, delta.finish
         self.last_at = time.perf_counter()
 
@@ -120,7 +126,7 @@ class Runner:
 
     async def collect(self, group: Group) -> list[Collected]:
         """Wait for the whole answer, in the order of the requests."""
-        answers = [Collected() for _ in group.requests]
+        answers = [Collected(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group)) as steps:
             async for step in steps:
                 for index, delta in step:

@@ -29,6 +29,7 @@ from overlap_spec.messages import (
     TextPrompt,
     TokenPrompt,
     Usage,
+    Verified,
 )
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
@@ -56,6 +57,7 @@ class FakeDelta:
     token_ids: list[int]
     finish: Finish | None
     usage: Usage
+    verified: Verified | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
@@ -120,7 +122,9 @@ class FakeClient:
                 finish = Finish(FinishKind.STOP, "</s>") if count == len(words) else Finish(FinishKind.LENGTH)
             text = word if count == 1 else " " + word
             usage = Usage(num_prompt_tokens, 1, count, count - 1)
-            yield FakeDelta(text, [100 + count], finish, usage, *_log_probs(count, text, sampling.log_probs))
+            verified = Verified(count, 3 * (count > 1), int(count == 3)) if sampling.speculative.is_reported else None
+            log_probs = _log_probs(count, text, sampling.log_probs)
+            yield FakeDelta(text, [100 + count], finish, usage, verified, *log_probs)
 
     async def cancel(self, request_id: str, everyone: bool = False) -> None:
         self.cancelled.append((request_id, everyone))
