@@ -59,6 +59,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str = ""
     skip_tokenizer_init: bool = False
     api_key: str | None = None
+    aliases: tuple[str, ...] = ()  # further names of the model
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
@@ -82,6 +83,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
+        aliases=model.aliases,
         sampling_defaults=settings.server.sampling_defaults,
         cors_allow_origins=settings.server.cors_allow_origins,
         settings=settled_flags(config, settings) | _verification(settings, facts),
