@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kep
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import NOTHING, Collected, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -43,7 +45,8 @@ class Completions:
         usage = wire_usage([answer.usage for answer in answers], body.n)
         parts = enumerate(zip(answers, prompts, strict=True))
         choices = tuple(_choice(index, answer, prompt) for index, (answer, prompt) in parts)
-        return Reply(head.id, head.object, head.created, head.model, choices, usage)
+        counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
+        return Reply(head.id, head.object, head.created, head.model, choices, usage).with_counts(counts)
 
     async def _prompt_ids(self, group: Group, body: CompletionRequest) -> list[list[int] | None]:
         """The prompt's token ids for each choice, if the answer is to show ids."""
@@ -66,6 +69,7 @@ class Completions:
 
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
         last = [NOTHING] * len(group.requests)
+        reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
         prompts = await self._prompt_ids(group, body)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
@@ -73,10 +77,11 @@ class Completions:
                 for index, delta in step:
                     shown = prompts[index] if last[index] is NOTHING else None
                     last[index] = delta.usage
-                    events.append(_chunk(head, index, delta, shown, body.return_token_ids))
+                    events.append(_chunk(head, index, delta, shown, body.return_token_ids, reports[index]))
                 yield b"".join(events)
-        if head.options.include_usage:
-            yield event(head.usage_chunk(wire_usage(last, body.n)))
+        counts = reported_counts(reports, last, self._info.num_steps)
+        if (end := head.last_chunk(wire_usage(last, body.n), counts)) is not None:
+            yield event(end)
         yield DONE
 
 
@@ -85,12 +90,16 @@ def _choice(index: int, answer: Collected, prompt: list[int] | None) -> TextChoi
     assert answer.finish is not None
     ids = UNSET if prompt is None else answer.token_ids
     end, prompt_ids = answer.finish, kept_ids(prompt, answer.usage)
-    return TextChoice(index, answer.text, end.kind.value, end.matched, token_ids=ids, prompt_token_ids=prompt_ids)
+    choice = TextChoice(index, answer.text, end.kind.value, end.matched, token_ids=ids, prompt_token_ids=prompt_ids)
+    return replace(choice, provenance=answer.report.provenance)
 
 
-def _chunk(head: ReplyHead, index: int, delta: DeltaLike, prompt: list[int] | None, shows_ids: bool) -> bytes:
+def _chunk(
+    head: ReplyHead, index: int, delta: DeltaLike, prompt: list[int] | None, shows_ids: bool, report: SpeculationReport
+) -> bytes:
     """One event for a step; the last one has the finish as well. `prompt`: its ids, in the choice's first event."""
     finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt, delta.usage)
     reason, matched = (None, UNSET) if finish is None else (finish.kind.value, finish.matched)
     choice = TextChoice(index, delta.text, reason, matched, token_ids=ids, prompt_token_ids=prompt_ids)
+    choice = replace(choice, provenance=report.add(delta.verified, len(delta.token_ids)))
     return event(head.chunk(choice, delta.usage))

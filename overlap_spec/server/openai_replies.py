@@ -5,9 +5,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from overlap_spec.messages import Usage
+from overlap_spec.server.bodies import Json
 from overlap_spec.server.openai_requests import StreamOptions
+from overlap_spec.server.speculation import Provenance, ReportedCounts
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -59,6 +62,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     matched_stop: str | int | None
     logprobs: None = None
     token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -70,6 +74,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
     token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -82,6 +87,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     logprobs: None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 C = TypeVar("C")
@@ -97,6 +103,12 @@ class Reply(msgspec.Struct, Generic[C], frozen=True):
     choices: tuple[C, ...]
     usage: WireUsage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
+    metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
+    sglext: Json | UnsetType = UNSET  # SGLang's
+
+    def with_counts(self, counts: ReportedCounts | None) -> "Reply[C]":
+        """The same with the counts of its speculation, if it shows them."""
+        return self if counts is None else replace(self, metrics=counts.metrics, sglext=counts.sglext)
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
@@ -130,6 +142,10 @@ class ReplyHead(msgspec.Struct, frozen=True):
             shown = None
         return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
-    def usage_chunk(self, usage: WireUsage) -> Reply[Any]:
-        """The last chunk, without a choice."""
-        return Reply(self.id, self.object, self.created, self.model, (), usage)
+    def last_chunk(self, usage: WireUsage, counts: ReportedCounts | None) -> Reply[Any] | None:
+        """The last chunk, without a choice; None if nothing is left to tell."""
+        if not self.options.include_usage and counts is None:
+            return None
+        shown = usage if self.options.include_usage else UNSET
+        last = Reply[Any](self.id, self.object, self.created, self.model, (), shown)
+        return last.with_counts(counts)

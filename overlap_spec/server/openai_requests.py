@@ -11,13 +11,14 @@ from starlette.requests import Request
 
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import GrammarFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
+from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.unsupported import OF_CHATS, refuse_unsupported
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
@@ -64,6 +65,8 @@ class CommonRequest(GrammarFields, kw_only=True):
     metadata: Json = {}
     safety_identifier: str = ""
     prompt_cache_key: str = ""
+    speculative: Speculative = Speculative()
+    return_spec_tokens_details: bool = False
 
     def id(self, prefix: str) -> str:
         """The user's id for this request, or a new one."""
@@ -139,6 +142,7 @@ def sampling_params(
             spaces_between_special_tokens=request.spaces_between_special_tokens,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             grammar=request.grammar(info),
+            speculative=asked_speculation(request.speculative, request.return_spec_tokens_details),
         )
     except RequestError as error:
         raise renamed(error, {**names, "grammar": request.grammar_field}) from None

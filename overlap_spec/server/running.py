@@ -16,10 +16,11 @@ import msgspec
 
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.errors import RequestAborted, RequestError
-from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, TokenPrompt, Usage
+from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Speculative, TokenPrompt, Usage, Verified
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.speculation import SpeculationReport
 
 T = TypeVar("T")
 Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
@@ -54,12 +55,14 @@ class LastWord(msgspec.Struct, frozen=True):
     usage: Usage
     text: str = ""
     token_ids: list[int] = []
+    verified: Verified | None = None
 
 
 class Collected:
     """The whole answer to one request so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.token_ids: list[int] = []
         self.usage = NOTHING
         self.finish: Finish | None = None
@@ -70,6 +73,7 @@ class Collected:
         """Append what a step added."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
+        self.report.add(delta.verified, len(delta.token_ids))
         self.usage, self.finish = delta.usage, delta.finish
         self.last_at = time.perf_counter()
 
@@ -104,7 +108,7 @@ class Runner:
 
     async def collect(self, group: Group) -> list[Collected]:
         """Wait for the whole answer, in the order of the requests."""
-        answers = [Collected() for _ in group.requests]
+        answers = [Collected(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group)) as steps:
             async for step in steps:
                 for index, delta in step:
