@@ -71,15 +71,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=ServerSettings(
-            config.host,
-            config.port,
-            config.api_key,
-            files.sampling_defaults,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            cors_allow_origins=config.cors_allow_origins or (),
-        ),
+        server=_resolve_server(config, files),
         link=LinkSettings(
             client_endpoint=_resolve_endpoint(config),
             api_key=config.api_key,
@@ -96,6 +88,18 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
+
+
+def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
+    return ServerSettings(
+        config.host,
+        config.port,
+        config.api_key,
+        files.sampling_defaults,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        cors_allow_origins=config.cors_allow_origins or (),
+    )
 
 
 def _resolve_names(config: EngineConfig) -> list[str]:

