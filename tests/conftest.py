@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--summaries", default=None, help="JSON file that full and cuda runs add to: summaries, results by file"
     )
+    parser.addoption("--matrix", default=None, help="JSON file for the outcomes of test_parameter_matrix.py")
     parser.addoption("--heads", default=None, help="directory of heads trained for the default target, one folder each")
 
 

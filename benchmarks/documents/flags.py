@@ -33,7 +33,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
         *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
     ),
-    "server": ("host", "port", "api_key", "sampling_defaults", "zmq_endpoint", "log_level", "random_seed"),
+    "server": (
+        *("host", "port", "api_key", "sampling_defaults", "tool_call_parser", "reasoning_parser", "zmq_endpoint"),
+        *("log_level", "random_seed"),
+    ),
     "memory": (
         *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
         *("disable_radix_cache", "disable_overlap_schedule"),

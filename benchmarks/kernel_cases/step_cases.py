@@ -194,7 +194,7 @@ def slot_cases(place: Place) -> Iterator[StepCase]:
         judged = (drawn, out.window_tokens, slots, out.lengths, length.clone(), window.clone(), num_slots)
         moved = bytes_of(judge_chain_reference(*judged)) + bytes_of(judged[:4])
         yield case_of(judge_chain, judge_chain_reference, [judged], moved, f"{WIDTH} columns", num_slots)
-        placed = (window.clone(), slots, guesses.contiguous(), num_slots)
+        placed = (window.clone(), slots, guesses.contiguous(), torch.full_like(length, WIDTH), num_slots)
         moved = 2 * size_of(placed[2])
         yield case_of(place_guesses, place_guesses_reference, [placed], moved, f"{WIDTH - 1} guesses", num_slots)
 

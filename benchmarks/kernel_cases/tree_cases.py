@@ -176,7 +176,7 @@ def one_step(tree: Tree, num_slots: int, device: str) -> Iterator[StepCase]:
     yield case_of(judge_tree, judge_tree_reference, [(*judged, *rest)], moved, name, num_slots)
 
     num_candidates = topk + (num_steps - 1) * topk * topk
-    scores = torch.randn(num_slots, num_candidates, device=device)
+    scores = torch.randn(num_slots, num_candidates, device=device).sort(dim=1, descending=True).values  # parents first
     above = torch.arange(num_candidates, device=device).expand(num_slots, -1).contiguous() - 1
     candidates = (scores, above + 1, above, width - 1)
     kept = select_tree_reference(*candidates)
@@ -185,5 +185,5 @@ def one_step(tree: Tree, num_slots: int, device: str) -> Iterator[StepCase]:
         select_tree, select_tree_reference, [candidates], moved, f"{width - 1} of {num_candidates}", num_slots
     )
 
-    placed = (window.clone(), parents.clone(), slots, *kept, num_slots)
+    placed = (window.clone(), parents.clone(), slots, *kept, torch.full_like(length, width), num_slots)
     yield case_of(place_tree, place_tree_reference, [placed], 2 * bytes_of(kept), f"{width - 1} guesses", num_slots)

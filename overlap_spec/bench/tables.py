@@ -34,6 +34,7 @@ from overlap_spec.bench.workload import sampling_of
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its table leaves out
+MATRIX_CELLS = {"equal": "=", "differs": "**differs**", "400": "400"}
 NO_PEER = Peer([])
 
 
@@ -203,6 +204,20 @@ def _methods_summary(report: Report) -> list[str]:
     return [*_table(summary_head(report), summary_rows(report)), *_listed(notes(report))]
 
 
+def _parameter_matrix(report: Report) -> list[str]:
+    """A cell for each method and depth; what is refused is so whatever the method, and has a row of its own."""
+    columns, depths, cells = report["columns"], [str(depth) for depth in report["depths"]], report["cells"]
+    refused = [name for name, row in cells.items() if {cell for of in row.values() for cell in of.values()} == {"400"}]
+    rows = [
+        [f"`{name}`", *(" ".join(MATRIX_CELLS[cells[name][column][depth]] for depth in depths) for column in columns)]
+        for name in cells
+        if name not in refused
+    ]
+    names = ", ".join(f"`{name}`" for name in sorted(refused))
+    rows += [[names, *[" ".join("400" for _ in depths)] * len(columns)]] if refused else []
+    return _table(["", *columns], rows)
+
+
 def _listed(sentences: list[str]) -> list[str]:
     """Sentences as a list below a table; nothing if there are none."""
     return ["", *(f"- {sentence}" for sentence in sentences)] if sentences else []
@@ -234,6 +249,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "round_trip": _round_trip,
     "step_profile": _step_profile,
     "memory_guide": _memory_guide,
+    "parameter_matrix": _parameter_matrix,
     "methods": _methods,
     "methods_summary": _methods_summary,
 }

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from overlap_spec.config import DUMMY, MIB, AttentionSettings, SamplingDefaults, Settings
 from overlap_spec.messages import CudaFacts, EngineFacts
+from overlap_spec.server.parsers.formats import AUTO, call_format, reasoning_format
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 PLAIN_WIDTH = 120  # columns where stdout is no terminal
@@ -24,7 +25,9 @@ def start_table(settings: Settings, facts: EngineFacts, url: str, endpoint: str)
     table = Table(show_header=False, title="overlap-spec")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (_settled(settings, facts) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}).items():
+    for name, value in (
+        _settled(settings, facts) | _read(settings, facts) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}
+    ).items():
         table.add_row(name, value)
     return table
 
@@ -56,6 +59,17 @@ def _sampling(defaults: SamplingDefaults) -> str:
     """What a request gets that does not say how tokens are drawn."""
     given = ", ".join(f"{name} {value:g}" for name, value in defaults.changes().items())
     return f"{given} (the model's; OpenAI's else)" if given else "OpenAI's"
+
+
+def _read(settings: Settings, facts: EngineFacts) -> dict[str, str]:
+    """What is read out of answers, and whether a flag or the chat template has decided that."""
+    server, template = settings.server, facts.tokenizer.chat_template
+    found = {
+        "tool calls": (server.tool_call_parser, call_format(server.tool_call_parser, template)),
+        "reasoning": (server.reasoning_parser, reasoning_format(server.reasoning_parser, template)),
+    }
+    by = {AUTO: " (by the chat template)"}
+    return {what: (form.name if form else "not read") + by.get(name, "") for what, (name, form) in found.items()}
 
 
 def _made_up(load_format: str) -> str:

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from overlap_spec.client.link import pack_ids
+from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
@@ -13,6 +14,7 @@ from overlap_spec.messages import (
     ErrorCode,
     Finish,
     FlushDone,
+    Origin,
     Pong,
     Prompt,
     Rejected,
@@ -22,27 +24,60 @@ from overlap_spec.messages import (
     Tokenized,
     TokenPrompt,
     Usage,
+    Verified,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far."""
+    """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far.
+
+    `log_probs`, of `token_ids`, and `prompt_log_probs`, all of them in the first delta, where they are asked for.
+    `verified`: what the step verified, if the request reports it; `verified.origin(i)` is where token i came from.
+    """
 
     text: str
     token_ids: list[int]
     finish: Finish | None
     usage: Usage
+    verified: Verified | None = None
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `token_ids` include the token that ended it, `text` does not."""
+    """A whole answer. `token_ids` include the token that ended it, `text` does not.
+
+    If the request reports it: `provenance` has the step of each token and where it came from, `steps` what each step
+    verified.
+    """
 
     text: str
     token_ids: list[int]
     finish: Finish
     usage: Usage
+    provenance: tuple[tuple[int, Origin], ...] = ()
+    steps: tuple[Verified, ...] = ()
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+
+def completion_of(deltas: Sequence[Delta]) -> Completion:
+    """The whole answer of which these are the parts."""
+    last = deltas[-1]
+    assert last.finish is not None
+    steps = [(delta.verified, len(delta.token_ids)) for delta in deltas if delta.verified is not None]
+    return Completion(
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        last.finish,
+        last.usage,
+        tuple((verified.step_id, verified.origin(i)) for verified, count in steps for i in range(count)),
+        tuple(verified for verified, _ in steps),
+        [entry for delta in deltas for entry in delta.log_probs],
+        [entry for delta in deltas for entry in delta.prompt_log_probs],
+    )
 
 
 Reply = Tokenized | Detokenized | FlushDone | StatsReply | Pong
@@ -93,7 +128,9 @@ class Calls:
                 if finish is not None:
                     self._left.pop(request_id).set()
             else:
-                self.answer(request_id, Delta(text, token_ids, finish, usage))
+                verified = message.verified.get(request_id)
+                packed = message.log_probs.get(request_id), message.prompt_log_probs.get(request_id)
+                self.answer(request_id, Delta(text, token_ids, finish, usage, verified, *map(read_log_probs, packed)))
 
     def reject(self, message: Rejected) -> None:
         """The engine gives this call no (further) answer."""

@@ -16,7 +16,7 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
 
-from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, aborted, prompt_of
+from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, aborted, completion_of, prompt_of
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
@@ -151,15 +151,8 @@ class Client:
         self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
     ) -> Completion:
         """Wait for the whole answer. Raises and Cancellation: as `generate`."""
-        texts: list[str] = []
-        token_ids: list[int] = []
         async with aclosing(self.generate(prompt, sampling, request_id)) as deltas:
-            async for delta in deltas:
-                texts.append(delta.text)
-                token_ids += delta.token_ids
-                last = delta
-        assert last.finish is not None
-        return Completion("".join(texts), token_ids, last.finish, last.usage)
+            return completion_of([delta async for delta in deltas])
 
     async def cancel(self, request_id: str, everyone: bool = False) -> None:
         """End a request of this client, or with `everyone` of any client (all of them if the id is "").

@@ -9,6 +9,10 @@ from overlap_spec.config.speculation import SpeculationFlags, Text
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "qwen25", "qwen", "llama3_json", "llama3", "pythonic", "llama4_pythonic", "mistral"
+]
+ReasoningParser = Literal["auto", "none", "deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking"]
 SamplingDefaultsFrom = Literal["model", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -67,6 +71,12 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None
+    tool_call_parser: Annotated[
+        ToolCallParser, Meta(description="format of the model's tool calls; auto: as its chat template shows")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser, Meta(description="format of the model's reasoning; auto: as its chat template shows")
+    ] = "auto"
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
 
     mem_fraction_static: (

@@ -186,6 +186,8 @@ class ServerSettings(Struct, frozen=True):
     port: int
     api_key: str | None
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class LinkSettings(Struct, frozen=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.grammar.markers import after_reasoning, with_markers
 from overlap_spec.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
 
@@ -51,7 +52,10 @@ class GrammarCompiler:
 
         tokenizer, limits = self.vocabulary.tokenizer(), LLParserLimits(verbose_errors=False)
         try:
-            matcher = LLMatcher(tokenizer, self._rules(grammar), limits=limits, log_level=0)
+            rules = self._rules(grammar)
+            if grammar.reasoning is not None:
+                rules = after_reasoning(rules, grammar.reasoning, grammar.is_reasoning, self.vocabulary.special_tokens)
+            matcher = LLMatcher(tokenizer, rules, limits=limits, log_level=0)
         except Exception as error:
             raise _refused(grammar, str(error)) from error
         first = matcher.deep_copy()
@@ -79,7 +83,8 @@ class GrammarCompiler:
             case GrammarKind.EBNF:
                 return grammar_from("ebnf", grammar.text)
             case GrammarKind.LARK:
-                return LLMatcher.grammar_from_lark(grammar.text)
+                special = self.vocabulary.special_tokens if grammar.markers else {}
+                return LLMatcher.grammar_from_lark(with_markers(grammar.text, grammar.markers, special))
             case _:
                 assert_never(grammar.kind)
 

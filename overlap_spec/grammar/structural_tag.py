@@ -1,5 +1,6 @@
 """Structural tags: free text in which a trigger begins a part that follows a JSON schema (SGLang's first format)."""
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ class StructuralTag(msgspec.Struct, frozen=True):
     type: str = "structural_tag"
 
 
-def tags_to_lark(text: str, special_tokens: frozenset[str]) -> str:
+def tags_to_lark(text: str, special_tokens: Collection[str]) -> str:
     """The tag as a Lark grammar. Raises: ValueError, or msgspec's error, saying what is wrong.
 
     `special_tokens`: triggers that are single tokens, which no text is encoded to.

@@ -7,6 +7,7 @@ first grammar needs it, or at the start where that takes longer anyway.
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,11 @@ class GrammarVocabulary:
                 self._built = self._build()
             return self._built
 
-    @property
-    def special_tokens(self) -> frozenset[str]:
-        """Texts of tokens that no text is encoded to."""
-        added = _read(self._path).get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that no text is encoded to: their texts and ids."""
+        added = _read(self._path).get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
     def _build(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper  # 10 MB that most processes never need

@@ -25,6 +25,7 @@ from overlap_spec.messages.client import (
     FlushDone,
     Generate,
     GetStats,
+    LogProbs,
     Ping,
     Pong,
     Rejected,
@@ -47,12 +48,16 @@ from overlap_spec.messages.facts import (
 )
 from overlap_spec.messages.request import (
     MAX_GRAMMAR_BYTES,
+    MAX_LISTED_LOG_PROBS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
+    MAX_TOP_LOG_PROBS,
     ChatPrompt,
     Grammar,
     GrammarKind,
+    LogProbParams,
     Prompt,
+    Reasoning,
     SamplingParams,
     TextPrompt,
     TokenPrompt,
@@ -74,6 +79,7 @@ from overlap_spec.messages.ring import (
     WorkerReady,
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
+from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -117,14 +123,19 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "MAX_GRAMMAR_BYTES",
+    "LogProbParams",
+    "LogProbs",
+    "MAX_LISTED_LOG_PROBS",
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
+    "MAX_TOP_LOG_PROBS",
     "MemorySaving",
     "Message",
     "Phase",
     "Ping",
     "Pong",
     "Prompt",
+    "Reasoning",
     "Refused",
     "Rejected",
     "ResetSlot",
@@ -154,4 +165,8 @@ __all__ = [
     "Usage",
     "WorkerFacts",
     "WorkerReady",
+    "MetricsLevel",
+    "Origin",
+    "Speculative",
+    "Verified",
 ]

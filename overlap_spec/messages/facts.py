@@ -14,10 +14,14 @@ Report = dict[str, str | int | float]
 
 
 class TokenizerFacts(Message, frozen=True):
-    """`codec`: kind and size of the vocabulary. `client_endpoint`: the address that clients connect to."""
+    """`codec`: kind and size of the vocabulary. `client_endpoint`: the address that clients connect to.
+
+    `chat_template`: its source.
+    """
 
     codec: str
     client_endpoint: str
+    chat_template: str = ""
 
     def report(self) -> Report:
         """By name."""

@@ -7,11 +7,26 @@ from typing import Any
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
 MAX_GRAMMAR_BYTES = 256 << 10
+MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
+MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
+
+
+class Reasoning(msgspec.Struct, frozen=True, array_like=True):
+    """The markers between which a model reasons before it answers.
+
+    The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
+    before the answer's text.
+    """
+
+    opening: str
+    closing: str
+    is_implicit: bool = False  # an answer may begin with reasoning without the opening marker
 
 
 class GrammarKind(enum.StrEnum):
@@ -30,10 +45,38 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `text` is JSON of a JSON schema, of a list of strings (choice) and of a structural tag (`structures` with `begin`,
     `schema` and `end`, and `triggers`, as in SGLang); else the expression or the rules themselves.
+
+    `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
+    output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
     """
 
     kind: GrammarKind
     text: str
+    markers: tuple[str, ...] = ()
+    reasoning: Reasoning | None = None
+    is_reasoning: bool = False
+
+
+class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Which log-probs are returned: of every output token, and of the prompt's from position `prompt_from` on.
+
+    At every position also those of the `top` most probable tokens and of `token_ids`. `prompt_from=None`: none of the
+    prompt. The first prompt token that is returned has no log-prob. Raises: RequestError naming the field.
+    """
+
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    prompt_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= MAX_TOP_LOG_PROBS:
+            raise RequestError("log_probs.top", f"log_probs.top must be 0 to {MAX_TOP_LOG_PROBS}, got {self.top}")
+        if self.prompt_from is not None and not 0 <= self.prompt_from < MOST:
+            text = f"log_probs.prompt_from must be a position of the prompt, from 0 on, got {self.prompt_from}"
+            raise RequestError("log_probs.prompt_from", text)
+        if len(self.token_ids) > MAX_LISTED_LOG_PROBS or not all(0 <= i < MOST for i in self.token_ids):
+            text = f"log_probs.token_ids must be at most {MAX_LISTED_LOG_PROBS} token ids >= 0"
+            raise RequestError("log_probs.token_ids", text)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +103,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
+    speculative: Speculative = Speculative()
+    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    reasoning: Reasoning | None = None
+    log_probs: LogProbParams | None = None
 
     def __post_init__(self) -> None:
         if self.grammar is not None:

@@ -3,6 +3,7 @@
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import SamplingParams
 from overlap_spec.messages.roofline import Roofline
+from overlap_spec.messages.speculation import NO_METHOD, Verified
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
 
@@ -56,7 +57,8 @@ class SlotWork(Message, frozen=True):
     little-endian) holds the tokens at positions start, start+1, ..; `next_token` is the prompt token that
     follows the chunk, or -1 when the chunk completes the prompt and the target draws the next token. In
     decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
-    how many rows before the slot's root the draft has not absorbed.
+    how many rows before the slot's root the draft has not absorbed. `scored`: first and end of the positions of a chunk
+    after which the prompt token's log-prob is wanted.
     """
 
     slot: int
@@ -66,6 +68,7 @@ class SlotWork(Message, frozen=True):
     next_token: int = -1
     reset: ResetSlot | None = None
     deferred: int = 0
+    scored: tuple[int, int] = (0, 0)
 
 
 class StepPlan(Message, frozen=True):
@@ -105,7 +108,8 @@ class WorkerReady(Message, frozen=True):
     pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
-    results have `levels`, and every window is filled whole, whatever the width of the step before.
+    results have `levels`, and every window is filled whole, whatever the width of the step before. `num_steps`: guesses
+    in a row that `method` makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W.
     """
 
     num_slots: int
@@ -122,6 +126,9 @@ class WorkerReady(Message, frozen=True):
     step_costs: StepCosts = StepCosts()
     max_deferred: int = 0
     is_self_drafting: bool = False
+    method: str = NO_METHOD
+    num_steps: int = 0
+    step_widths: tuple[int, ...] = ()
 
 
 class StepResult(Message, frozen=True):
@@ -147,25 +154,35 @@ class StepResult(Message, frozen=True):
     levels: list[int] = []  # of guesses in the whole window
     strengths: list[int] = []  # how many tokens the guesses rest on
     next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
+    # Packed log-probs (`LogProbs.records`) of `tokens`, and of prompt tokens in the plan's chunks. Empty: no request
+    # asks for them; else b"" for those that do not.
+    log_probs: list[bytes] = []
+    prompt_log_probs: list[bytes] = []
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
 
 
 class EngineLimits(Message, frozen=True):
-    """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens."""
+    """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
+
+    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding.
+    """
 
     max_len: int
     max_total_tokens: int
     max_running_requests: int
     vocab_size: int
+    method: str = NO_METHOD
+    num_steps: int = 0
 
 
 class TokenDeltas(Message, frozen=True):
     """What one step committed, in columns. The scheduler's finishes are provisional: stop strings come later.
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
-    `step_id` is 0 for an abort, which is no step's.
+    `step_id` is 0 for an abort, which is no step's. `verified`: by uid, of the requests that report it.
+    So are packed log-probs, of tokens that were cut too; those of a prompt come by chunks, before its request's row.
     """
 
     uids: list[int]
@@ -173,6 +190,9 @@ class TokenDeltas(Message, frozen=True):
     finishes: list[Finish | None]
     usages: list[Usage]
     step_id: int = 0
+    verified: dict[int, Verified] = {}
+    log_probs: dict[int, bytes] = {}
+    prompt_log_probs: dict[int, bytes] = {}
 
 
 class Refused(Message, frozen=True):
@@ -218,3 +238,8 @@ class Stats(Message, frozen=True):
     host_time_hidden: float = 0.0  # seconds, mean: what of it the device did not wait for
     decode_steps_total: int = 0
     decode_floor_total: float = 0.0  # seconds that those steps take at least, at the device's ceilings; 0: not known
+    drafts_total: int = 0  # verify steps with guesses
+    accept_rate: float = 0.0  # guesses accepted of those verified
+    step_width: int = 0  # of the last decode step
+    num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
+    draft_is_dead: bool = False  # of the last guesses hardly any was accepted

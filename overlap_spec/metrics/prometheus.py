@@ -39,6 +39,10 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Committed tokens per verify step, bonus included, last interval.",
         lambda s: s.accept_length,
     ),
+    ("spec_accept_rate", "Guesses accepted of those verified, last interval.", lambda s: s.accept_rate),
+    ("spec_num_steps", "Guesses in a row that the last decode step could verify.", lambda s: s.num_steps),
+    ("spec_num_draft_tokens", "Columns of the last decode step's windows, root included.", lambda s: s.step_width),
+    ("spec_draft_dead", "1 if hardly any of the draft's last guesses was accepted.", lambda s: s.draft_is_dead),
     ("step_time_seconds", "Mean time that the device worked on a step, last interval.", lambda s: s.step_time),
     (
         "step_efficiency",
@@ -139,9 +143,8 @@ class ServerMetrics(Collector):
 def _spec_decode(stats: Stats) -> Iterator[Metric]:
     """vLLM's counters. There a draft is a verify step with guesses, and the bonus is not an accepted token."""
     per_position = stats.accepted_per_position_total
-    num_drafts = stats.verify_steps_total if stats.proposed_tokens_total else 0
     prefix = "vllm:spec_decode_num_"
-    yield CounterMetricFamily(prefix + "drafts", "Verify steps with guesses.", num_drafts)
+    yield CounterMetricFamily(prefix + "drafts", "Verify steps with guesses.", stats.drafts_total)
     yield CounterMetricFamily(prefix + "draft_tokens", "Guesses verified.", stats.proposed_tokens_total)
     yield CounterMetricFamily(prefix + "accepted_tokens", "Guesses accepted.", sum(per_position))
     positions = CounterMetricFamily(

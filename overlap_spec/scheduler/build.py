@@ -17,6 +17,7 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.traced_loop import TracedScheduler
+from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
 from overlap_spec.scheduler.width.rules import RuledWidth
@@ -36,7 +37,7 @@ def build_scheduler(
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
     queues = RequestQueues(memory, limits.num_slots)
     counters = Counters(runs=[0] * (limits.width + 1))
-    widths = _width_policy(ready, settings)
+    widths = BatchWidths(_width_policy(ready, settings), limits)
     planner = Planner(queues, Admission(queues, limits), limits, counters, widths)
     kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
     ledger, reporter = Ledger(queues, limits, counters, widths), Reporter(queues, limits, counters, clock)

@@ -10,19 +10,19 @@ After every settled or aborted event, for each request with a slot:
 Tokens of a preempted request's steps in flight are kept: they are prefilled again with the rest.
 """
 
-from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas
+from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas, Verified
 from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.policy import WidthPolicy
+from overlap_spec.scheduler.width.batch import BatchWidths
 
 
 class Ledger:
     """Applies results and aborts to the queues."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, widths: WidthPolicy) -> None:
+    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, widths: BatchWidths) -> None:
         self._queues = queues
         self._counters = counters
         self._limits = limits
@@ -42,7 +42,7 @@ class Ledger:
         else:
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
-        return deltas if deltas.uids else None
+        return deltas if deltas.uids or deltas.prompt_log_probs else None
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
         """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
@@ -65,23 +65,30 @@ class Ledger:
 
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
         counters, width, catch_up = self._counters, step.plan.width, step.plan.catch_up
-        self._widths.observe(result)
-        for request, run, num_proposed in zip(step.requests, result.tokens, result.num_proposed, strict=True):
+        self._widths.observe(step.requests, result)
+        counters.step_width = width
+        for row, request in enumerate(step.requests):
+            run, num_proposed = result.tokens[row], result.num_proposed[row]
             request.pending_min -= 1
             request.pending_max -= width
             if request.finish is None:
-                request.verify_steps += 1
-                counters.runs[len(run)] += 1
-                counters.proposed_tokens += num_proposed
+                if not request.is_plain:
+                    request.verify_steps += 1
+                    counters.verified(len(run), num_proposed)
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, catch_up)
-                self._commit(request, run, deltas)
+                _pass_on(result, row, request, deltas)
+                self._commit(request, run, deltas, num_proposed)
             request.in_flight -= 1  # last: until here the step holds slot and pages
             if not request.running:
                 self._queues.step_settled(request)
 
     def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        for request, end, run in zip(step.requests, step.chunk_ends, result.tokens, strict=True):
+        for row, (request, end) in enumerate(zip(step.requests, step.chunk_ends, strict=True)):
+            run = result.tokens[row]
+            if request.finish is None:
+                _pass_on(result, row, request, deltas)
             request.prefilled_len = end
+            request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
             if end == request.target:
                 request.pending_min -= 1
                 request.pending_max -= 1
@@ -94,7 +101,7 @@ class Ledger:
             else:
                 self._queues.step_settled(request)
 
-    def _commit(self, request: Request, run: list[int], deltas: TokenDeltas) -> None:
+    def _commit(self, request: Request, run: list[int], deltas: TokenDeltas, num_proposed: int = 0) -> None:
         """Append a run to an unfinished request, up to the token that finishes it."""
         assert 0 < len(run) <= self._limits.width, f"a run of {len(run)} tokens"
         kept, finish = _cut(request, run)
@@ -104,9 +111,19 @@ class Ledger:
         deltas.tokens.append(kept)
         deltas.finishes.append(finish)
         deltas.usages.append(request.usage(self._speculative))
+        if request.admit.sampling.speculative.is_reported:
+            deltas.verified[request.uid] = Verified(deltas.step_id, num_proposed, len(run) - 1)
         if finish is not None:
             request.finish = finish
             self._queues.close(request)
+
+
+def _pass_on(result: StepResult, row: int, request: Request, deltas: TokenDeltas) -> None:
+    """The log-probs of an unfinished request, also of tokens that it will not keep."""
+    if result.log_probs and result.log_probs[row]:
+        deltas.log_probs[request.uid] = result.log_probs[row]
+    if result.prompt_log_probs and result.prompt_log_probs[row]:
+        deltas.prompt_log_probs[request.uid] = result.prompt_log_probs[row]
 
 
 def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:

@@ -17,6 +17,9 @@ class Limits:
         self.width = ready.width
         self.max_deferred = ready.max_deferred
         self.is_self_drafting = ready.is_self_drafting
+        self.method = ready.method
+        self.num_steps = ready.num_steps
+        self.step_widths = ready.step_widths or (ready.width,)
         self.page_size = ready.page_size
         self.num_pages = ready.num_pages
         self.key_lookahead = ready.key_lookahead
@@ -58,7 +61,8 @@ class Limits:
 
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
-        return EngineLimits(self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size)
+        sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
+        return EngineLimits(*sizes, self.method, self.num_steps)
 
     def _chunk_tokens(self, ready: WorkerReady, settings: SchedulerSettings) -> int:
         """The worker's buffers bound a step; unbounded means that no prompt needs a second chunk."""

@@ -5,7 +5,7 @@ The pages of a planned slot cover `reserved_len` + w positions, w being the step
 step's window, and the step proposes the next w positions. And no step is planned for a request that its steps in flight
 must finish; each of them commits at least one token.
 
-How wide a decode step is, is `width/policy.py`'s decision. At width 1 the draft defers a row of each slot; a step
+How wide a decode step is, is `width/batch.py`'s decision. At width 1 the draft defers a row of each slot; a step
 catches up when it is wider than that, or when a slot's deferred rows would become more than the worker keeps.
 """
 
@@ -17,14 +17,14 @@ from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.policy import WidthPolicy
+from overlap_spec.scheduler.width.batch import BatchWidths
 
 
 class Planner:
     """Prefill chunks and decode steps take turns while there is work for both."""
 
     def __init__(
-        self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, widths: WidthPolicy
+        self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, widths: BatchWidths
     ) -> None:
         self.limits = limits
         self.widths = widths
@@ -97,6 +97,7 @@ class Planner:
             prompt_chunk=request.tokens[start:end].tobytes(),
             next_token=-1 if completes else request.tokens[end],
             reset=request.reset() if first else None,
+            scored=request.scored_rows(start, end),
         )
 
     # --- decode ---------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ class Planner:
         """One window for every request that can take one, oldest first: if pages are short, the younger wait."""
         if not self._queues.running:
             return None
-        width, page_size = self.widths.choose(len(self._queues.running)), self.limits.page_size
+        width, page_size = self.widths.choose(self._queues), self.limits.page_size
         work: list[SlotWork] = []
         requests: list[Request] = []
         short = False

@@ -26,6 +26,7 @@ class RequestQueues:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.leaving: list[Request] = []  # still in flight; nothing more is planned
+        self.num_limited = 0  # of the running ones, those that limit their speculation
         self.free_slots = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -54,12 +55,14 @@ class RequestQueues:
         self.memory.place(request, match)
         request.slot = self.free_slots.pop()
         request.running = True
+        self.num_limited += request.is_limited
         insort(self.running, request, key=ARRIVAL)
         return request
 
     def leave(self, request: Request) -> None:
         """Plan nothing more for a running request; it is gone as soon as no step in flight involves it."""
         request.running = False
+        self.num_limited -= request.is_limited
         self.running.remove(request)
         self.leaving.append(request)
         self.step_settled(request)

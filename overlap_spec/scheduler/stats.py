@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from overlap_spec.messages import Stats, StepResult
+from overlap_spec.scheduler.draft_health import DraftHealth
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
@@ -24,13 +25,18 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Counters:
-    """Everything since start. `runs[n]`: runs of n tokens, one per request and decode step; discarded ones are not."""
+    """Everything since start.
+
+    `runs[n]`: runs of n tokens, one per request and decode step. Discarded ones are not counted, nor are those of
+    requests that asked for no speculation.
+    """
 
     runs: list[int]
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
     proposed_tokens: int = 0
+    drafts: int = 0  # runs with guesses
     prefilled_requests: int = 0
     requests: int = 0
     aborted: int = 0
@@ -42,6 +48,7 @@ class Counters:
     following_steps: int = 0  # those with a gap
     decode_steps: int = 0
     decode_time: float = 0.0  # with the gaps before them
+    step_width: int = 0  # of the last one
     decode_floor: float = 0.0  # what the device's ceilings allow (`metrics/step_floor.py`)
     # Seconds of the host.
     scheduling_time: float = 0.0
@@ -52,6 +59,12 @@ class Counters:
         self.prefilled_requests += 1
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.cached_tokens
+
+    def verified(self, run_length: int, num_proposed: int) -> None:
+        """Note a run of a request that is speculated for."""
+        self.runs[run_length] += 1
+        self.proposed_tokens += num_proposed
+        self.drafts += num_proposed > 0
 
     def timed(self, result: StepResult, follows: bool, floor: float | None) -> None:
         """Note a settled step. `follows`: the engine had work since the step before; `floor`: None in prefill."""
@@ -80,6 +93,11 @@ class Counters:
         """Guesses accepted at positions 1..K: a run of n tokens accepted the first n - 1 (the last is the bonus)."""
         return tuple(sum(self.runs[length:]) for length in range(2, len(self.runs)))
 
+    @property
+    def first_accepted(self) -> int:
+        """Runs whose first guess was accepted."""
+        return sum(self.runs[2:])
+
     def copy(self) -> "Counters":
         return copy.deepcopy(self)
 
@@ -97,6 +115,12 @@ class Interval:
         return _ratio(
             self.now.committed_tokens - self.before.committed_tokens, self.now.verify_steps - self.before.verify_steps
         )
+
+    def accept_rate(self) -> float:
+        """Guesses accepted of those verified."""
+        now, before = self.now, self.before
+        accepted = now.committed_tokens - now.verify_steps - before.committed_tokens + before.verify_steps
+        return _ratio(accepted, now.proposed_tokens - before.proposed_tokens)
 
     def step_time(self) -> float:
         """Mean seconds the device worked on a step."""
@@ -135,6 +159,7 @@ class Reporter:
         self._logged_at = -math.inf
         self._reported, self._logged = self._interval(self._idle_since), self._interval(self._idle_since)
         self._resumed_at = self._idle_since
+        self._health = DraftHealth()
 
     def resume(self) -> None:
         """Call when a message has arrived: the scheduler works again."""
@@ -156,6 +181,8 @@ class Reporter:
                 interval.started_at += now - self._idle_since
         if busy and now - self._reported.started_at < REPORT_S:
             return None
+        if not self._limits.is_self_drafting:
+            self._health.check(self._counters.drafts, self._counters.first_accepted, now)
         stats = self.snapshot()
         self._active, self._idle_since = busy, now
         self._reported = self._interval(now)
@@ -178,6 +205,11 @@ class Reporter:
             token_usage=num_used / queues.memory.pool.num_total,
             gen_throughput=self._reported.throughput(self._clock()),
             accept_length=self._reported.accept_length(),
+            accept_rate=self._reported.accept_rate(),
+            drafts_total=counters.drafts,
+            step_width=counters.step_width,
+            num_steps=min(self._limits.num_steps, max(counters.step_width - 1, 0)),
+            draft_is_dead=self._health.is_dead,
             step_time=self._reported.step_time(),
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
@@ -211,7 +243,7 @@ class Reporter:
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s, %s, %s",
                 *(new_seqs, num_new, num_cached, usage, running, queued),
             )
-        if counters.verify_steps > since.before.verify_steps:
+        if counters.decode_steps > since.before.decode_steps:
             synthetic = " (synthetic acceptance)" if self._limits.synthetic_acceptance else ""
             accept = f"accept len{synthetic}: {since.accept_length():.2f}, " if self._limits.width > 1 else ""
             log.info(

@@ -5,15 +5,25 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.messages import Usage
-from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatRunner
+from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.openai_replies import DeltaChoice, MessageChoice, Reply, ReplyHead, Text, wire_usage
+from overlap_spec.server.openai_replies import (
+    DeltaChoice,
+    FunctionCall,
+    MessageChoice,
+    Reply,
+    ReplyHead,
+    Text,
+    WireToolCall,
+    wire_usage,
+)
 from overlap_spec.server.openai_requests import ChatRequest, read_openai
-from overlap_spec.server.running import Group
+from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 
@@ -39,16 +49,18 @@ class ChatCompletions:
         reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _events(self, group: Group, head: ReplyHead) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
-                    opening = b"" if index in last else _opening(head, index, delta.usage)
+                    if index not in last:
+                        events.append(_opening(head, index, delta.usage, group))
                     last[index] = delta.usage
-                    events.append(opening + _chunks(head, index, delta))
-                yield b"".join(events)
+                    events.append(_chunks(head, index, delta, group))
+                if any(events):
+                    yield b"".join(events)
         if head.options.include_usage:
             usages = [last[index] for index in range(len(group.requests))]
             yield event(head.usage_chunk(wire_usage(usages, len(usages))))
@@ -57,20 +69,44 @@ class ChatCompletions:
 
 def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
     assert answer.finish is not None
-    message = Text(role="assistant", content=answer.content)
+    calls = tuple(
+        WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
+    )
+    message = Text(
+        role="assistant",
+        content=answer.content or None if calls or answer.reasoning else answer.content,
+        reasoning_content=answer.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
     return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
 
 
-def _opening(head: ReplyHead, index: int, usage: Usage) -> bytes:
-    """A choice's first event holds the role; no token has been sent yet."""
+def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> bytes:
+    """A choice's first event holds the role; no token has been sent yet. Content that may never come is null."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
-    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content="")), start))
+    content = "" if group.form.is_plain else None
+    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start))
 
 
-def _chunks(head: ReplyHead, index: int, delta: ChatDelta) -> bytes:
-    """One event for a step, and one more, without text, for the finish."""
-    finish = delta.finish
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup) -> bytes:
+    """One event for a step that adds something, and one more, without text, for the finish."""
+    text, finish = _added(delta), delta.finish
+    if text is None and group.form.is_plain and finish is None:
+        text = Text(content="")
+    added = event(head.chunk(DeltaChoice(index, text), delta.usage)) if text is not None else b""
     if finish is None:
-        return event(head.chunk(DeltaChoice(index, Text(content=delta.content)), delta.usage))
-    text = event(head.chunk(DeltaChoice(index, Text(content=delta.content)), delta.usage)) if delta.content else b""
-    return text + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))
+        return added
+    return added + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))
+
+
+def _added(delta: ChatDelta) -> Text | None:
+    if not (delta.content or delta.reasoning or delta.tool_calls):
+        return None
+    calls = tuple(map(_call_piece, delta.tool_calls))
+    return Text(content=delta.content or UNSET, reasoning_content=delta.reasoning or UNSET, tool_calls=calls or UNSET)
+
+
+def _call_piece(piece: ToolCallPiece) -> WireToolCall:
+    if not piece.name:
+        return WireToolCall(FunctionCall(arguments=piece.arguments), piece.index)
+    return WireToolCall(FunctionCall(piece.name, piece.arguments), piece.index, piece.id, "function")

@@ -11,7 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from overlap_spec.errors import RequestAborted
-from overlap_spec.server.chat_runs import ChatDelta, ChatFinish, ChatSteps, ToolCallPiece
+from overlap_spec.server.chat_runs import ChatDelta, ChatFinish, ChatSteps
+from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.running import NOTHING
 
 

@@ -10,22 +10,16 @@ from contextlib import aclosing
 
 import msgspec
 
-from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.messages import FinishKind, SamplingParams, Usage
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
+from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
-
-
-class ToolCallPiece(msgspec.Struct, frozen=True):
-    """A part of a call: its first piece has the id and the name, later ones continue the text of its arguments."""
-
-    index: int
-    arguments: str = ""
-    id: str = ""
-    name: str = ""
+from overlap_spec.server.tools import answer_format, template_tools, with_format
 
 
 class ChatFinish(msgspec.Struct, frozen=True):
@@ -43,6 +37,12 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
+
+
+class ChatGroup(Group, frozen=True):
+    """A chat's requests, one for each choice, and what is to be found in their answers."""
+
+    form: AnswerFormat = AnswerFormat()
 
 
 ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
@@ -79,30 +79,36 @@ class ChatRunner:
         self._runner = runner
         self._info = info
 
-    def prepare(self, body: ChatRequest, prefix: str) -> Group:
+    def prepare(self, body: ChatRequest, prefix: str) -> ChatGroup:
         """Check what the struct does not; `prefix` begins the id of a request without one. Raises: Problem."""
         limit, sampling = self._sampling(body)
+        form = answer_format(body, self._info)
+        sampling = with_format(sampling, body, form, self._info)
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
-        tools = [] if body.tool_choice == "none" else body.tools
+        tools = template_tools(body)
         prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
         names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
-        return Group(name, spread(ids, [prompt], [sampling], names, body.n))
+        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form)
 
-    async def run(self, group: Group) -> ChatSteps:
-        """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`."""
+    async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
+        """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`.
+
+        `streams`: calls are given out while they grow, before it is known whether they become complete.
+        """
+        choices = [_Choice(group.form, streams) for _ in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
-                yield [(index, _delta(delta)) for index, delta in step]
+                yield [(index, choices[index].read(delta)) for index, delta in step]
 
-    async def collect(self, group: Group) -> list[ChatAnswer]:
+    async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
         answers = [ChatAnswer() for _ in group.requests]
-        async with aclosing(self.run(group)) as steps:
+        async with aclosing(self.run(group, streams=False)) as steps:
             async for step in steps:
                 for index, delta in step:
                     answers[index].add(delta)
@@ -125,6 +131,21 @@ def _names(limit: str) -> dict[str, str]:
     return {"max_new_tokens": limit, "min_new_tokens": "min_tokens"}
 
 
-def _delta(delta: DeltaLike) -> ChatDelta:
-    finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
-    return ChatDelta(delta.usage, delta.text, finish=finish)
+class _Choice:
+    """The answer of one choice, as it is read."""
+
+    def __init__(self, form: AnswerFormat, streams: bool) -> None:
+        self._parser = None if form.is_plain else AnswerParser(form, streams)
+
+    def read(self, delta: DeltaLike) -> ChatDelta:
+        """What a step added."""
+        finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
+        if self._parser is None:
+            return ChatDelta(delta.usage, delta.text, finish=finish)
+        found = self._parser.push(delta.text)
+        if delta.finish is not None:
+            stopped = delta.finish.kind is FinishKind.STOP
+            found = found.then(self._parser.end(is_cut=not stopped))
+            if stopped and self._parser.num_calls:
+                finish = ChatFinish("tool_calls")
+        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish)

@@ -11,6 +11,7 @@ import msgspec
 from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import ChatPrompt, EngineFacts, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
+from overlap_spec.server.parsers.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from overlap_spec.version import __version__
 
 # (True, "") or (False, the reason). It is called before every request, so it must not wait.
@@ -62,11 +63,13 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     max_body_bytes: int = MAX_BODY_BYTES
+    call_format: CallFormat | None = None  # None: tool calls are not read
+    reasoning_format: ReasoningFormat | None = None
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
     """What the endpoints print of one engine."""
-    model = settings.model
+    model, template = settings.model, facts.tokenizer.chat_template
     return ServerInfo(
         model_name=model.name,
         model_path=config.model_path,
@@ -81,6 +84,8 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         sampling_defaults=settings.server.sampling_defaults,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
+        call_format=call_format(settings.server.tool_call_parser, template),
+        reasoning_format=reasoning_format(settings.server.reasoning_parser, template),
     )
 
 

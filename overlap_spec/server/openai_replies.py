@@ -24,11 +24,29 @@ class WireUsage(msgspec.Struct, frozen=True):
     prompt_tokens_details: CachedTokens
 
 
+class FunctionCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call's function, or what a chunk adds to it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class WireToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call of a message (without index), or what a chunk adds to one (with index; id and type come first)."""
+
+    function: FunctionCall
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Text(msgspec.Struct, frozen=True, omit_defaults=True):
     """A chat message or what a chunk adds to it."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | None | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[WireToolCall, ...] | UnsetType = UNSET
 
 
 class MessageChoice(msgspec.Struct, frozen=True):

@@ -67,7 +67,10 @@ class ChatRequest(CommonRequest, kw_only=True):
     messages: list[Json]
     max_completion_tokens: int | None = None
     tools: list[Json] = []
-    tool_choice: str = "auto"  # or "none": see unsupported.py
+    tool_choice: str | Json = "auto"
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
     chat_template_kwargs: Json = {}
     reasoning_effort: str = ""
     add_generation_prompt: bool = True

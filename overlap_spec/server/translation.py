@@ -7,11 +7,11 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.server.bodies import Json
-from overlap_spec.server.chat_runs import ChatRunner
+from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest, check_openai
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.running import EngineRequest, Group, renamed
+from overlap_spec.server.running import EngineRequest, renamed
 from overlap_spec.server.unsupported import UNSUPPORTED
 
 # Fields of chat completions that these APIs have no name for, and that leave the shape of the answer as it is.
@@ -34,7 +34,7 @@ class Dialect(msgspec.Struct, frozen=True):
     names: Mapping[str, str]
 
 
-def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: ServerInfo) -> Group:
+def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: ServerInfo) -> ChatGroup:
     """Prepare the chat with the fields that were made of a body, and the extensions that the body itself has.
 
     Raises: Problem or RequestError naming the body's field.
@@ -43,7 +43,8 @@ def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: 
     with naming(dialect.names):
         body = check_openai({**extensions, **made}, ChatRequest, info)
         group = chats.prepare(body, dialect.id_prefix)
-    return Group(group.id, [_renamed_request(request, dialect.names) for request in group.requests])
+    requests = [_renamed_request(request, dialect.names) for request in group.requests]
+    return msgspec.structs.replace(group, requests=requests)
 
 
 @contextmanager

@@ -24,9 +24,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_decoding": ({},),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": ("",),
-    # tools: the template sees them, nothing makes the model call one or reads its call
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
+    # what came before tools
     "functions": ([],),
     "function_call": ("none", "auto"),
     # what is returned. OpenAI's completions take `logprobs: 0` for "the drawn token's", which is not nothing.
@@ -45,8 +43,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "separate_reasoning": (True, False),  # without a reasoning parser both mean the same
-    "stream_reasoning": (True, False),
     "stream_interval": (1,),
     "thinking_budget": (),
     "max_thinking_tokens": (),

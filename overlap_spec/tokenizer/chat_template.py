@@ -38,6 +38,7 @@ class ChatTemplate:
     """A compiled template and the names of the model's special tokens."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self.source = source
         self._template = _environment().from_string(source)
         self._special_tokens = dict(special_tokens)
         self._reads_parts = self._can_read_parts()
@@ -80,6 +81,8 @@ class ChatTemplate:
 
 class NoChatTemplate:
     """The template of a model that has none: it refuses every chat."""
+
+    source = ""
 
     def render(self, prompt: ChatPrompt) -> str:
         """Raises: RequestError, always."""

@@ -14,6 +14,7 @@ from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
 from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -23,6 +24,7 @@ class Codec(Protocol):
     """What the service needs of a tokenizer."""
 
     name: str  # for the start-up table
+    chat_template: str  # its source; empty if there is none
     longest_token: int  # characters; no token's text is longer; 0 if there are none
     eos_token_ids: tuple[int, ...]
 
@@ -38,8 +40,17 @@ class Codec(Protocol):
         """The text of ids; thread and lock as in `encode`. Raises: RequestError."""
         ...
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
-        """A new incremental decoder; `before` is the token that its text continues, if it does."""
+    def detokenizer(
+        self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A new incremental decoder; `before` is the token that its text continues, if it does.
+
+        `shown_tokens` are special tokens that are not skipped.
+        """
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character; b"" for an id without a token."""
         ...
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
@@ -59,7 +70,9 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._template = template
+        self.chat_template = template.source
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -78,9 +91,21 @@ class TextCodec:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
-        is_silent = self._is_special_or_unknown if skip_special_tokens else self._is_unknown
-        return StreamDetokenizer(self._tokenizer, skip_special_tokens, is_silent, before)
+    def detokenizer(
+        self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
+    ) -> Detokenizer:
+        if not skip_special_tokens:
+            return StreamDetokenizer(self._tokenizer, False, self._is_unknown, before)
+        shown = self._special.intersection(map(self._tokenizer.token_to_id, shown_tokens))
+        if not shown:
+            return StreamDetokenizer(self._tokenizer, True, self._is_special_or_unknown, before)
+        # The library skips all special tokens or none: here it is given only those that are shown.
+        return StreamDetokenizer(
+            self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.of(token_id)
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         pass
@@ -96,6 +121,7 @@ class IdsOnly:
     """The codec of `--skip-tokenizer-init`: token ids in, token ids out, everything else refused."""
 
     name = "none (--skip-tokenizer-init)"
+    chat_template = ""
     longest_token = 0
     eos_token_ids: tuple[int, ...] = ()
 
@@ -108,8 +134,13 @@ class IdsOnly:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:
         raise _no_tokenizer("tokens")
 
-    def detokenizer(self, skip_special_tokens: bool, before: Sequence[int] = ()) -> Detokenizer:
+    def detokenizer(
+        self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
+    ) -> Detokenizer:
         return NoText()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
 
     def check_stop_strings(self, stops: tuple[str, ...]) -> None:
         if stops:

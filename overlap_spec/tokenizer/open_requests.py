@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Usage
 from overlap_spec.tokenizer.detokenize import Detokenizer
+from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 
 
@@ -18,6 +19,13 @@ class OpenRequest:
     request_id: str
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
+    log_probs: RequestLogProbs | None = None  # where they are asked for
+    opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
+
+    def opened(self, text: str) -> str:
+        """The next text of the answer, after what it opens with."""
+        opening, self.opening = self.opening, ""
+        return opening + text
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

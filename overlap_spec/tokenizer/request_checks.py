@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, SamplingParams
+from overlap_spec.messages import (
+    MAX_STOP_IDS,
+    EngineLimits,
+    ErrorCode,
+    Grammar,
+    LogProbParams,
+    SamplingParams,
+    Speculative,
+)
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
@@ -64,9 +72,12 @@ class RequestChecks:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
         _check_prompt(prompt, limits)
         check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+        if sampling.log_probs is not None:
+            _check_log_probs(sampling.log_probs, len(prompt), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
-        return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed)
+        speculative = settle_speculation(sampling.speculative, limits)
+        return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed, speculative=speculative)
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Ids that end the request. Raises: RequestError if there are too many."""
@@ -82,10 +93,32 @@ def at_least_one(sampling: SamplingParams) -> SamplingParams:
     return sampling if sampling.max_new_tokens else msgspec.structs.replace(sampling, max_new_tokens=1)
 
 
+def settle_speculation(asked: Speculative, limits: EngineLimits) -> Speculative:
+    """The same with a `num_steps` that is None if it limits nothing. Raises: RequestError naming what is loaded."""
+    loaded = f"{limits.method} with up to {limits.num_steps} steps" if limits.num_steps else "no method"
+    if not asked.is_plain and asked.method.upper() not in ("", limits.method.upper()):
+        raise RequestError(
+            "speculative", f"speculative.method {asked.method!r} is not loaded: this engine has {loaded}"
+        )
+    most = 0 if asked.is_plain else asked.num_steps
+    if most is None:
+        return asked
+    if most > limits.num_steps:
+        raise RequestError("speculative", f"speculative.num_steps {most} is out of range: this engine has {loaded}")
+    return msgspec.structs.replace(asked, num_steps=most if most < limits.num_steps else None)
+
+
 def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
     if not prompt:
         raise RequestError("prompt", "the prompt must have at least one token")
     check_ids("prompt", prompt, limits.vocab_size)
+
+
+def _check_log_probs(asked: LogProbParams, prompt_len: int, vocab_size: int) -> None:
+    check_ids("log_probs.token_ids", asked.token_ids, vocab_size)
+    if asked.prompt_from is not None and asked.prompt_from >= prompt_len:
+        text = f"log_probs.prompt_from must be below {prompt_len}, the prompt's tokens, got {asked.prompt_from}"
+        raise RequestError("log_probs.prompt_from", text)
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

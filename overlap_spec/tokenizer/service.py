@@ -29,6 +29,7 @@ from overlap_spec.messages import (
     Flushed,
     Generate,
     GetStats,
+    LogProbs,
     Ping,
     Pong,
     Refused,
@@ -45,9 +46,11 @@ from overlap_spec.messages import (
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
 
 log = logging.getLogger(__name__)
@@ -118,6 +121,7 @@ class TokenizerService:
         """One step: every request's run becomes a row, every client gets one message."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
+        self._keep_prompt_log_probs(message.prompt_log_probs)
         for uid, tokens, finish, usage in zip(
             message.uids, message.tokens, message.finishes, message.usages, strict=True
         ):
@@ -130,6 +134,11 @@ class TokenizerService:
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if request.log_probs is not None:
+                records = message.log_probs.get(uid, b"")
+                _add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
+            if uid in message.verified:
+                reply.verified[request.request_id] = message.verified[uid]
             if piece.finish is not None:
                 if finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
@@ -137,6 +146,13 @@ class TokenizerService:
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+
+    def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
+        """They come by chunks and leave with the request's first row."""
+        for uid, records in packed.items():
+            request = self._requests.by_uid(uid)
+            if request is not None and request.log_probs is not None:
+                request.log_probs.add_prompt(records)
 
     def _refused(self, message: Refused) -> None:
         request = self._requests.by_uid(message.uid)
@@ -202,9 +218,12 @@ class TokenizerService:
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            await self._checks.check_grammar(message.sampling.grammar)
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
             sampling = self._checks.settle(message.sampling, ids, limits)
+            if sampling.reasoning is not None:
+                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
+                sampling = after_reasoning(sampling, sampling.reasoning, request.opening)
+            await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
@@ -213,7 +232,10 @@ class TokenizerService:
         if request in self._requests:
             # A completion continues its prompt's text, an assistant's answer does not.
             before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
-            request.open_output(sampling, len(ids), self._codec.detokenizer(sampling.skip_special_tokens, before))
+            skips, shown = sampling.skip_special_tokens, sampling.shown_tokens
+            request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
+            if sampling.log_probs is not None:
+                request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -273,9 +295,18 @@ def _counted(usage: Usage, num_tokens: int) -> Usage:
     return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
 
 
+def _add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
+    """Of the row that was added last, and of the prompt if it is the request's first."""
+    assert request.log_probs is not None
+    reply.log_probs[request.request_id] = of_output
+    of_prompt = request.log_probs.take_prompt()
+    if of_prompt is not None:
+        reply.prompt_log_probs[request.request_id] = of_prompt
+
+
 def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
     reply.request_ids.append(request.request_id)
-    reply.texts.append(text)
+    reply.texts.append(request.opened(text) if request.opening else text)
     reply.token_ids.append(token_ids)
     reply.finishes.append(finish)
     reply.usages.append(request.usage)

@@ -20,7 +20,7 @@ async def main(context: ActorContext) -> None:
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         service = TokenizerService(codec, checks, context.outlet("scheduler"), endpoint.router, context.send_supervisor)
         service.trace = context.trace
-        context.ready(TokenizerFacts(codec.name, endpoint.address))
+        context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
 
 

@@ -21,17 +21,24 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.messages import (
+    MAX_LISTED_LOG_PROBS,
+    MAX_STOP_IDS,
+    LogProbParams,
+    ResetSlot,
+    SamplingParams,
+    SlotWork,
+)
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from; temperature, top_p, min_p and the
-# penalties as doubles; the stop ids.
-_RESET_INTS = 5
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps; temperature, top_p,
+# min_p and the penalties as doubles; the stop ids.
+_RESET_INTS = 6
 _RESET_FLOATS = 6
 RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
-_ALL = 1 << 62  # a top_k that keeps everything
+_ALL = 1 << 62  # a top_k that keeps everything, steps without a limit
 
 
 @dataclass
@@ -39,6 +46,7 @@ class HostSlot:
     """What the host needs of a slot to build a step: never lengths, which live on the device."""
 
     sampling: SamplingWork
+    log_probs: LogProbParams | None
     num_pages: int
 
 
@@ -63,9 +71,11 @@ class SlotRows:
         self.window = ints(num_slots, width)  # [S, W], root first
         self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
-        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from; column 0 unused
+        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
+        self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
         self._floats = torch.ones(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
+        self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
 
@@ -76,7 +86,7 @@ class SlotRows:
         reset = work.reset
         if reset is None:
             return []
-        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), 0)
+        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0)
         return _pack_reset(work.slot, reset)
 
     def pack_pages(self, work: SlotWork) -> list[int]:
@@ -85,6 +95,22 @@ class SlotRows:
         first = host.num_pages
         host.num_pages += len(work.new_pages)
         return [value for i, page in enumerate(work.new_pages) for value in (work.slot, first + i, page)]
+
+    def pack_listed(self, work: list[SlotWork]) -> list[int]:
+        """(slot, column, token id) of every id whose log-probs a new request wants."""
+        asked = [(item.slot, item.reset.sampling.log_probs) for item in work if item.reset is not None]
+        return [
+            value
+            for slot, log_probs in asked
+            if log_probs is not None
+            for column, token in enumerate(log_probs.token_ids)
+            for value in (slot, column, token)
+        ]
+
+    def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
+        """What each slot's request wants of them; empty if none wants any."""
+        asked = [self._host[w.slot].log_probs for w in work]
+        return asked if any(log_probs is not None for log_probs in asked) else []
 
     def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
@@ -105,6 +131,11 @@ class SlotRows:
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
 
+    def apply_listed(self, listed: Tensor) -> None:
+        """Write what `pack_listed` has packed. Sync: never. Shapes: flat i64."""
+        slots, columns, tokens = listed.view(-1, 3).unbind(1)
+        self.listed[slots, columns] = tokens
+
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
         return SlotBatch(slots, self.length[slots], self.page_table[slots], self.sampling(slots, work))
@@ -119,7 +150,7 @@ class SlotRows:
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
-        _, seed, stop_from, top_k, output_from = self._ints[slots].unbind(1)
+        _, seed, stop_from, top_k, output_from, _ = self._ints[slots].unbind(1)
         read = slots if work.sampled or work.processed else slots[:0]
         floats, stop_ids = self._floats[read], self._stop_ids[read]
         temperature, top_p, min_p = floats[:, :3].unbind(1)
@@ -150,18 +181,21 @@ class SlotRows:
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
 
     def set_guesses(self, batch: SlotBatch, guesses: Guesses) -> None:
-        """The next window's guesses; columns after the last hold -1. Sync: never."""
+        """The next window's guesses, as deep as each slot may speculate; other columns hold -1. Sync: never."""
         if not len(guesses.tokens):
             return
         if guesses.parents is None:
-            place_guesses(self.window, batch.slots, guesses.tokens, self.dummy)
+            place_guesses(self.window, batch.slots, guesses.tokens, self.most_steps, self.dummy)
         else:
-            place_tree(self.window, self.parents, batch.slots, guesses.tokens, guesses.parents, self.dummy)
+            placed = guesses.tokens, guesses.parents
+            place_tree(self.window, self.parents, batch.slots, *placed, self.most_steps, self.dummy)
 
 
 def _asked_work(asked: SamplingParams) -> SamplingWork:
     filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
-    return SamplingWork(not asked.greedy, filters and not asked.greedy, asked.changes_logits)
+    return SamplingWork(
+        not asked.greedy, filters and not asked.greedy, asked.changes_logits, asked.log_probs is not None
+    )
 
 
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
@@ -173,4 +207,6 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, *floats, *stops]
+    asked = sampling.speculative.num_steps
+    most_steps = _ALL if asked is None else asked
+    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps, *floats, *stops]

@@ -63,7 +63,16 @@ def worker_ready(
         max_deferred=0 if executor.is_self_drafting else geometry.max_deferred,
         roofline=ceiling,
         is_self_drafting=executor.is_self_drafting,
+        method=models.method.name,
+        num_steps=_num_steps(geometry, executor),
+        step_widths=geometry.step_widths,
     )
+
+
+def _num_steps(geometry: Geometry, executor: Executor) -> int:
+    """Guesses in a row that a window has; of a tree, its levels."""
+    tree = executor.decode_step.method.tree
+    return geometry.width - 1 if tree is None else min(tree.num_levels, geometry.width - 1)
 
 
 def device_name(device: str) -> str:

@@ -23,6 +23,7 @@ from support.step_inputs import (
     covered_pages,
     draws,
     slot_state,
+    step_limits,
     step_slots,
     token_rows,
 )
@@ -85,7 +86,7 @@ def test_judge_chain(given: bool, kind: str, num_rows: int, width: int, columns:
 def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
     state = slot_state(num_rows, columns, PAGE_SIZE)
     guesses = torch.randint(-1, VOCABULARY, (width - 1, num_rows + 1))[:, :num_rows]
-    arguments = state.window, step_slots(state, num_rows), guesses, state.dummy
+    arguments = state.window, step_slots(state, num_rows), guesses, step_limits(state, width), state.dummy
     moved = on_gpu(*arguments)
     place_guesses(*moved)
     place_guesses(*arguments)
@@ -135,7 +136,7 @@ class Steps(tuple[Tensor, ...]):
                 state.dummy,
             )
             selected = select_rows(rows[step], judged.accept_len)
-            place_guesses(state.window, slots, guesses[step], state.dummy)
+            place_guesses(state.window, slots, guesses[step], torch.full_like(state.length, 2), state.dummy)
             published += [judged.published.rows, judged.next_positions, gathered.positions, gathered.tokens, selected]
         return published
 

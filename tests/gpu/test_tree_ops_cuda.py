@@ -18,7 +18,7 @@ from overlap_spec_kernels import (
     top_tokens,
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.step_inputs import PAGE_SIZES, covered_pages, token_rows
+from support.step_inputs import PAGE_SIZES, covered_pages, step_limits, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -27,6 +27,7 @@ from support.tree_inputs import (
     candidate_trees,
     child_inputs,
     draws,
+    earlier_columns,
     level_inputs,
     moves,
     random_caches,
@@ -90,7 +91,8 @@ def test_place_tree(num_rows: int, num_guesses: int, columns: int) -> None:
     state = tree_state(num_rows, columns, PAGE_SIZE)
     slots = step_slots(state, num_rows)
     guesses = torch.randint(-1, VOCABULARY, (num_guesses, num_rows))
-    arguments = state.window, state.parents, slots, guesses, torch.randint(0, columns, guesses.shape), state.dummy
+    placed = guesses, earlier_columns(num_guesses, num_rows), step_limits(state, num_guesses)
+    arguments = state.window, state.parents, slots, *placed, state.dummy
     moved = on_gpu(*arguments)
     place_tree(*moved)
     place_tree(*arguments)
@@ -114,8 +116,8 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [16, 1000, 8192, 32000, 49152, 1 << 18])
-@pytest.mark.parametrize(("num_rows", "k"), [(1, 8), (4, 16), (33, 1), (256, 4)])
+@pytest.mark.parametrize("size", [20, 1000, 8192, 32000, 49152, 1 << 18])
+@pytest.mark.parametrize(("num_rows", "k"), [(1, 8), (4, 20), (33, 1), (256, 4)])
 def test_top_tokens(num_rows: int, k: int, size: int, dtype: torch.dtype) -> None:
     num_rows = min(num_rows, 16) if size > 50000 else num_rows
     wider = torch.randn(num_rows, size + 3).to(dtype) * 5
@@ -178,10 +180,12 @@ def run_step(state: TreeState, slots: Tensor, drawn: Tensor, scores: Tensor, k: 
     )  # fmt: skip
     rows = gathered.extra_rows % (k.shape[1] * k.shape[2])
     move_cache_rows(k, v, rows.gather(1, judged.path), rows[:, :4].contiguous())
-    log_probs, columns = top_tokens(scores, 8)
+    log_probs, columns, _ = top_tokens(scores, 8)
     parents = torch.full_like(columns, -1)
     guesses, guess_parents = select_tree(log_probs, columns, parents, 7)
-    place_tree(state.window, state.parents, slots, guesses, guess_parents, state.dummy)
+    place_tree(
+        state.window, state.parents, slots, guesses, guess_parents, torch.full_like(state.length, 2), state.dummy
+    )
     outs = [*gathered[:5], *gathered[6:], *tensors_of(judged).values()]
     return [*outs, columns, state.length, state.window, state.parents, k, v]
 

@@ -64,7 +64,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
         models = tiny_loaded(3, config.num_steps, method=config.method)
         async with running(models, config, codec) as ring:
             if policy is not None:
-                ring.scheduler.planner.widths = ring.scheduler.ledger._widths = policy
+                ring.scheduler.planner.widths.policy = policy
             answer = await ring.ask(prompt, GREEDY)
             return answer, ring.plans.widths
 

@@ -8,7 +8,17 @@ from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.place_guesses import place_guesses
-from support.step_inputs import DRAWS, SHAPES, VOCABULARY, draws, slot_state, step_slots, stored, token_rows
+from support.step_inputs import (
+    DRAWS,
+    SHAPES,
+    VOCABULARY,
+    draws,
+    slot_state,
+    step_limits,
+    step_slots,
+    stored,
+    token_rows,
+)
 
 every_shape = pytest.mark.parametrize("num_rows, width, columns", SHAPES)
 
@@ -75,13 +85,17 @@ def test_place_guesses_leaves_no_guess_of_an_earlier_step(num_guesses: int) -> N
     state = slot_state(7, 5, page_size=16)
     before, slots = state.clone(), step_slots(state, 7)
     guesses = torch.randint(-1, VOCABULARY, (num_guesses, 7))
-    place_guesses(state.window, slots, guesses, state.dummy)
+    most_steps = step_limits(state, 4)
+    place_guesses(state.window, slots, guesses, most_steps, state.dummy)
     placed = {slot: row for row, slot in enumerate(slots.tolist()) if slot != state.dummy}
     for slot, window in enumerate(state.window.tolist()):
         old = before.window[slot].tolist()
         row = placed.get(slot)
-        new = old if row is None else [old[0], *guesses[:, row].tolist(), *[-1] * (4 - num_guesses)]
-        assert window == new
+        if row is None:
+            assert window == old
+        else:
+            kept = guesses[:, row].tolist()[: int(most_steps[slot])]
+            assert window == [old[0], *kept, *[-1] * (4 - len(kept))]
 
 
 def test_draft_input_is_two_norms_side_by_side() -> None:

@@ -14,7 +14,7 @@ from overlap_spec_kernels import (
     top_tokens,
     tree_attention,
 )
-from support.step_inputs import stored, token_rows
+from support.step_inputs import step_limits, stored, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -22,6 +22,7 @@ from support.tree_inputs import (
     candidate_trees,
     child_inputs,
     draws,
+    earlier_columns,
     level_inputs,
     moves,
     random_caches,
@@ -178,8 +179,8 @@ def test_place_tree_leaves_no_guess_of_an_earlier_step(num_guesses: int) -> None
     state = tree_state(7, 5, page_size=16)
     before, slots = state.clone(), step_slots(state, 7)
     guesses = torch.randint(-1, VOCABULARY, (num_guesses, 7))
-    parents = torch.randint(0, 5, (num_guesses, 7))
-    place_tree(state.window, state.parents, slots, guesses, parents, state.dummy)
+    parents, most_steps = earlier_columns(num_guesses, 7), step_limits(state, 4)
+    place_tree(state.window, state.parents, slots, guesses, parents, most_steps, state.dummy)
     placed = {slot: row for row, slot in enumerate(slots.tolist()) if slot != state.dummy}
     for slot, (window, above) in enumerate(zip(state.window.tolist(), state.parents.tolist(), strict=True)):
         row, empty = placed.get(slot), 4 - num_guesses
@@ -187,8 +188,16 @@ def test_place_tree_leaves_no_guess_of_an_earlier_step(num_guesses: int) -> None
         if row is None:
             assert (window, above) == old
         else:
-            assert window == [old[0][0], *guesses[:, row].tolist(), *[-1] * empty]
-            assert above == [old[1][0], *parents[:, row].tolist(), *[0] * empty]
+            kept = [level_of(column, parents[:, row]) <= most_steps[slot] for column in range(1, num_guesses + 1)]
+            tokens = [token if keeps else -1 for token, keeps in zip(guesses[:, row].tolist(), kept, strict=True)]
+            columns = [column if keeps else 0 for column, keeps in zip(parents[:, row].tolist(), kept, strict=True)]
+            assert window == [old[0][0], *tokens, *[-1] * empty]
+            assert above == [old[1][0], *columns, *[0] * empty]
+
+
+def level_of(column: int, parents: torch.Tensor) -> int:
+    """Edges from a window column up to the root."""
+    return 0 if column == 0 else 1 + level_of(int(parents[column - 1]), parents)
 
 
 def test_move_cache_rows_reads_before_it_writes() -> None:
@@ -202,8 +211,8 @@ def test_move_cache_rows_reads_before_it_writes() -> None:
     assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
-@pytest.mark.parametrize("k", [1, 4, 16])
-@pytest.mark.parametrize("size", [16, 100, 3000])
+@pytest.mark.parametrize("k", [1, 4, 20])
+@pytest.mark.parametrize("size", [20, 100, 3000])
 def test_top_tokens(size: int, k: int) -> None:
     """Ties, also of the smallest that is taken, go to the lower column, and so does -inf."""
     logits = tied_logits(5, size)

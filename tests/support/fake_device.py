@@ -204,7 +204,8 @@ class FakeDevice:
     def _propose(self, row: Row, width: int) -> None:
         """Drafting the next window writes draft rows from the root on."""
         assert width == 1 or row.deferred == 0, "drafts with rows missing"
-        row.num_guesses = width - 1
+        most_steps = row.work.reset.sampling.speculative.num_steps
+        row.num_guesses = width - 1 if most_steps is None else min(width - 1, most_steps)
         root = len(row.tokens) - 1
         for position in range(root, root + width - 1):
             self._write(row, position, GARBAGE)
@@ -253,7 +254,7 @@ class Bench:
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
-            self.scheduler.planner.widths = RandomWidths(widths_seed, ready.width)
+            self.scheduler.planner.widths.policy = RandomWidths(widths_seed, ready.width)
         self.plans: deque[StepPlan] = deque()  # sent, not yet run
         self.results: deque[StepResult] = deque()  # run, not yet delivered
         self.all_plans: list[StepPlan] = []

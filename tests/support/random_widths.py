@@ -13,7 +13,7 @@ class RandomWidths:
         self._widths = range(1, width + 1)
         self._now, self._left = width, 0
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
         assert batch_size >= 1
         now = self._now
         self._left -= 1

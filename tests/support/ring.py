@@ -160,7 +160,7 @@ class Ring:
             links,
         )
         if config.widths_seed is not None:
-            self.scheduler.planner.widths = RandomWidths(config.widths_seed, geometry.width)
+            self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         checks = RequestChecks(codec.eos_token_ids, 1000, 0)

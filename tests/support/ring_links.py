@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from overlap_spec.client.link import Arrival
+from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.messages import (
     Finish,
     FlushCache,
@@ -27,6 +28,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToWorker,
     Usage,
+    Verified,
 )
 from overlap_spec.scheduler.loop import Scheduler
 from support.memory_link import MemoryLink
@@ -41,29 +43,46 @@ class Answer:
     """The answer that a client was sent for one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
     usage: Usage | None = None
+    verified: list[tuple[Verified, int]] = field(default_factory=list)  # by step, with the tokens that it added
     rejected: Rejected | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
     grew: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class MemoryClients:
-    """The client link of a ring: one client, whose requests are kept by id."""
+    """The client link of a ring: one client, whose requests are kept by id.
+
+    What answers no request of `answers` waits in `others`: a test may speak through a client of its own.
+    """
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[tuple[int, Arrival]] = asyncio.Queue()
         self.answers: dict[str, Answer] = {}
+        self.others: asyncio.Queue[ToClient] = asyncio.Queue()
 
     def send(self, client: int, message: ToClient) -> None:
+        if not self.answers:
+            self.others.put_nowait(message)
+            return
         match message:
             case TextDeltas():
                 rows = zip(
                     message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True
                 )
                 for request_id, text, ids, finish, usage in rows:
+                    if request_id in message.verified:
+                        self.answers[request_id].verified.append((message.verified[request_id], len(ids)))
                     self._add(self.answers[request_id], text, ids, finish, usage)
+                for request_id, packed in message.log_probs.items():
+                    self.answers[request_id].log_probs += read_log_probs(packed)
+                for request_id, packed in message.prompt_log_probs.items():
+                    assert not self.answers[request_id].prompt_log_probs, "all with the first row"
+                    self.answers[request_id].prompt_log_probs += read_log_probs(packed)
             case Rejected():
                 answer = self.answers[message.request_id]
                 answer.rejected = message

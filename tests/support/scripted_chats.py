@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from overlap_spec.messages import Usage
 from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.server.chat_runs import ChatDelta, ChatFinish, ChatRunner, ChatSteps, ToolCallPiece
-from overlap_spec.server.running import Group, Runner
+from overlap_spec.server.chat_runs import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
+from overlap_spec.server.parsers.pieces import ToolCallPiece
+from overlap_spec.server.running import Runner
 from support.fake_engine_client import INFO, FakeClient
 
 
@@ -36,6 +37,6 @@ class ScriptedChats(ChatRunner):
         super().__init__(Runner(FakeClient(), ServerMetrics()), INFO)
         self._deltas = deltas
 
-    async def run(self, group: Group) -> ChatSteps:
+    async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
         for delta in self._deltas:
             yield [(0, delta)]

@@ -53,6 +53,16 @@ def step_slots(state: SlotState, num_rows: int) -> Tensor:
     return slots
 
 
+def step_limits(state: Any, most: int) -> Tensor:
+    """How many guesses in a row each slot takes: none, a few, as many as there are, any number.
+
+    Shapes: -> [S] i64, a column of a wider table.
+    """
+    table = torch.randint(0, most + 1, (len(state.length), 3))
+    table[::3, 1] = 1 << 62
+    return table[:, 1]
+
+
 def draws(kind: str, window: Tensor) -> tuple[Tensor, Tensor]:
     """A window to judge and what the target draws after its columns. Shapes: [B, W] i64 -> twice [B, W]."""
     num_rows, width = window.shape

@@ -28,6 +28,7 @@ from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
+from support.speculation import check_report, limited
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
@@ -51,6 +52,8 @@ MUST_HAPPEN = (
     "stop_strings",
     "narrow_steps",
     "device_ahead",
+    "limited_steps",
+    "steps_of_plain_requests",
     *CATCH_UPS,
     "decided_by_penalties",
     *STRICTEST,
@@ -169,7 +172,10 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
     rng = random.Random(seed)
     crowded = rng.random() < 0.25  # long answers that together exceed the pool: a request must be preempted
     config = with_room(replace(random_config(rng, crowded), **engine))
-    requests = random_requests(rng, rng.randint(4, 10), crowded)
+    requests = [
+        replace(request, sampling=limited(request.sampling, config.num_steps))
+        for request in random_requests(rng, rng.randint(4, 10), crowded)
+    ]
     models = tiny_loaded(
         models_seed, config.num_steps, config.dtype, config.place, config.method, config.family, config.topk
     )
@@ -191,6 +197,7 @@ def run_requests(
     for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         assert answer.rejected is None, f"{what} request {i}: {answer.rejected}"
         oracle.check(request.prompt, request.sampling, answer, f"{what} request {i}")
+        check_report(request.sampling, answer, config.num_steps, seen)
         assert answer.finish is not None
         aborted = answer.finish.kind is FinishKind.ABORT
         seen["aborted" if aborted else "finished"] += 1

@@ -86,6 +86,11 @@ def draws(kind: str, window: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
     return window, drawn
 
 
+def earlier_columns(num_guesses: int, num_rows: int) -> Tensor:
+    """A parent for each guess: window columns before its own. Shapes: -> [K, B] i64."""
+    return (torch.rand(num_guesses, num_rows) * torch.arange(1, num_guesses + 1)[:, None]).long()
+
+
 def random_caches(
     num_layers: int, num_pages: int, page_size: int, heads: HeadsOfRow, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ NEVER: dict[str, set[str]] = {
     "worker": {"transformers"},
 }
 METHODS = {*METHOD_FACTS, "EAGLE2", "MTP"}
-METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "spec/methods.py"}
+METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "messages/speculation.py", "spec/methods.py"}
 ASK_WHICH_METHOD = ("config/", "bench/")  # they settle what runs, or compare methods
 NAMES_OF_METHODS = {"PLAIN", "NGRAM", "MTP", "METHOD_FACTS"}
 MAY_IMPORT_NAMES = {*METHODS_NAMED_IN, "hub/draft_kinds.py"}  # that one suggests the method that drafts with a head
@@ -98,6 +98,7 @@ HOST_SIDE = {
     ("worker/step_graphs.py", "finish"),
     ("worker/devices.py", "finish"),
     ("worker/devices.py", "rows"),
+    ("worker/devices.py", "blocks"),
     ("worker/devices.py", "upload"),
 }
 

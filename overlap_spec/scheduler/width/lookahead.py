@@ -52,7 +52,7 @@ class MatchedWidth:
         self._width = width
         self._matched = True
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._width if self._matched else 1
 
     def observe(self, result: StepResult) -> None:
@@ -96,8 +96,8 @@ class LookaheadWidth:
         self._classes = [MatchClass(rate, costs.widths[-1] - 1) for rate in FIRST_RATES]
         self._windows = Counter({(NO_MATCH, 0): 1})  # (class, levels) of the last result's slots
 
-    def choose(self, batch_size: int) -> int:
-        tokens = [0.0] * len(self._widths)
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        tokens = [float(num_plain)] * len(self._widths)
         for (kind, levels), slots in self._windows.items():
             match = self._classes[kind].committed(levels if kind != NO_MATCH else 0, self._widths)
             tokens = [count + slots * more for count, more in zip(tokens, match, strict=True)]

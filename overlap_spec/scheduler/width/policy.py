@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class WidthPolicy(Protocol):
     """Chooses widths of decode steps. A prefill step always proposes for a whole window."""
 
-    def choose(self, batch_size: int) -> int:
-        """The width of the next decode step."""
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        """The width of the next decode step, of whose slots `num_plain` have no guesses."""
         ...
 
     def observe(self, result: StepResult) -> None:
@@ -36,7 +36,7 @@ class FixedWidth:
     def __init__(self, width: int) -> None:
         self._width = width
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._width
 
     def observe(self, result: StepResult) -> None:
@@ -76,8 +76,9 @@ class MeasuredWidth:
     def current(self) -> int:
         return self._widths[self._now]
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
         seconds, tokens = self._costs.seconds(batch_size), self.accepted.committed()
+        tokens = [count + (1 - count) * num_plain / batch_size for count in tokens] if num_plain else tokens
         speeds = [count / s for count, s in zip(tokens, seconds, strict=True)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         if speeds[best] > CLEAR_GAIN * speeds[self._now]:

@@ -67,7 +67,7 @@ class RuledWidth:
         self._from = [rule.rule.batch_size for rule in self._rules]
         self._padded = padded
 
-    def choose(self, batch_size: int) -> int:
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
         """See `WidthPolicy`."""
         return self._rule_for(batch_size).steps + 1
 

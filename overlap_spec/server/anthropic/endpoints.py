@@ -18,10 +18,9 @@ from overlap_spec.server.anthropic.requests import (
 )
 from overlap_spec.server.bodies import Json, convert, read_json
 from overlap_spec.server.chat_blocks import Blocks, collect_blocks, stream_blocks
-from overlap_spec.server.chat_runs import ChatRunner
+from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
-from overlap_spec.server.running import Group
 from overlap_spec.server.streams import EventStream, unless_gone
 from overlap_spec.server.translation import prepare
 
@@ -48,7 +47,7 @@ class Messages:
         group = prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info)
         if body.stream:
             return EventStream(self._events(group, body.stop_sequences), replies.failed)
-        answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group)))
+        answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group, streams=False)))
         return as_json(replies.whole(group.id, self._info.model_name, answer, body.stop_sequences))
 
     async def count(self, request: Request) -> Response:
@@ -66,7 +65,7 @@ class Messages:
         refuse_not_built(fields)
         return fields
 
-    async def _events(self, group: Group, stop_sequences: list[str]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: ChatGroup, stop_sequences: list[str]) -> AsyncGenerator[bytes, None]:
         answer = Blocks()
         begun = False
         async with aclosing(stream_blocks(self._chats.run(group), answer)) as steps:

@@ -8,12 +8,11 @@ from starlette.responses import Response
 
 from overlap_spec.server.bodies import convert, read_json
 from overlap_spec.server.chat_blocks import Blocks, collect_blocks, stream_blocks
-from overlap_spec.server.chat_runs import ChatRunner
+from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_responses.replies import ResponseEvents, ResponseHead
 from overlap_spec.server.openai_responses.requests import RESPONSES, ResponsesRequest, chat_fields, refuse_not_built
-from overlap_spec.server.running import Group
 from overlap_spec.server.streams import EventStream, unless_gone
 from overlap_spec.server.translation import prepare
 
@@ -35,10 +34,10 @@ class Responses:
         if body.stream:
             events = ResponseEvents(head)
             return EventStream(self._events(group, events), events.failed)
-        answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group)))
+        answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group, streams=False)))
         return as_json(head.whole(answer))
 
-    async def _events(self, group: Group, events: ResponseEvents) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: ChatGroup, events: ResponseEvents) -> AsyncGenerator[bytes, None]:
         answer = Blocks()
         begun = False
         async with aclosing(stream_blocks(self._chats.run(group), answer)) as steps:

@@ -18,6 +18,7 @@ from support.step_inputs import (
     covered_pages,
     draws,
     slot_state,
+    step_limits,
     step_slots,
     token_rows,
 )
@@ -98,8 +99,9 @@ def test_place_guesses(num_rows: int, width: int, columns: int) -> None:
     expected = state.window.clone()
     slots = step_slots(state, num_rows)
     guesses = torch.randint(-1, VOCABULARY, (width - 1, num_rows + 1))[:, :num_rows]  # rows with a stride
-    _place_guesses_triton(state.window, slots, guesses, state.dummy)
-    place_guesses_reference(expected, slots, guesses, state.dummy)
+    rest = slots, guesses, step_limits(state, width), state.dummy
+    _place_guesses_triton(state.window, *rest)
+    place_guesses_reference(expected, *rest)
     assert torch.equal(state.window, expected)
 
 

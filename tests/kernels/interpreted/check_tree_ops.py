@@ -12,7 +12,7 @@ from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_
 from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
 from overlap_spec_kernels.window.judge_tree import _judge_tree_triton, judge_tree_reference
 from overlap_spec_kernels.window.place_tree import _place_tree_triton, place_tree_reference
-from support.step_inputs import covered_pages, token_rows
+from support.step_inputs import covered_pages, step_limits, token_rows
 from support.tree_inputs import (
     DRAWS,
     SHAPES,
@@ -22,6 +22,7 @@ from support.tree_inputs import (
     candidate_trees,
     child_inputs,
     draws,
+    earlier_columns,
     level_inputs,
     moves,
     random_caches,
@@ -96,9 +97,9 @@ def test_place_tree(num_rows: int, num_guesses: int, columns: int) -> None:
     expected = state.clone()
     slots = step_slots(state, num_rows)
     guesses = torch.randint(-1, VOCABULARY, (num_guesses, num_rows))
-    parents = torch.randint(0, columns, (num_guesses, num_rows))
-    _place_tree_triton(state.window, state.parents, slots, guesses, parents, state.dummy)
-    place_tree_reference(expected.window, expected.parents, slots, guesses, parents, state.dummy)
+    rest = slots, guesses, earlier_columns(num_guesses, num_rows), step_limits(state, num_guesses), state.dummy
+    _place_tree_triton(state.window, state.parents, *rest)
+    place_tree_reference(expected.window, expected.parents, *rest)
     assert torch.equal(state.window, expected.window) and torch.equal(state.parents, expected.parents)
 
 
@@ -115,24 +116,27 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8), (9000, 3)])
+@pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 20), (9000, 3)])
 def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
     for logits in (tied_logits(5, size).to(dtype), torch.randn(3, size + 5).to(dtype)[:, :size] * 9):
         actual, expected = _top_tokens_triton(logits, k), top_tokens_reference(logits, k)
         assert torch.equal(actual.columns, expected.columns)
         assert (actual.log_probs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+        own = logits.float().gather(1, actual.columns) - actual.log_totals[:, None]
+        assert torch.equal(own, actual.log_probs)
 
 
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8)])
 def test_top_tokens_of_float64(size: int, k: int) -> None:
     for logits in (tied_logits(5, size).double(), torch.randn(3, size + 5, dtype=torch.float64)[:, :size] * 9):
-        logs, columns = wide_top_tokens(logits, k, part=2048)
+        logs, columns, log_totals = wide_top_tokens(logits, k, part=2048)
         expected = top_tokens_reference(logits, k)
         assert torch.equal(columns, expected.columns)
         assert (logs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(logs, expected.log_probs, rtol=1e-12, atol=1e-12)
+        assert torch.equal(logits.gather(1, columns) - log_totals[:, None], logs)
 
 
 @pytest.mark.slow_but_every(3)

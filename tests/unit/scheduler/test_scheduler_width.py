@@ -139,7 +139,7 @@ def test_a_change_that_is_taken_back_has_no_line(caplog: pytest.LogCaptureFixtur
 
 def test_a_fixed_width_is_what_a_worker_without_costs_gets() -> None:
     bench = Bench(make_ready())
-    assert isinstance(bench.scheduler.planner.widths, FixedWidth)
+    assert isinstance(bench.scheduler.planner.widths.policy, FixedWidth)
     bench.admit(make_admit(1, [1, 2, 3], 30))
     bench.finish_all()
     assert {plan.width for plan in bench.all_plans} == {4}
@@ -161,8 +161,8 @@ def test_the_engine_narrows_by_what_its_results_say() -> None:
 
 def narrow_bench(width_seed: int = 0) -> Bench:
     bench = Bench(make_ready(max_deferred=16), depth=1, widths_seed=width_seed)
-    bench.scheduler.planner.widths._now = 1
-    bench.scheduler.planner.widths._left = 1000
+    bench.scheduler.planner.widths.policy._now = 1
+    bench.scheduler.planner.widths.policy._left = 1000
     return bench
 
 

@@ -110,7 +110,7 @@ def test_a_scheduler_learns_from_the_paths_of_results() -> None:
     """The fake device's paths are random columns, each in half of the steps that have it."""
     costs = StepCosts((1, 8), (1, 2, 4), ((1.0, 1.1, 2.0),) * 2)
     bench = Bench(make_ready(step_costs=costs, max_deferred=4, num_pages=200), branches=True)
-    policy = bench.scheduler.planner.widths
+    policy = bench.scheduler.planner.widths.policy
     assert isinstance(policy, MeasuredWidth)
     for uid in range(1, 5):
         bench.admit(make_admit(uid, [uid, 2, 3], 150))

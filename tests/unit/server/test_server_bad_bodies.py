@@ -337,7 +337,7 @@ def test_a_sentence_uses_the_names_of_its_api() -> None:
         (CHAT, "max_tokens", {"max_tokens": 0}, "max_tokens must be at least 1 in a chat"),
         (GENERATE, "json_schema", {"json_schema": "{}"}, "json_schema belongs in sampling_params"),
         (CHAT, "regex", {"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, f"regex has {MAX_GRAMMAR_BYTES + 1} bytes: at most"),
-        (CHAT, "tool_choice", {"tool_choice": "required"}, 'leave it out or send "none"'),
+        (CHAT, "tool_choice", {"tool_choice": "required"}, "there are no tools to choose from"),
         (CHAT, "logprobs", {"logprobs": True}, "leave it out or send false"),
         (COMPLETIONS, "logprobs", {"logprobs": 3}, "leave it out or send null"),  # a number there
         (CHAT, "top_logprobs", {"top_logprobs": 3}, "leave it out or send 0"),

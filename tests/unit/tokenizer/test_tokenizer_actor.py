@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
-from support.small_tokenizers import EOS, SMOLLM2
+from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
 from overlap_spec.client import Client
 from overlap_spec.config import (
@@ -119,7 +119,7 @@ def test_a_process_gets_ready_serves_drains_and_stops() -> None:
     async def run() -> None:
         async with started() as tokenizer:
             ready = await hears(tokenizer.supervisor, ActorReady)
-            assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address)
+            assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address, smollm2().chat_template)
             tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
             async with Client(tokenizer.address) as client:
                 await client.wait_ready(TIMEOUT_S)

@@ -1,0 +1,59 @@
+"""How wide the steps of a batch are whose requests may ask for less speculation than the engine has, or for none.
+
+A policy chooses for requests that are speculated for as far as the engine can, and learns from them alone: guesses that
+were not wanted would teach it that drafts fail. A step is no wider than its requests' limits need, as far as the engine
+has such a width.
+"""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from overlap_spec.messages import StepResult
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.width.policy import WidthPolicy
+
+COLUMNS = ("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns")  # by slot
+
+
+class BatchWidths:
+    """Chooses widths for the running batch. `policy` may be replaced between steps."""
+
+    def __init__(self, policy: WidthPolicy, limits: Limits) -> None:
+        self.policy = policy
+        self._widths = limits.step_widths
+        self._num_steps = limits.num_steps
+        # Of a tree, and of n-grams, a narrower window has fewer guesses on every level.
+        self._narrows = limits.num_steps + 1 == limits.width and not limits.is_self_drafting
+
+    def choose(self, queues: RequestQueues) -> int:
+        """The width of the next decode step."""
+        batch_size = len(queues.running)
+        if not queues.num_limited:
+            return self.policy.choose(batch_size)
+        most_steps = [self._num_steps if each.most_steps is None else each.most_steps for each in queues.running]
+        most = max(most_steps)
+        if most == 0:
+            return self._widths[0]
+        width = self.policy.choose(batch_size, most_steps.count(0))
+        return min(width, self._enough_for(most)) if self._narrows else width
+
+    def observe(self, requests: Sequence[Request], result: StepResult) -> None:
+        """Learn from a settled decode step."""
+        rows = [row for row, request in enumerate(requests) if not request.is_limited]
+        if len(rows) == len(requests):
+            self.policy.observe(result)
+        elif rows:
+            self.policy.observe(_rows_of(result, rows))
+
+    def _enough_for(self, most_steps: int) -> int:
+        return next(width for width in self._widths if width > most_steps)
+
+
+def _rows_of(result: StepResult, rows: list[int]) -> StepResult:
+    """The result of some of the slots; a column without rows stays empty."""
+
+    columns = {name: getattr(result, name) for name in COLUMNS}
+    return replace(result, **{name: [column[row] for row in rows] for name, column in columns.items() if column})

@@ -1,0 +1,1 @@
+"""Reads tool calls and reasoning out of the text of answers, while it grows."""

@@ -1,0 +1,41 @@
+"""Finds out whether a prompt ends in the middle of reasoning, or right after it.
+
+A chat template may write the opening marker itself, or open and close the reasoning at once where none is wanted.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from overlap_spec.messages import ChatPrompt, Prompt, Reasoning, SamplingParams
+from overlap_spec.tokenizer.codec import Codec
+
+TAIL = 16  # tokens; both markers and the white space around them
+
+
+def opening_of(prompt: Prompt, ids: Sequence[int], reasoning: Reasoning, codec: Codec) -> str:
+    """The markers that belong before the text of the answer."""
+    tail = _continued(prompt) or codec.decode(ids[-TAIL:], skip_special_tokens=False).rstrip()
+    if tail.endswith(reasoning.closing):
+        return reasoning.opening + reasoning.closing
+    opened, closed = tail.rfind(reasoning.opening), tail.rfind(reasoning.closing)
+    is_open = tail.endswith(reasoning.opening) or (bool(_continued(prompt)) and opened > closed)
+    return reasoning.opening if is_open else ""
+
+
+def after_reasoning(sampling: SamplingParams, reasoning: Reasoning, opening: str) -> SamplingParams:
+    """The same request, whose grammar is of what follows the reasoning; `opening` is what the prompt leaves open."""
+    grammar = sampling.grammar
+    if grammar is None or opening.endswith(reasoning.closing):
+        return sampling
+    settled = msgspec.structs.replace(grammar, reasoning=reasoning, is_reasoning=bool(opening))
+    return msgspec.structs.replace(sampling, grammar=settled)
+
+
+def _continued(prompt: Prompt) -> str:
+    """What there is already of the message that is continued; empty if a new one begins."""
+    if not isinstance(prompt, ChatPrompt) or prompt.add_generation_prompt:
+        return ""
+    last = prompt.messages[-1]
+    content = last.get("content") if last.get("role") == "assistant" else None
+    return content.rstrip() if isinstance(content, str) else ""

@@ -1,0 +1,142 @@
+"""The parameters of the APIs, each with values that have an effect: the rows of the matrix in docs/correctness.md.
+
+`tests/integration/test_parameter_matrix.py` sends every case through the HTTP server to every method at depth 1 and 2,
+many requests in one batch. A reply must be what plain decoding replies to that request alone, field by field, but for
+`VOLATILE`. That a case has an effect is checked as well: plain decoding's replies without its fields are others.
+
+**To add a parameter**, add a row to `CASES`: its name in the API, and one case or several. A case is the endpoint, the
+parameter's fields, and (`beside`) the fields that it needs, which are sent in both runs. Each body has the endpoint's
+fields of `BODIES`, once with every prompt of `PROMPTS`, and then the case's. The fields of `/generate` are those of
+`sampling_params`, unless `GenerateRequest` has them. If replies get a field that may differ with speculation, add it
+to `VOLATILE`. Another name of the same parameter goes into `ALIASES`. What changes no reply by its value goes into
+`OUTSIDE`, with the reason. A field that is read already, and whose row is still to come, waits in `PENDING`. What is
+refused needs no row: it has one for each name of `server/unsupported.py`, whose cells come from a test of the 400.
+
+Then write the results: `python -m pytest tests/integration/test_parameter_matrix.py -m "" --matrix
+benchmarks/results/parameter_matrix.json`, and `python benchmarks/write_docs.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from overlap_spec.server.grammars import GrammarFields
+from overlap_spec.server.native import GenerateRequest
+from support.tiny.methods import MULTI_LAYER
+
+Json = dict[str, Any]
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+PROMPTS = ("the same the same", "of 12 and 12", "a")
+NUM_TOKENS = 10
+
+BODIES: dict[str, Json] = {
+    COMPLETIONS: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    CHAT: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    GENERATE: {"max_new_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request with the parameter."""
+
+    fields: Json
+    endpoint: str = COMPLETIONS
+    beside: Json = field(default_factory=dict)
+
+    def bodies(self, with_fields: bool = True) -> Iterator[Json]:
+        """One for each prompt."""
+        asked = BODIES[self.endpoint] | self.beside | (self.fields if with_fields else {})
+        for prompt in PROMPTS:
+            yield _with_prompt(self.endpoint, prompt, asked)
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "max_tokens": (Case({"max_tokens": 7}), Case({"max_tokens": 1}, CHAT), Case({"max_new_tokens": 5}, GENERATE)),
+    "min_tokens": (
+        Case({"min_tokens": 6}, beside={"stop_token_ids": list(range(64, 96))}),
+        Case({"min_new_tokens": 6}, GENERATE, {"stop_token_ids": list(range(64, 96)), "temperature": 0}),
+    ),
+    "temperature": (Case({"temperature": 0}), Case({"temperature": 1.7}), Case({"temperature": 0.3}, CHAT)),
+    "top_k": (Case({"top_k": 2}), Case({"top_k": 1}, GENERATE)),
+    "top_p": (Case({"top_p": 0.3}), Case({"top_p": 0.6}, CHAT)),
+    "min_p": (Case({"min_p": 0.5}), Case({"min_p": 0.3, "top_k": 20})),
+    "seed": (Case({"seed": -11}), Case({"seed": 2**62}, CHAT)),
+    "stop": (Case({"stop": ["e", "1"]}), Case({"stop": list("abcdefgh")}, CHAT)),
+    "stop_token_ids": (Case({"stop_token_ids": list(range(40, 72))}),),
+    "ignore_eos": (Case({"ignore_eos": False}, beside={"max_tokens": 100, "temperature": 100, "n": 2}),),
+    "skip_special_tokens": (
+        Case({"skip_special_tokens": False}, beside={"max_tokens": 100, "temperature": 100, "n": 2}),
+    ),
+    "no_stop_trim": (Case({"no_stop_trim": True}, beside={"stop": list("abcdefghijkl0123")}),),
+    "n": (Case({"n": 3}), Case({"n": 2}, CHAT), Case({"n": 2}, GENERATE)),
+    "presence_penalty": (Case({"presence_penalty": 2}, beside={"temperature": 0}), Case({"presence_penalty": -2})),
+    "frequency_penalty": (
+        Case({"frequency_penalty": 2}, beside={"temperature": 0}),
+        Case({"frequency_penalty": -1.5}, CHAT),
+    ),
+    "repetition_penalty": (
+        Case({"repetition_penalty": 2}, beside={"temperature": 0}),
+        Case({"repetition_penalty": 0.5}, GENERATE),
+    ),
+}
+
+# Other names of parameters with a row.
+ALIASES = {
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "best_of": "n",  # it must be n
+}
+
+# Fields that are no parameters of the tokens, and why.
+OUTSIDE = {
+    **dict.fromkeys(("model", "rid", "request_id"), "names"),
+    **dict.fromkeys(("stream", "stream_options"), "how a reply is sent"),
+    **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
+    **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
+}
+
+# Read and checked, with no row yet. A field leaves this when its row comes.
+PENDING = frozenset((*GrammarFields.__struct_fields__, "grammar"))
+
+# Fields of replies that may differ: names, times, and what speculation and the cache did.
+VOLATILE = frozenset(
+    ("id", "created", "e2e_latency", "spec_verify_ct", "spec_accept_length", "cached_tokens", "prompt_tokens_details")
+)
+
+# Columns: the method of `EVERY_METHOD`, and how guesses branch. Plain decoding is what the others are compared with.
+COLUMNS: dict[str, tuple[str, int]] = {
+    "NONE": ("NONE", 1),
+    "EAGLE": ("EAGLE", 1),
+    "EAGLE tree": ("EAGLE", 3),
+    "EAGLE, token map": ("EAGLE with a token map", 1),
+    "EAGLE3": ("EAGLE3", 1),
+    "EAGLE3 tree": ("EAGLE3", 3),
+    "NEXTN": ("NEXTN", 1),
+    "NEXTN tree": ("NEXTN", 3),
+    "NEXTN, several layers": (MULTI_LAYER[0], 1),
+    "STANDALONE": ("STANDALONE", 1),
+    "STANDALONE tree": ("STANDALONE", 3),
+    "NGRAM": ("NGRAM of chains", 1),
+    "NGRAM tree": ("NGRAM", 1),
+}
+DEPTHS = (1, 2)
+
+
+def comparable(reply: Any) -> Any:
+    """A reply without what may differ."""
+    if isinstance(reply, dict):
+        return {name: comparable(value) for name, value in reply.items() if name not in VOLATILE}
+    return [comparable(value) for value in reply] if isinstance(reply, list) else reply
+
+
+def _with_prompt(endpoint: str, prompt: str, fields: Json) -> Json:
+    if endpoint == COMPLETIONS:
+        return {"prompt": prompt, **fields}
+    if endpoint == CHAT:
+        return {"messages": [{"role": "user", "content": prompt}], **fields}
+    own = {name: value for name, value in fields.items() if name in GenerateRequest.__struct_fields__}
+    sampling = {name: value for name, value in fields.items() if name not in own}
+    return {"text": prompt, **own, "sampling_params": sampling}

@@ -1,0 +1,57 @@
+"""The HTTP server before a ring: a request's whole way, from its body to its reply, in one process."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import msgspec
+
+from overlap_spec.client import Client
+from overlap_spec.messages import ToClient, ToTokenizerFromClient
+from overlap_spec.server.app import create_app
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.worker.sizing.geometry import LoadedModels
+from support.fake_engine_client import INFO, healthy
+from support.ring import Ring, RingConfig, running
+from support.ring_links import CLIENT
+
+
+class RingLink:
+    """A client's end of the link to a ring's tokenizer service."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def send(self, message: ToTokenizerFromClient) -> None:
+        self._ring.clients.said.put_nowait((CLIENT, message))
+
+    async def recv(self) -> ToClient:
+        return await self._ring.clients.others.get()
+
+    async def close(self) -> None:
+        pass
+
+
+class RingClient(Client):
+    """The client that the server has, linked to a ring."""
+
+    def __init__(self, ring: Ring) -> None:
+        super().__init__("ring")
+        self._ring = ring
+
+    async def open(self) -> None:
+        link = self._link = RingLink(self._ring)
+        self._heard_at = time.monotonic()
+        self._tasks = [asyncio.create_task(self._listen(link)), asyncio.create_task(self._beat())]
+
+
+@asynccontextmanager
+async def serving(models: LoadedModels, config: RingConfig, codec: Codec) -> AsyncIterator[httpx.AsyncClient]:
+    """What sends bodies to a server, whose engine is a ring."""
+    async with running(models, config, codec) as ring, RingClient(ring) as client:
+        info = msgspec.structs.replace(INFO, max_model_len=config.max_len)
+        transport = httpx.ASGITransport(create_app(client, info, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://ring", timeout=60) as http:
+            yield http

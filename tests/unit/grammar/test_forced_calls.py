@@ -1,0 +1,133 @@
+"""Forced tool calls: what the grammars of every format admit, and that its parser reads all of it."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.small_tokenizers import EOS, SMOLLM2, smollm2
+
+from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
+from overlap_spec.messages import Grammar, GrammarKind, Reasoning
+from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.server.parsers.call_rules import CallableTool
+from overlap_spec.server.parsers.formats import CALL_FORMATS, CallFormat
+
+VOCAB_SIZE = 49152
+WEATHER = CallableTool(
+    "weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "days": {"type": "integer", "minimum": 0, "maximum": 9},
+            "unit": {"$ref": "#/$defs/unit"},
+            "dry": {"type": "boolean"},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+        "$defs": {"unit": {"enum": ["C", "F", None]}},
+    },
+)
+CLOCK = CallableTool("clock", {})
+every_format = pytest.mark.parametrize("known", CALL_FORMATS, ids=lambda known: known.name)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(GrammarVocabulary(str(SMOLLM2), VOCAB_SIZE, (EOS,)))
+
+
+def random_answer(compiler: GrammarCompiler, grammar: Grammar, rng: random.Random, most: int = 400) -> list[int]:
+    """Tokens that the grammar allows, drawn at random; it ends as soon as it may."""
+    matcher, tokens = compiler.compile(grammar), []
+    while len(tokens) < most:
+        allowed = [token for token in _allowed(matcher.compute_bitmask())]
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            return tokens
+        tokens.append(rng.choice([token for token in allowed if token != EOS]))
+        assert matcher.consume_token(tokens[-1])
+    raise AssertionError(f"no end: {smollm2().decode(tokens, False)[:200]}")
+
+
+def _allowed(mask: bytes) -> Iterator[int]:
+    for index, byte in enumerate(mask):
+        if byte:
+            yield from (8 * index + bit for bit in range(8) if byte >> bit & 1)
+
+
+def calls_in(known: CallFormat, text: str) -> list[tuple[str, Any]]:
+    """Whole answers are calls, and every call is complete."""
+    parser = AnswerParser(AnswerFormat(known, frozenset(("weather", "clock"))), streams=False)
+    found = parser.push(text).then(parser.end(is_cut=False))
+    calls: dict[int, list[str]] = {}
+    for piece in found.tool_calls:
+        call = calls.setdefault(piece.index, [piece.name, ""])
+        call[1] += piece.arguments
+    assert found.content == "" and len(calls) == parser.num_calls, text
+    return [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+@every_format
+def test_all_that_is_allowed_is_read_as_calls(known: CallFormat, compiler: GrammarCompiler) -> None:
+    rng = random.Random(known.name)
+    named = known.rules([WEATHER], False)
+    for _ in range(6):
+        text = smollm2().decode(random_answer(compiler, named, rng), False)
+        ((name, arguments),) = calls_in(known, text)
+        assert name == "weather" and {"city", "unit"} <= arguments.keys() <= {"city", "days", "unit", "dry"}
+        assert arguments["unit"] in ("C", "F", None) and arguments.get("days", 0) in range(10)
+
+
+@every_format
+def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -> None:
+    arguments = {"city": "R\u00f4me", "unit": None}
+    text = {
+        "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+        "llama3_json": '{"name": "weather", "parameters": %s}; {"name": "clock", "parameters": {}}',
+        "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": %s}, {"name": "clock", "arguments": {}}]',
+        "pythonic": '[weather(city="R\u00f4me", unit=null), clock()]%.0s',
+    }[known.name] % json.dumps(arguments, ensure_ascii=False)
+    assert calls_in(known, text) == [("weather", arguments), ("clock", {})]
+    for many, ends in ((True, True), (False, False)):
+        matcher = compiler.compile(known.rules([WEATHER, CLOCK], many))
+        tokens = smollm2().encode(text, False)
+        whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert whole == ends
+
+
+def test_a_marker_that_is_a_special_token(compiler: GrammarCompiler) -> None:
+    rules = Grammar(GrammarKind.LARK, 'start: marker_0 "a" marker_1', ("<|im_start|>", "</end>"))
+    matcher = compiler.compile(rules)
+    tokens = smollm2().encode("<|im_start|>a</end>", False)
+    assert tokens[0] == 1 and matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("markers", [("<think>", "</think>"), ("<|im_start|>", "<|endoftext|>")])
+@pytest.mark.parametrize(
+    ("is_reasoning", "is_implicit", "text", "fits"),
+    [
+        (False, False, "{1}hm </x{2}\n\nyes", True),
+        (False, False, "yes", True),
+        (False, False, "hm{2}yes", False),
+        (False, True, "hm{2}yes", True),
+        (True, False, "hm{2} yes", True),
+        (True, False, "hm{2} no", False),
+        (True, False, "yes", False),
+    ],
+)
+def test_a_grammar_of_what_follows_the_reasoning(
+    compiler: GrammarCompiler, markers: tuple[str, str], is_reasoning: bool, is_implicit: bool, text: str, fits: bool
+) -> None:
+    reasoning = Reasoning(*markers, is_implicit)
+    text = text.replace("{1}", markers[0]).replace("{2}", markers[1])
+    for kind, rules in (
+        (GrammarKind.REGEX, "yes"),
+        (GrammarKind.CHOICE, '["yes"]'),
+        (GrammarKind.LARK, 'start: "yes"'),
+    ):
+        matcher = compiler.compile(Grammar(kind, rules, (), reasoning, is_reasoning))
+        tokens = smollm2().encode(text, False)
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits, kind

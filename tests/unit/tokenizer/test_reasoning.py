@@ -1,0 +1,88 @@
+"""What a prompt leaves open, and which special tokens stay in the text."""
+
+import asyncio
+
+import pytest
+from support.small_tokenizers import EOS, smollm2
+from support.tokenizer_harness import serving
+from tokenizers import AddedToken, Tokenizer
+
+from overlap_spec.messages import (
+    ChatPrompt,
+    Finish,
+    FinishKind,
+    Grammar,
+    GrammarKind,
+    Prompt,
+    Reasoning,
+    SamplingParams,
+    TextDeltas,
+    TextPrompt,
+)
+from overlap_spec.tokenizer.chat_template import NoChatTemplate
+from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
+
+THINK = Reasoning("<think>", "</think>")
+
+
+def chat(content: str, generates: bool = True) -> ChatPrompt:
+    return ChatPrompt([{"role": "user" if generates else "assistant", "content": content}], None, {}, generates)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "opening"),
+    [
+        (chat("hi"), "<|assistant|>", ""),
+        (chat("<think>"), "<think><|end|><|assistant|>", ""),
+        (chat("hi"), "<|assistant|><think>\n", "<think>"),
+        (chat("hi"), "<|assistant|><think>\n\n</think>\n\n", "<think></think>"),
+        (chat("hi"), "<|assistant|></think>", "<think></think>"),
+        (chat("<think>I was about to say that", False), "I was about to say that", "<think>"),
+        (chat("<think>a</think> The answer", False), "The answer", ""),
+        (TextPrompt("x <think>\n"), "x <think>\n", "<think>"),
+    ],
+)
+def test_what_a_prompt_leaves_open(prompt: Prompt, text: str, opening: str) -> None:
+    codec = smollm2()
+    assert opening_of(prompt, codec.encode(text, False), THINK, codec) == opening
+
+
+def test_the_marker_comes_before_the_first_text_once() -> None:
+    async def run() -> list[str]:
+        async with serving() as harness:
+            harness.generate("Why? <think>", max_new_tokens=9, reasoning=THINK)
+            uid = (await harness.admitted()).uid
+            texts = []
+            for text in (" So", " be it"):
+                harness.commit((uid, smollm2().encode(text, False), None))
+                texts += (await harness.heard(TextDeltas)).texts
+            harness.commit((uid, [EOS], Finish(FinishKind.STOP, EOS)))
+            return texts + (await harness.heard(TextDeltas)).texts
+
+    assert asyncio.run(run()) == ["<think> So", " be it", ""]
+
+
+def test_a_grammar_is_of_what_follows_the_reasoning() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    sampling = SamplingParams(grammar=grammar, reasoning=THINK)
+    for opening, reasons, begins in (("", THINK, False), ("<think>", THINK, True), ("<think></think>", None, False)):
+        settled = after_reasoning(sampling, THINK, opening).grammar
+        assert settled == Grammar(GrammarKind.REGEX, "a", (), reasons, begins)
+    assert after_reasoning(SamplingParams(), THINK, "<think>") == SamplingParams()
+
+
+def marked_codec() -> TextCodec:
+    """SmolLM2's with two special tokens more."""
+    tokenizer = Tokenizer.from_str(smollm2()._tokenizer.to_str())
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("[CALL]", "[OTHER]")])
+    return TextCodec(tokenizer, NoChatTemplate(), (EOS,))
+
+
+def test_special_tokens_that_stay_in_the_text() -> None:
+    codec = marked_codec()
+    ids = codec.encode("[OTHER] a [CALL] b<|im_end|>", False)
+    for shown, text in (((), " a  b"), (("[CALL]", "unknown"), " a [CALL] b"), (("a",), " a  b")):
+        pieces = codec.detokenizer(True, shown_tokens=shown)
+        assert "".join(pieces.push([token]) for token in ids) + pieces.flush() == text
+    assert "[OTHER]" in codec.detokenizer(False, shown_tokens=("[CALL]",)).push(ids)
