@@ -107,6 +107,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
     reasoning: Reasoning | None = None
     log_probs: LogProbParams | None = None
+    stop_regex: tuple[str, ...] = ()
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the context holds
 
     def __post_init__(self) -> None:
         if self.grammar is not None:
@@ -130,6 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
         least, most = self.min_new_tokens, self.max_new_tokens
+        keep = self.truncate_prompt_tokens
         integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
         return (
             *((name, value, -MOST <= (value or 0) < MOST, "a 64-bit integer") for name, value in integers.items()),
@@ -154,6 +158,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"at most {MAX_STOP_STRINGS} non-empty strings",
             ),
             (
+                "stop_regex",
+                self.stop_regex,
+                len(self.stop_regex) <= MAX_STOP_STRINGS and all(self.stop_regex),
+                f"at most {MAX_STOP_STRINGS} non-empty patterns",
+            ),
+            ("truncate_prompt_tokens", keep, keep is None or -1 <= keep < MOST and keep != 0, "-1 or at least 1"),
+            (
                 "stop_token_ids",
                 self.stop_token_ids,
                 len(self.stop_token_ids) <= MAX_STOP_IDS // 2 and all(0 <= i < MOST for i in self.stop_token_ids),
@@ -170,22 +181,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def changes_logits(self) -> bool:
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1)
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or self.grammar is not None
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Plain text; special tokens are added as the tokenizer's own post-processor does."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """OpenAI-style messages, rendered by the model's chat template."""
+    """OpenAI-style messages, rendered by the model's chat template, or by `template`, a source of the client's own.
+
+    `continue_final_message`: the prompt ends where the last message's content does, and the answer goes on from there.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str = ""
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

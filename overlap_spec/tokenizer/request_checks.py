@@ -37,9 +37,11 @@ class RequestChecks:
         max_open_requests: int,
         seed: int | None,
         grammars: GrammarChecks | None = None,
+        trusts_templates: bool = False,
     ) -> None:
         self.limits: EngineLimits | None = None
         self.draining = False
+        self.trusts_templates = trusts_templates  # a request may bring a chat template along
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_open_requests = max_open_requests
         self._seeds = random.Random(seed)
@@ -86,6 +88,16 @@ class RequestChecks:
         if len(ids) > MAX_STOP_IDS:
             raise RequestError("stop_token_ids", f"at most {MAX_STOP_IDS} stop ids are taken, EOS included: {len(ids)}")
         return ids
+
+
+def truncated(ids: list[int], sampling: SamplingParams, limits: EngineLimits) -> list[int]:
+    """The end of the prompt that the request keeps."""
+    keep = sampling.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep == -1:
+        keep = min(limits.max_len, limits.max_total_tokens) - max(1, sampling.max_new_tokens or 0)
+    return ids[-max(keep, 1) :]
 
 
 def at_least_one(sampling: SamplingParams) -> SamplingParams:

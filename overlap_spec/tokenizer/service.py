@@ -32,6 +32,7 @@ from overlap_spec.messages import (
     LogProbs,
     Ping,
     Pong,
+    Prompt,
     Refused,
     Rejected,
     Shutdown,
@@ -48,10 +49,12 @@ from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
+from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.stop_strings import compile_patterns
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +76,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self._prompts = PromptReader(codec)
+        self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
@@ -128,7 +131,9 @@ class TokenizerService:
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            piece = request.output.push(tokens, finish)
+            piece = self._push(request, request.output, tokens, finish)
+            if piece is None:
+                continue
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
@@ -146,6 +151,15 @@ class TokenizerService:
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+
+    def _push(self, request: OpenRequest, output: Output, tokens: list[int], finish: Finish | None) -> Piece | None:
+        """Add a run to an output. None: a stop pattern took too long, and the request has ended with that error."""
+        try:
+            return output.push(tokens, finish)
+        except RequestError as error:
+            self._abort(request, AbortReason.REQUESTED)
+            self._refuse(request.client, request.request_id, error)
+            return None
 
     def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
         """They come by chunks and leave with the request's first row."""
@@ -213,12 +227,16 @@ class TokenizerService:
 
     async def _generate(self, client: int, message: Generate) -> None:
         limits = self._checks.check_open(len(self._requests))
-        self._codec.check_stop_strings(message.sampling.stop)
+        self._codec.check_stop_strings("stop", message.sampling.stop)
+        self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
+        compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            ids = await self._prompts.encode(message.prompt, True, limits.max_len)
+            cuts = message.sampling.truncate_prompt_tokens is not None
+            ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
+            ids = truncated(ids, message.sampling, limits)
             sampling = self._checks.settle(message.sampling, ids, limits)
             if sampling.reasoning is not None:
                 request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
@@ -230,10 +248,13 @@ class TokenizerService:
             self._close(request)
             raise
         if request in self._requests:
-            # A completion continues its prompt's text, an assistant's answer does not.
-            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
-            skips, shown = sampling.skip_special_tokens, sampling.shown_tokens
-            request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
+            decoder = self._codec.detokenizer(
+                sampling.skip_special_tokens,
+                ids[-1:] if _continues(message.prompt) else (),
+                sampling.shown_tokens,
+                sampling.spaces_between_special_tokens,
+            )
+            request.open_output(sampling, len(ids), decoder)
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
@@ -281,6 +302,11 @@ class TokenizerService:
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
+
+
+def _continues(prompt: Prompt) -> bool:
+    """A completion continues its prompt's text, an assistant's answer does not."""
+    return not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
 
 
 def _takes_long(message: Generate | Tokenize) -> bool:
