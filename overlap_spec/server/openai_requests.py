@@ -183,6 +183,6 @@ def stop_strings(stop: str | list[str], info: ServerInfo, field: str = "stop") -
 
 def check_model(model: str, info: ServerInfo) -> None:
     """Raises: Problem 404. "default" is what SGLang's clients send."""
-    if model not in (info.model_name, "default"):
+    if model not in (info.model_name, *info.aliases, "default"):
         text = f"the model {model!r} does not exist here; this server has {info.model_name!r}"
         raise Problem(404, text, "model", "model_not_found")
