@@ -76,9 +76,13 @@ from overlap_spec.messages.request import (
 from overlap_spec.messages.ring import (
     Abort,
     Admit,
+    DropGrammar,
     EngineLimits,
     FlushCache,
     Flushed,
+    GrammarFailed,
+    GrammarReady,
+    PrepareGrammar,
     Refused,
     ResetSlot,
     SlotWork,
@@ -100,8 +104,19 @@ from overlap_spec.messages.supervisor import (
     ToSupervisor,
 )
 
-ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Audit | StopSpeculating | Shutdown
-ToWorker = StepPlan | FlushCache | Shutdown
+ToScheduler = (
+    WorkerReady
+    | StepResult
+    | GrammarReady
+    | GrammarFailed
+    | Admit
+    | Abort
+    | FlushCache
+    | Audit
+    | StopSpeculating
+    | Shutdown
+)
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
 ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
 
 __all__ = [
@@ -128,6 +143,10 @@ __all__ = [
     "Detokenize",
     "Detokenized",
     "Drained",
+    "DropGrammar",
+    "GrammarFailed",
+    "GrammarReady",
+    "PrepareGrammar",
     "EngineFacts",
     "EngineLimits",
     "ErrorCode",

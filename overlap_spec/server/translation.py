@@ -44,6 +44,9 @@ def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: 
     extensions = _extensions(given, dialect)
     with naming(dialect.names):
         body = check_openai({**extensions, **made}, ChatRequest, info)
+        if body.speculative.is_reported or body.return_spec_tokens_details:
+            text = f"speculative: {dialect.path} reports no provenance and no metrics; use /v1/chat/completions"
+            raise Problem(400, text, "speculative", "unsupported_parameter")
         group = chats.prepare(body, dialect.id_prefix)
     requests = [_renamed_request(request, dialect.names) for request in group.requests]
     return msgspec.structs.replace(group, requests=requests)

@@ -40,10 +40,12 @@ from overlap_spec.tokenizer.audit.auditor import Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import FLOORS, BatchNoise
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.grammars import Grammars
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
@@ -55,6 +57,7 @@ from support.random_widths import RandomWidths
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
@@ -116,6 +119,8 @@ class RingConfig:
     audit: AuditSettings = AuditSettings()
     audit_slots: int = 3
     audit_share: int = 3  # of so many steps one is an audit's, while requests run
+    grammars: bool = False  # requests may have grammars
+    proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
     @property
@@ -151,6 +156,8 @@ class Ring:
         self.executor: Executor = build_executor(
             models, geometry, config.place, config.accept, attention=config.attention,
             own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
+            grammars=Grammars(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None,
+            proposes_forced=config.proposes_forced,
         )  # fmt: skip
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
@@ -179,7 +186,8 @@ class Ring:
         self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        checks = RequestChecks(codec.eos_token_ids, 1000, 0)
+        checked = GrammarChecks(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
         floor = FLOORS[str(config.dtype).removeprefix("torch.")]

@@ -13,7 +13,6 @@ from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
 from overlap_spec.spec.types import Verdict
 from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.worker.audit import AuditStep
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
@@ -39,7 +38,7 @@ class Bench:
         proposer = ScriptedProposer(self.model, self.slots.window, WIDTH - 1)
         method = SpecMethod(proposer, ChainVerifier(torch.arange(len(TABLE))))
         steps = DecodeStep(self.slots, self.model, method, 4), PrefillStep(self.slots, self.model, method, 4)
-        self.executor = Executor(device or CpuDevice(), self.slots, *steps, AuditStep(self.slots, self.model, 4))
+        self.executor = Executor(device or CpuDevice(), self.slots, *steps)
         self.steps = 0
 
     def plan(self, phase: Phase, work: list[SlotWork], width: int = WIDTH) -> StepPlan:
