@@ -181,7 +181,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def changes_logits(self) -> bool:
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1)
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or self.grammar is not None
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
