@@ -111,7 +111,7 @@ def main() -> None:
         "repeats": arguments.repeats,
         "rows": [],
     }
-    asyncio.run(measure_case(arguments.case, sizes, arguments.repeats, report))
+    asyncio.run(measure_case(arguments.case, sizes, arguments.num_steps, report))
     if arguments.output is not None:
         write_report(arguments.output, report)
 
