@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import (
@@ -43,6 +44,10 @@ class DeltaLike(Protocol):
     def usage(self) -> Usage: ...
     @property
     def verified(self) -> Verified | None: ...
+    @property
+    def log_probs(self) -> list[TokenLogProb]: ...
+    @property
+    def prompt_log_probs(self) -> list[TokenLogProb]: ...
 
 
 class EngineClient(Protocol):
