@@ -47,7 +47,7 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     if not sampling.work.sampled:
         return logits.argmax(-1)
     if not sampling.work.filtered:
-        return gumbel_argmax(logits, positions, sampling.temperature, sampling.seed, token_ids)
+        return gumbel_argmax(logits.contiguous(), positions, sampling.temperature, sampling.seed, token_ids)
     drawn = torch.cat([_sample(logits, positions, sampling, token_ids, part) for part in slices(logits)])
     return torch.where(sampling.temperature[:, None] > 0, drawn, logits.argmax(-1))
 
