@@ -96,6 +96,9 @@ OUTSIDE = {
     **dict.fromkeys(("stream", "stream_options"), "how a reply is sent"),
     **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
+    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning"), "how the answer's text is read"),
+    **dict.fromkeys(("shown_tokens", "reasoning"), "how the answer's text is read"),
+    "tool_choice": "a grammar of the answer",
 }
 
 # Read and checked, with no row yet. A field leaves this when its row comes.
