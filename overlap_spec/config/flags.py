@@ -68,6 +68,12 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         SamplingDefaultsFrom,
         Meta(description="origin of what a request leaves out: the model's generation_config.json, or OpenAI's values"),
     ] = "model"
+    chat_template: Annotated[
+        Text | None, Meta(description="file with a chat template, or the template itself; default: the model's")
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="run chat templates that requests bring along, in a sandbox")
+    ] = False
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None

@@ -17,7 +17,7 @@ from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import read_chat
+from overlap_spec.server.prompts import chat_prompt, check_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
 from overlap_spec.server.tools import answer_format, template_tools, with_format
 
@@ -37,12 +37,14 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class ChatGroup(Group, frozen=True):
-    """A chat's requests, one for each choice, and what is to be found in their answers."""
+    """A chat's requests, one for each choice, and what is to be found in their answers, or shown beside them."""
 
     form: AnswerFormat = AnswerFormat()
+    shows_ids: bool = False
 
 
 ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
@@ -57,12 +59,14 @@ class ChatAnswer:
         self.tool_calls: list[ToolCallPiece] = []
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
+        self.token_ids: list[int] = []
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
         self.content += delta.content
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
+        self.token_ids += delta.token_ids
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -87,13 +91,15 @@ class ChatRunner:
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
-        tools = template_tools(body)
-        prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
+        if body.add_special_tokens:
+            text = "add_special_tokens: the chat template writes its own; leave it out or send false"
+            raise Problem(400, text, "add_special_tokens", "unsupported_parameter")
+        prompt = check_chat(chat_prompt(body, body.messages, template_tools(body), template_kwargs), self._info)
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
         names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
-        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form)
+        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form, body.return_token_ids)
 
     async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`.
@@ -104,6 +110,10 @@ class ChatRunner:
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 yield [(index, choices[index].read(delta)) for index, delta in step]
+
+    async def prompt_ids(self, group: ChatGroup) -> list[int] | None:
+        """The conversation's token ids, before they are truncated, if ids are to be shown. Raises: as `Runner.run`."""
+        return await self._runner.prompt_ids(group.requests[0].prompt) if group.shows_ids else None
 
     async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
@@ -140,12 +150,13 @@ class _Choice:
     def read(self, delta: DeltaLike) -> ChatDelta:
         """What a step added."""
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
+        ids = tuple(delta.token_ids)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, finish=finish)
+            return ChatDelta(delta.usage, delta.text, finish=finish, token_ids=ids)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
             found = found.then(self._parser.end(is_cut=not stopped))
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
-        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish)
+        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish, ids)

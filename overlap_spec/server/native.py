@@ -20,7 +20,7 @@ from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
-from overlap_spec.server.unsupported import refuse_unsupported
+from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI, refuse_unsupported
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -53,6 +53,10 @@ class NativeSampling(GrammarFields, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    include_stop_str_in_output: bool = False
+    stop_regex: str | list[str] = ""
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
 
 SAMPLING = frozenset(NativeSampling.__struct_fields__)
@@ -75,6 +79,7 @@ class NativeGenerate:
         arrived_at = time.perf_counter()
         fields = await read_json(request, self._info.max_body_bytes)
         refuse_unsupported(fields)
+        refuse_unsupported(fields, OF_CHATS | OF_OPENAI)
         _refuse_misplaced(fields)
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
@@ -102,7 +107,9 @@ class NativeGenerate:
             raise Problem(400, text, "text", "missing_required_parameter")
         if body.text is not None:
             return "text", *read_prompts(body.text, "text", self._info)
-        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info)
+        given = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]
+        cut = any(each is not None and each.get("truncate_prompt_tokens") is not None for each in given)
+        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut)
 
     def _sampling(self, given: Json | list[Json | None], count: int) -> list[tuple[int, SamplingParams]]:
         """For each prompt, how many choices it has and how they are drawn."""
@@ -121,12 +128,16 @@ class NativeGenerate:
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
         seed_name = "sampling_seed" if read.seed is None else "seed"
-        values = {name: value for name, value in msgspec.structs.asdict(read).items() if name not in GRAMMAR_FIELDS}
-        values["seed"] = values[seed_name]
-        del values["sampling_seed"], values["n"]
-        values["stop"] = stop_strings(read.stop, self._info)
-        values["stop_token_ids"] = tuple(read.stop_token_ids)
-        values["grammar"] = read.grammar(self._info)
+        given_here = msgspec.structs.asdict(read)
+        values = {name: given_here[name] for name in SamplingParams.__struct_fields__ if name in given_here}
+        values |= {
+            "seed": given_here[seed_name],
+            "stop": stop_strings(read.stop, self._info),
+            "stop_regex": stop_strings(read.stop_regex, self._info, "stop_regex"),
+            "stop_token_ids": tuple(read.stop_token_ids),
+            "no_stop_trim": read.no_stop_trim or read.include_stop_str_in_output,
+            "grammar": read.grammar(self._info),
+        }
         try:
             return read.n, SamplingParams(**values)
         except RequestError as error:

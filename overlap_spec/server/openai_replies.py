@@ -57,6 +57,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     matched_stop: str | int | None
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -67,6 +68,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -77,6 +79,8 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -88,6 +92,7 @@ class Reply(msgspec.Struct, frozen=True):
     model: str
     choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
     usage: WireUsage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
@@ -96,6 +101,11 @@ def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
     completion = sum(usage.completion_tokens for usage in usages)
     cached = CachedTokens(sum(usage.cached_tokens for usage in usages[::n]))
     return WireUsage(prompt, completion, prompt + completion, cached)
+
+
+def kept_ids(prompt_ids: list[int] | None, usage: Usage) -> list[int] | UnsetType:
+    """The end of the prompt that the engine was given, if its ids are to be shown."""
+    return UNSET if prompt_ids is None else prompt_ids[len(prompt_ids) - usage.prompt_tokens :]
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
@@ -107,14 +117,14 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     options: StreamOptions
 
-    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage) -> Reply:
+    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
             shown = wire_usage([usage])
         elif self.options.include_usage:
             shown = None
-        return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
+        return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
     def usage_chunk(self, usage: WireUsage) -> Reply:
         """The last chunk, without a choice."""

@@ -14,8 +14,9 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from overlap_spec.client.link import unpack_ids
 from overlap_spec.errors import RequestAborted, RequestError
-from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Usage
+from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, TokenPrompt, Usage
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
@@ -109,6 +110,12 @@ class Runner:
                 for index, delta in step:
                     answers[index].add(delta)
         return answers
+
+    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, before it is truncated. Raises: as `run`."""
+        if isinstance(prompt, TokenPrompt):
+            return unpack_ids(prompt.ids)
+        return await self._client.tokenize(prompt)
 
     async def abort(self, name: str) -> None:
         """End the request or group of this id, exactly; it may also belong to another client of the engine."""

@@ -77,7 +77,11 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         ),
-        link=LinkSettings(client_endpoint=_resolve_endpoint(config), api_key=config.api_key),
+        link=LinkSettings(
+            client_endpoint=_resolve_endpoint(config),
+            api_key=config.api_key,
+            trusts_templates=config.trust_request_chat_template,
+        ),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
