@@ -97,7 +97,7 @@ OUTSIDE = {
     **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
     **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning"), "how the answer's text is read"),
-    **dict.fromkeys(("shown_tokens", "reasoning"), "how the answer's text is read"),
+    **dict.fromkeys(("shown_tokens", "reasoning", "thinking"), "how the answer's text is read"),
     "tool_choice": "a grammar of the answer",
 }
 
