@@ -42,8 +42,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "echo": (False,),
     "stream_interval": (1,),
-    "thinking_budget": (),
-    "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
     "truncation_side": ("left",),
