@@ -15,6 +15,8 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, l
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
+from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
@@ -38,6 +40,8 @@ from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_win
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
 from overlap_spec_kernels.window.log_prob_rows import log_prob_rows
+from overlap_spec_kernels.window.mask_logits import mask_logits
+from overlap_spec_kernels.window.place_forced import place_forced
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
@@ -77,6 +81,8 @@ __all__ = [
     "fused_linear",
     "gather_tree",
     "gather_window",
+    "gumbel",
+    "gumbel_argmax",
     "judge_chain",
     "judge_tree",
     "linear_add",
@@ -92,6 +98,9 @@ __all__ = [
     "normalised",
     "paged_attention",
     "place_guesses",
+    "mask_logits",
+    "mix64",
+    "place_forced",
     "place_tree",
     "reasoning_end",
     "rms_norm",
@@ -100,7 +109,9 @@ __all__ = [
     "select_tree",
     "silu_mul",
     "store_tokens",
+    "stream",
     "top_tokens",
     "tree_attention",
+    "uniform",
     "with_slots",
 ]

@@ -67,6 +67,7 @@ class ModelSettings(Struct, frozen=True):
     dtype: str
     device: str
     max_len: int  # tokens in a sequence, prompt and output
+    aliases: tuple[str, ...] = ()  # further names in the API
 
 
 class AcceptSettings(Struct, frozen=True):
@@ -189,6 +190,7 @@ class ServerSettings(Struct, frozen=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 class LinkSettings(Struct, frozen=True):

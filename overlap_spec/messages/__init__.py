@@ -67,9 +67,13 @@ from overlap_spec.messages.request import (
 from overlap_spec.messages.ring import (
     Abort,
     Admit,
+    DropGrammar,
     EngineLimits,
     FlushCache,
     Flushed,
+    GrammarFailed,
+    GrammarReady,
+    PrepareGrammar,
     Refused,
     ResetSlot,
     SlotWork,
@@ -91,8 +95,8 @@ from overlap_spec.messages.supervisor import (
     ToSupervisor,
 )
 
-ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Shutdown
-ToWorker = StepPlan | FlushCache | Shutdown
+ToScheduler = WorkerReady | StepResult | GrammarReady | GrammarFailed | Admit | Abort | FlushCache | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
 ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
 
 __all__ = [
@@ -110,6 +114,10 @@ __all__ = [
     "Detokenize",
     "Detokenized",
     "Drained",
+    "DropGrammar",
+    "GrammarFailed",
+    "GrammarReady",
+    "PrepareGrammar",
     "EngineFacts",
     "EngineLimits",
     "ErrorCode",

@@ -202,7 +202,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def changes_logits(self) -> bool:
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or self.thinking is not None
+        works = self.grammar is not None or self.thinking is not None
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or works
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -198,7 +198,7 @@ class Reporter:
         host_time, gpu_gap = self._reported.host_time(), self._reported.gpu_gap()
         return Stats(
             num_running=len(queues.running),
-            num_queued=len(queues.waiting),
+            num_queued=len(queues.waiting) + len(queues.preparing),
             num_used_tokens=num_used * page_size,
             num_cached_tokens=queues.memory.cache.num_evictable * page_size,
             max_total_tokens=self._limits.pool_tokens,
@@ -228,6 +228,7 @@ class Reporter:
             host_time_hidden=max(host_time - gpu_gap, 0.0),
             decode_steps_total=counters.decode_steps,
             decode_floor_total=counters.decode_floor,
+            decode_time_total=counters.decode_time,
         )
 
     def _write_log(self, now: float) -> None:

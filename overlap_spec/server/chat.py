@@ -12,6 +12,7 @@ from starlette.responses import Response
 from overlap_spec.messages import Usage
 from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.log_probs import ChatEntries
 from overlap_spec.server.openai_replies import (
     DeltaChoice,
     FunctionCall,
@@ -25,6 +26,7 @@ from overlap_spec.server.openai_replies import (
 )
 from overlap_spec.server.openai_requests import ChatRequest, read_openai
 from overlap_spec.server.parsers.pieces import ToolCallPiece
+from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 
@@ -43,20 +45,23 @@ class ChatCompletions:
             group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
         )
         if body.stream:
-            return EventStream(self._events(group, head))
-        reply = await unless_gone(request.receive, self._whole(group, head))
+            return EventStream(self._events(group, head, ChatEntries(body)))
+        reply = await unless_gone(request.receive, self._whole(group, head, ChatEntries(body)))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _whole(self, group: ChatGroup, head: ReplyHead) -> Reply:
+    async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Reply[MessageChoice]:
         prompt_ids = await self._chats.prompt_ids(group)
         answers = await self._chats.collect(group)
-        choices = tuple(_choice(index, answer, group) for index, answer in enumerate(answers))
+        choices = tuple(_choice(index, answer, group, entries) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], len(answers))
-        shown = kept_ids(prompt_ids, answers[0].usage)
-        return Reply(head.id, "chat.completion", head.created, head.model, choices, usage, shown)
+        shown = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs)
+        counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, *shown)
+        return reply.with_counts(counts)
 
-    async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
+        reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
         prompt_ids = await self._chats.prompt_ids(group)
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
@@ -66,16 +71,17 @@ class ChatCompletions:
                         shown = kept_ids(None if last else prompt_ids, delta.usage)
                         events.append(_opening(head, index, delta.usage, group, shown))
                     last[index] = delta.usage
-                    events.append(_chunks(head, index, delta, group))
+                    events.append(_chunks(head, index, delta, group, reports[index], entries))
                 if any(events):
                     yield b"".join(events)
-        if head.options.include_usage:
-            usages = [last[index] for index in range(len(group.requests))]
-            yield event(head.usage_chunk(wire_usage(usages, len(usages))))
+        usages = [last[index] for index in range(len(group.requests))]
+        counts = reported_counts(reports, usages, self._info.num_steps)
+        if (end := head.last_chunk(wire_usage(usages, len(usages)), counts)) is not None:
+            yield event(end)
         yield DONE
 
 
-def _choice(index: int, answer: ChatAnswer, group: ChatGroup) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer, group: ChatGroup, entries: ChatEntries) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -86,8 +92,9 @@ def _choice(index: int, answer: ChatAnswer, group: ChatGroup) -> MessageChoice:
         reasoning_content=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
-    ids = answer.token_ids if group.shows_ids else UNSET
-    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched, token_ids=ids)
+    ids, finish = answer.token_ids if group.shows_ids else UNSET, answer.finish
+    shown = entries.read(answer.log_probs), ids, answer.report.provenance
+    return MessageChoice(index, message, finish.reason, finish.matched, *shown)
 
 
 def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt_ids: list[int] | UnsetType) -> bytes:
@@ -97,19 +104,25 @@ def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt
     return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start, prompt_ids))
 
 
-def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup) -> bytes:
+def _chunks(
+    head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, report: SpeculationReport, entries: ChatEntries
+) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
-    text, finish = _added(delta), delta.finish
+    text, finish, log_probs = _added(delta), delta.finish, entries.read(delta.log_probs)
     ids = list(delta.token_ids) if group.shows_ids else UNSET
-    if text is None and finish is None and (group.form.is_plain or ids):
+    provenance = report.add(delta.verified, len(delta.token_ids))
+    shows_tokens = log_probs is not None or (finish is None and bool(ids or provenance))
+    if text is None and (shows_tokens or (finish is None and group.form.is_plain)):
         text = Text(content="")
-    added = event(head.chunk(DeltaChoice(index, text, token_ids=ids), delta.usage)) if text is not None else b""
+    added = b""
+    if text is not None:
+        choice = DeltaChoice(index, text, logprobs=log_probs, token_ids=ids, provenance=provenance)
+        added = event(head.chunk(choice, delta.usage))
+        ids, provenance = [] if group.shows_ids else UNSET, UNSET
     if finish is None:
         return added
-    rest = [] if added and group.shows_ids else ids
-    return added + event(
-        head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched, token_ids=rest), delta.usage)
-    )
+    last = DeltaChoice(index, Text(), finish.reason, finish.matched, token_ids=ids, provenance=provenance)
+    return added + event(head.chunk(last, delta.usage))
 
 
 def _added(delta: ChatDelta) -> Text | None:

@@ -10,15 +10,18 @@ from contextlib import aclosing
 
 import msgspec
 
-from overlap_spec.messages import FinishKind, SamplingParams, Usage
+from overlap_spec.client.log_probs import TokenLogProb
+from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.server.log_probs import chat_params
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import chat_prompt, check_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport
 from overlap_spec.server.tools import answer_format, template_tools, with_format
 
 
@@ -38,6 +41,9 @@ class ChatDelta(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
     token_ids: tuple[int, ...] = ()
+    verified: Verified | None = None
+    log_probs: list[TokenLogProb] = []
+    prompt_log_probs: list[TokenLogProb] = []
 
 
 class ChatGroup(Group, frozen=True):
@@ -53,13 +59,16 @@ ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
 class ChatAnswer:
     """The whole answer of one choice so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[ToolCallPiece] = []
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
         self.token_ids: list[int] = []
+        self.log_probs: list[TokenLogProb] = []
+        self.prompt_log_probs: list[TokenLogProb] = []
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
@@ -67,6 +76,9 @@ class ChatAnswer:
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
         self.token_ids += delta.token_ids
+        self.report.add(delta.verified, len(delta.token_ids))
+        self.log_probs += delta.log_probs
+        self.prompt_log_probs += delta.prompt_log_probs
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -88,6 +100,7 @@ class ChatRunner:
         limit, sampling = self._sampling(body)
         form = answer_format(body, self._info)
         sampling = with_format(sampling, body, form, self._info)
+        sampling = msgspec.structs.replace(sampling, log_probs=chat_params(body))
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
@@ -117,7 +130,7 @@ class ChatRunner:
 
     async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
-        answers = [ChatAnswer() for _ in group.requests]
+        answers = [ChatAnswer(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group, streams=False)) as steps:
             async for step in steps:
                 for index, delta in step:
@@ -152,11 +165,13 @@ class _Choice:
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
         ids = tuple(delta.token_ids)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, finish=finish, token_ids=ids)
+            taken = ids, delta.verified, delta.log_probs, delta.prompt_log_probs
+            return ChatDelta(delta.usage, delta.text, "", (), finish, *taken)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
             found = found.then(self._parser.end(is_cut=not stopped))
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
-        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish, ids)
+        parts = found.content, found.reasoning, found.tool_calls
+        return ChatDelta(delta.usage, *parts, finish, ids, delta.verified, delta.log_probs, delta.prompt_log_probs)

@@ -6,31 +6,39 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import FinishKind, Prompt, SamplingParams
+from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import GRAMMAR_FIELDS, GrammarFields
+from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
+from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI, refuse_unsupported
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True):
-    """Body of `/generate`. `text`: str | [str]; `input_ids`: [int] | [[int]]; one of the two."""
+class GenerateRequest(NativeLogProbFields, kw_only=True):
+    """Body of `/generate`. `text`: str | [str]; `input_ids`: [int] | [[int]]; one of the two.
+
+    `speculative` is for those of `sampling_params` that have none.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: Json | list[Json | None] = {}
     rid: RequestId | list[RequestId] = ""
     stream: bool = False
+    speculative: Json = {}
+    return_spec_tokens_details: bool = False
 
 
 class NativeSampling(GrammarFields, kw_only=True):
@@ -57,10 +65,17 @@ class NativeSampling(GrammarFields, kw_only=True):
     stop_regex: str | list[str] = ""
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    speculative: Speculative = Speculative()
+    return_spec_tokens_details: bool = False
 
 
-SAMPLING = frozenset(NativeSampling.__struct_fields__)
-OTHER_NAMES = {  # in OpenAI's API
+EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
+BODY_ALONE = frozenset(NativeLogProbFields.__struct_fields__)
+SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
+OTHER_NAMES = {  # in OpenAI's and vLLM's API
+    "logprobs": "return_logprob",
+    "top_logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -84,22 +99,25 @@ class NativeGenerate:
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
         if body.stream:
-            return EventStream(self._events(group, batched, arrived_at))
+            return EventStream(self._events(group, body, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
-        replies = [_reply(asked, answer, arrived_at) for asked, answer in zip(group.requests, answers, strict=True)]
+        pairs = zip(group.requests, answers, strict=True)
+        replies = [self._reply(asked, answer, body, arrived_at) for asked, answer in pairs]
         return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
         field, prompts, batched = self._prompts(body)
-        read = self._sampling(body.sampling_params, len(prompts))
+        read = self._sampling(body, len(prompts))
         n = read[0][0]
         if any(other != n for other, _ in read):
             raise Problem(400, "n must be the same for all prompts of a request", "n", "invalid_value")
         check_choices(n, len(prompts))
         batched = batched or n > 1
         name, ids = _ids(body.rid, len(prompts) * n, batched)
-        names = {"prompt": field, "grammar": _grammar_field(body.sampling_params)}
-        return Group(name, spread(ids, prompts, [each for _, each in read], names, n)), batched
+        names = {"prompt": field, "grammar": _grammar_field(body.sampling_params), **NAMES}
+        asked = zip(read, body.log_probs(len(prompts)), strict=True)
+        sampling = [msgspec.structs.replace(each, log_probs=log_probs) for (_, each), log_probs in asked]
+        return Group(name, spread(ids, prompts, sampling, names, n)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -111,19 +129,23 @@ class NativeGenerate:
         cut = any(each is not None and each.get("truncate_prompt_tokens") is not None for each in given)
         return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut)
 
-    def _sampling(self, given: Json | list[Json | None], count: int) -> list[tuple[int, SamplingParams]]:
+    def _sampling(self, body: GenerateRequest, count: int) -> list[tuple[int, SamplingParams]]:
         """For each prompt, how many choices it has and how they are drawn."""
+        given, shared = body.sampling_params, {name: getattr(body, name) for name in EITHER}
         if isinstance(given, dict):
-            return [self._read_sampling(given)] * count
+            return [self._read_sampling(shared | given)] * count
         if len(given) != count:
             text = f"sampling_params: {len(given)} for {count} prompts"
             raise Problem(400, text, "sampling_params", "invalid_value")
-        return [self._read_sampling(each or {}) for each in given]
+        return [self._read_sampling(shared | (each or {})) for each in given]
 
     def _read_sampling(self, given: Json) -> tuple[int, SamplingParams]:
         fields = without_nulls(given)
         refuse_unsupported(fields)
         _refuse_other_names(fields)
+        if misplaced := BODY_ALONE & fields.keys():
+            name = min(misplaced)
+            raise Problem(400, f"{name} belongs beside sampling_params, not in it", name, "invalid_value")
         read = convert(fields, NativeSampling)
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
@@ -137,20 +159,34 @@ class NativeGenerate:
             "stop_token_ids": tuple(read.stop_token_ids),
             "no_stop_trim": read.no_stop_trim or read.include_stop_str_in_output,
             "grammar": read.grammar(self._info),
+            "speculative": asked_speculation(read.speculative, read.return_spec_tokens_details),
         }
         try:
             return read.n, SamplingParams(**values)
         except RequestError as error:
             raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
-    async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
-        answers = [Collected() for _ in group.requests]
+    def _reply(self, request: EngineRequest, answer: Collected, body: GenerateRequest, arrived_at: float) -> Json:
+        meta = _meta_info(request, answer, arrived_at)
+        if request.sampling.log_probs is not None:
+            meta |= meta_log_probs(request.sampling.log_probs, answer, body.return_text_in_logprobs)
+        if answer.report.has_metrics:
+            meta |= answer.report.sglang_details(answer.usage, self._info.num_steps)
+            meta["speculative_decoding"] = answer.report.vllm_metrics(self._info.num_steps)
+        if answer.report.provenance is not UNSET:
+            meta["provenance"] = answer.report.provenance
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+    async def _events(
+        self, group: Group, body: GenerateRequest, batched: bool, arrived_at: float
+    ) -> AsyncGenerator[bytes, None]:
+        answers = [Collected(request.sampling.speculative) for request in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
                     answers[index].add(delta)
-                    reply = _reply(group.requests[index], answers[index], arrived_at)
+                    reply = self._reply(group.requests[index], answers[index], body, arrived_at)
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
@@ -166,8 +202,9 @@ def _refuse_misplaced(fields: Json) -> None:
 
 def _refuse_other_names(fields: Json) -> None:
     for name in fields:
-        if name in OTHER_NAMES:
-            raise Problem(400, f"{name} is {OTHER_NAMES[name]} here, in sampling_params", name, "invalid_value")
+        if name in OTHER_NAMES and fields[name] is not False:
+            where = "" if "logprob" in name else ", in sampling_params"
+            raise Problem(400, f"{name} is {OTHER_NAMES[name]} here{where}", name, "invalid_value")
 
 
 def _grammar_field(given: Json | list[Json | None]) -> str:
@@ -187,10 +224,6 @@ def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str
         return (uuid.uuid4().hex if batched else rid[0]), rid
     name = rid or uuid.uuid4().hex
     return name, numbered(name, count, batched)
-
-
-def _reply(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:
-    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": _meta_info(request, answer, arrived_at)}
 
 
 def _meta_info(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:

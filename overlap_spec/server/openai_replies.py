@@ -1,12 +1,16 @@
 """Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
 from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from overlap_spec.messages import Usage
+from overlap_spec.server.bodies import Json
 from overlap_spec.server.openai_requests import StreamOptions
+from overlap_spec.server.speculation import Provenance, ReportedCounts
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -49,6 +53,42 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[WireToolCall, ...] | UnsetType = UNSET
 
 
+class WireCandidate(msgspec.Struct, frozen=True):
+    """A token that might be at a position, in a chat."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class WireTokenLogProb(msgspec.Struct, frozen=True):
+    """A chat's token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[WireCandidate]
+
+
+class ChatLogProbs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat's choice: the tokens of its answer, or of a chunk of it."""
+
+    content: list[WireTokenLogProb]
+    refusal: None = None
+
+
+class CompletionLogProbs(msgspec.Struct, frozen=True):
+    """`logprobs` of a completion's choice: columns of equal length. `text_offset` adds up the tokens' own texts."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+PromptLogProbs = list[dict[str, Any] | None]  # vLLM's
+
+
 class MessageChoice(msgspec.Struct, frozen=True):
     """The choice of a chat's whole answer."""
 
@@ -56,8 +96,9 @@ class MessageChoice(msgspec.Struct, frozen=True):
     message: Text
     finish_reason: str | None
     matched_stop: str | int | None
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
     token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -67,8 +108,9 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     delta: Text
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
     token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -78,21 +120,33 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: CompletionLogProbs | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET
 
 
-class Reply(msgspec.Struct, frozen=True):
+C = TypeVar("C")
+
+
+class Reply(msgspec.Struct, Generic[C], frozen=True):
     """An answer or a chunk of one, as `object` tells."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
+    choices: tuple[C, ...]
     usage: WireUsage | None | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat, as the next; a completion's choices have their own
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET
+    metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
+    sglext: Json | UnsetType = UNSET  # SGLang's
+
+    def with_counts(self, counts: ReportedCounts | None) -> "Reply[C]":
+        """The same with the counts of its speculation, if it shows them."""
+        return self if counts is None else replace(self, metrics=counts.metrics, sglext=counts.sglext)
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
@@ -117,7 +171,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     options: StreamOptions
 
-    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply:
+    def chunk(self, choice: C, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply[C]:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
@@ -126,6 +180,10 @@ class ReplyHead(msgspec.Struct, frozen=True):
             shown = None
         return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
-    def usage_chunk(self, usage: WireUsage) -> Reply:
-        """The last chunk, without a choice."""
-        return Reply(self.id, self.object, self.created, self.model, (), usage)
+    def last_chunk(self, usage: WireUsage, counts: ReportedCounts | None) -> Reply[Any] | None:
+        """The last chunk, without a choice; None if nothing is left to tell."""
+        if not self.options.include_usage and counts is None:
+            return None
+        shown = usage if self.options.include_usage else UNSET
+        last = Reply[Any](self.id, self.object, self.created, self.model, (), shown)
+        return last.with_counts(counts)
