@@ -174,7 +174,12 @@ def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
     files = settings.model.files
     directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
     vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
-    return None if vocabulary.why_not else Grammars(vocabulary)
+    if vocabulary.why_not:
+        return None
+    grammars = Grammars(vocabulary)
+    if settings.model.device == "cuda":
+        grammars.build_vocabulary()  # while weights are loaded and graphs captured
+    return grammars
 
 
 def _device(place: torch.device) -> Device:
