@@ -165,6 +165,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         own,
         traced=settings.trace_dir is not None,
         grammars=grammars_of(settings, models),
+        proposes_forced=settings.proposes_forced,
     )
     return executor, geometry, models
 
