@@ -104,13 +104,7 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=128, help="decode steps of a batch, about")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
-    report: Row = {
-        "benchmark": "mixed_speculation",
-        "run": {},
-        "settings": {},
-        "repeats": arguments.repeats,
-        "rows": [],
-    }
+    report: Row = {"benchmark": "mixed_speculation", "repeats": arguments.repeats, "rows": []}
     asyncio.run(measure_case(arguments.case, sizes, arguments.num_steps, report))
     if arguments.output is not None:
         write_report(arguments.output, report)
