@@ -171,6 +171,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         own,
         traced=settings.trace_dir is not None,
         grammars=grammars_of(settings, models),
+        proposes_forced=settings.proposes_forced,
     )
     return executor, geometry, models
 
@@ -180,7 +181,12 @@ def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
     files = settings.model.files
     directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
     vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
-    return None if vocabulary.why_not else Grammars(vocabulary)
+    if vocabulary.why_not:
+        return None
+    grammars = Grammars(vocabulary)
+    if settings.model.device == "cuda":
+        grammars.build_vocabulary()  # while weights are loaded and graphs captured
+    return grammars
 
 
 def _device(place: torch.device) -> Device:
