@@ -60,6 +60,7 @@ from overlap_spec.messages.facts import (
 from overlap_spec.messages.request import (
     MAX_GRAMMAR_BYTES,
     MAX_LISTED_LOG_PROBS,
+    MAX_MARKER_TOKENS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOG_PROBS,
@@ -71,6 +72,7 @@ from overlap_spec.messages.request import (
     Reasoning,
     SamplingParams,
     TextPrompt,
+    Thinking,
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
@@ -165,6 +167,7 @@ __all__ = [
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
+    "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
@@ -190,6 +193,7 @@ __all__ = [
     "StepResult",
     "TextDeltas",
     "TextPrompt",
+    "Thinking",
     "ToClient",
     "ToScheduler",
     "ToSupervisor",

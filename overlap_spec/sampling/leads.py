@@ -14,9 +14,9 @@ of logits / T, times T.
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels import gumbel
 from torch import Tensor
 
-from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.types import Sampling
 
 FORBIDDEN = -1e30  # in place of -inf, of which no difference can be taken
