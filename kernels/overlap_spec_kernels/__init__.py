@@ -15,6 +15,8 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, l
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
+from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
@@ -75,6 +77,8 @@ __all__ = [
     "fused_linear",
     "gather_tree",
     "gather_window",
+    "gumbel",
+    "gumbel_argmax",
     "judge_chain",
     "judge_tree",
     "linear_add",
@@ -91,6 +95,7 @@ __all__ = [
     "paged_attention",
     "place_guesses",
     "mask_logits",
+    "mix64",
     "place_forced",
     "place_tree",
     "rms_norm",
@@ -99,7 +104,9 @@ __all__ = [
     "select_tree",
     "silu_mul",
     "store_tokens",
+    "stream",
     "top_tokens",
     "tree_attention",
+    "uniform",
     "with_slots",
 ]

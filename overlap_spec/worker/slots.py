@@ -48,6 +48,7 @@ class HostSlot:
     sampling: SamplingWork
     log_probs: LogProbParams | None
     num_pages: int
+    most_steps: int  # guesses in a row, at most
 
 
 class SlotRows:
@@ -73,7 +74,8 @@ class SlotRows:
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
         self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
-        self._floats = torch.ones(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
+        self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
+        self._floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}
@@ -86,8 +88,12 @@ class SlotRows:
         reset = work.reset
         if reset is None:
             return []
-        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0)
+        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0, _most_steps(reset))
         return _pack_reset(work.slot, reset)
+
+    def steps_of(self, slot: int) -> int:
+        """Guesses in a row that a slot's windows have at most."""
+        return self._host[slot].most_steps
 
     def pack_pages(self, work: SlotWork) -> list[int]:
         """(slot, column, page) of every page that the work appends."""
@@ -198,6 +204,11 @@ def _asked_work(asked: SamplingParams) -> SamplingWork:
     )
 
 
+def _most_steps(reset: ResetSlot) -> int:
+    asked = reset.sampling.speculative.num_steps
+    return _ALL if asked is None else asked
+
+
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     sampling = reset.sampling
     assert sampling.seed is not None, "the tokenizer draws a seed for every request"
@@ -207,6 +218,4 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    asked = sampling.speculative.num_steps
-    most_steps = _ALL if asked is None else asked
-    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps, *floats, *stops]
+    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *floats, *stops]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.messages import LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
@@ -35,7 +35,14 @@ CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as mu
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
 EVERYTHING = SamplingParams(
-    temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, repetition_penalty=1.1, seed=0
+    temperature=1.0,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.01,
+    min_new_tokens=1,
+    repetition_penalty=1.1,
+    seed=0,
+    log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
 )  # which compiles what every other kind of sampling needs
 
 
@@ -230,7 +237,8 @@ def _prompt(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens
     reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
     pages = [0] * geometry.num_page_columns
     chunk = array("i", [1] * num_tokens).tobytes()
-    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset)
+    scored = (start, start + num_tokens - 1) if sampling.log_probs is not None and num_tokens > 1 else (0, 0)
+    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset, scored=scored)
 
 
 def _run(executor: Executor, plan: StepPlan) -> None:
