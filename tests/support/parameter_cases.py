@@ -140,6 +140,9 @@ OUTSIDE = {
         ("speculative", "return_spec_tokens_details"), "what is guessed and reported: test_ring_speculation.py"
     ),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
+    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning"), "how the answer's text is read"),
+    **dict.fromkeys(("shown_tokens", "reasoning", "thinking"), "how the answer's text is read"),
+    "tool_choice": "a grammar of the answer",
 }
 
 # Read and checked, with no row yet. A field leaves this when its row comes.
