@@ -49,6 +49,7 @@ from overlap_spec.messages.facts import (
 from overlap_spec.messages.request import (
     MAX_GRAMMAR_BYTES,
     MAX_LISTED_LOG_PROBS,
+    MAX_MARKER_TOKENS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOG_PROBS,
@@ -60,6 +61,7 @@ from overlap_spec.messages.request import (
     Reasoning,
     SamplingParams,
     TextPrompt,
+    Thinking,
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
@@ -134,6 +136,7 @@ __all__ = [
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
+    "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
@@ -159,6 +162,7 @@ __all__ = [
     "StepResult",
     "TextDeltas",
     "TextPrompt",
+    "Thinking",
     "ToClient",
     "ToScheduler",
     "ToSupervisor",

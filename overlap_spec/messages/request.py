@@ -11,6 +11,7 @@ from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
+MAX_MARKER_TOKENS = 8  # of a marker of reasoning: the width of the worker's rows
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
@@ -27,6 +28,25 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
     opening: str
     closing: str
     is_implicit: bool = False  # an answer may begin with reasoning without the opening marker
+    is_separate: bool = True  # False: the text is as it was drawn, without the prompt's marker before it
+    budget: int | None = None  # tokens after which the reasoning is closed
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """A thinking budget in token ids, as the tokenizer works it out. `is_open`: the output begins in the reasoning."""
+
+    budget: int
+    is_open: bool
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.budget < 1 << 31:
+            raise RequestError("thinking_budget", f"thinking_budget must be tokens from 0 on, got {self.budget}")
+        if len(self.opening) > MAX_MARKER_TOKENS or not 1 <= len(self.closing) <= MAX_MARKER_TOKENS:
+            lengths = f"{len(self.opening)} and {len(self.closing)}"
+            text = f"a thinking budget needs markers of 1 to {MAX_MARKER_TOKENS} tokens, got {lengths}"
+            raise RequestError("thinking_budget", text)
 
 
 class GrammarKind(enum.StrEnum):
@@ -106,6 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculative: Speculative = Speculative()
     shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
     reasoning: Reasoning | None = None
+    thinking: Thinking | None = None  # made of `reasoning` and the prompt
     log_probs: LogProbParams | None = None
     stop_regex: tuple[str, ...] = ()
     spaces_between_special_tokens: bool = True
@@ -181,7 +202,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def changes_logits(self) -> bool:
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or self.grammar is not None
+        works = self.grammar is not None or self.thinking is not None
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or works
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

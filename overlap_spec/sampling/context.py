@@ -142,15 +142,24 @@ class DrawContext:
 
     def forbid_(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The same in place."""
-        vocab_size, num_columns = self.sampling.processors.vocab_size, len(self.token_ids)
-        known = (tokens >= 0) & (tokens < vocab_size)
-        columns = torch.full((vocab_size + 1,), num_columns, device=tokens.device)
-        columns = columns.scatter_(0, self.token_ids, torch.arange(num_columns, device=tokens.device))
-        column = columns[tokens.masked_fill(~known, vocab_size)]
-        missing = column == num_columns
+        column = self.columns_of(tokens)
+        missing = column == len(self.token_ids)
         # The smaller of two values: so a column may be named twice, and what is missing names one without effect.
         values = torch.where(missing, torch.inf, -torch.inf).to(logits.dtype)
         return logits.scatter_reduce_(2, column.masked_fill(missing, 0), values, "amin")
+
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """The column of each token, N of what is no token and has none. Shapes: i64 of any shape -> the same."""
+        vocab_size = self.sampling.processors.vocab_size
+        known = (tokens >= 0) & (tokens < vocab_size)
+        return self._columns[tokens.masked_fill(~known, vocab_size)]
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """By token id, and one for what is none. Shapes: -> [V + 1] i64."""
+        num_columns, device = len(self.token_ids), self.token_ids.device
+        columns = torch.full((self.sampling.processors.vocab_size + 1,), num_columns, device=device)
+        return columns.scatter_(0, self.token_ids, torch.arange(num_columns, device=device))
 
     def _guesses(self) -> Tensor | None:
         """Shapes: -> [B, G] i64."""

@@ -17,6 +17,7 @@ from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
+from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import SpecMethod, Tree
@@ -99,7 +100,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    processors = LogitProcessors(target.vocab_size, pool, own_processors, _masks(grammars, geometry, place))
+    processors = LogitProcessors(target.vocab_size, pool, own_processors, *_kept_of_slots(grammars, geometry, place))
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -131,10 +132,15 @@ def build_executor(
     return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
 
 
-def _masks(grammars: Grammars | None, geometry: Geometry, place: torch.device) -> TokenMasks | None:
+def _kept_of_slots(
+    grammars: Grammars | None, geometry: Geometry, place: torch.device
+) -> tuple[TokenMasks | None, ThinkingBudgets]:
+    """What the processors keep of each slot, the dummy's included."""
+    num_rows = geometry.num_slots + 1
+    budgets = ThinkingBudgets.allocate(num_rows, place)
     if grammars is None:
-        return None
-    return TokenMasks.allocate(geometry.num_slots + 1, geometry.width, grammars.mask_words, place)
+        return None, budgets
+    return TokenMasks.allocate(num_rows, geometry.width, grammars.mask_words, place), budgets
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
@@ -165,6 +171,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         own,
         traced=settings.trace_dir is not None,
         grammars=grammars_of(settings, models),
+        proposes_forced=settings.proposes_forced,
     )
     return executor, geometry, models
 
@@ -174,7 +181,12 @@ def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
     files = settings.model.files
     directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
     vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
-    return None if vocabulary.why_not else Grammars(vocabulary)
+    if vocabulary.why_not:
+        return None
+    grammars = Grammars(vocabulary)
+    if settings.model.device == "cuda":
+        grammars.build_vocabulary()  # while weights are loaded and graphs captured
+    return grammars
 
 
 def _device(place: torch.device) -> Device:

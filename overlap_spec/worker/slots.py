@@ -30,14 +30,16 @@ from overlap_spec.messages import (
     SlotWork,
 )
 from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.thinking import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps; temperature, top_p,
-# min_p and the penalties as doubles; the stop ids.
+# min_p and the penalties as doubles; the stop ids; the thinking budget.
 _RESET_INTS = 6
 _RESET_FLOATS = 6
-RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
+_BUDGET = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
+RESET_WIDTH = _BUDGET + len(NO_BUDGET)
 _ALL = 1 << 62  # a top_k that keeps everything, steps without a limit
 
 
@@ -132,7 +134,9 @@ class SlotRows:
             self.page_table.index_fill_(0, slots, 0)
             self._ints[slots] = rows[:, :_RESET_INTS]
             self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
-            self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS :]
+            self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS : _BUDGET]
+            if self.processors.budgets is not None:
+                self.processors.budgets.rows[slots] = rows[:, _BUDGET:]
         if pages.numel():
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
@@ -218,4 +222,11 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *floats, *stops]
+    ints = [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset)]
+    return [*ints, *floats, *stops, *_pack_budget(sampling)]
+
+
+def _pack_budget(sampling: SamplingParams) -> list[int]:
+    if (found := sampling.thinking) is None:
+        return list(NO_BUDGET)
+    return packed_budget(found.budget, found.is_open, found.opening, found.closing)
