@@ -300,3 +300,9 @@ def test_generated_schemas(method: str, topk: int, temperature: float) -> None:
             jsonschema.validate(json.loads(answer.text), each)
             ended += 1
     assert ended > len(SCHEMAS) / 2
+
+
+def test_a_slot_is_unconstrained_once_its_grammar_is_gone(codec: TextCodec, oracle: GrammarOracle) -> None:
+    """The next request of the slot has none, beside another that has one."""
+    requests = [sampling(LONG), sampling(TINY_GRAMMARS["choice"]), sampling(None)]
+    run(replace(CONFIG, num_slots=2, depth=1), codec, oracle, requests)
