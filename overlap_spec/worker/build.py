@@ -119,21 +119,18 @@ def build_executor(
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
     draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
-    token_ids = torch.arange(target.vocab_size, device=place)
+    device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
     inputs = VerifierInputs(accept, token_ids, tree is not None, draw, shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    device = _device(place)
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
     proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # other rules ask who made a guess
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
-    prefill_step = PrefillStep(slots, target, method, geometry.page_size)
-    return Executor(device, slots, decode_step, prefill_step, masking).with_audits(
-        AuditStep(slots, target, geometry.page_size)
-    )
+    executor = Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
+    return executor.with_audits(AuditStep(slots, target, geometry.page_size))
 
 
 def _kept_of_slots(
