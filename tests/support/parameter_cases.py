@@ -146,7 +146,8 @@ OUTSIDE = {
 }
 
 # Read and checked, with no row yet. A field leaves this when its row comes.
-PENDING: frozenset[str] = frozenset()
+# A thinking budget needs a server that reads reasoning: `tests/integration/test_ring_thinking.py` has every method.
+PENDING = frozenset(("thinking_budget", "max_thinking_tokens", "thinking_token_budget"))
 
 # Fields of replies that may differ: names, times, and what speculation and the cache did.
 VOLATILE = frozenset(
