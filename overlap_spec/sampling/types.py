@@ -20,6 +20,7 @@ class SamplingWork:
     sampled: bool
     filtered: bool  # some request has top_k, top_p or min_p
     processed: bool  # some request's parameters change its logits
+    worded: bool = False  # some request has bad words
 
     def covers(self, other: SamplingWork) -> bool:
         """Whether a step prepared for this does all that the other asks for."""
@@ -33,7 +34,7 @@ SAMPLING_WORK = (
     SamplingWork(True, False, False),  # sampled
     SamplingWork(True, False, True),  # processed
     SamplingWork(True, True, False),  # filtered: a sort of the vocabulary, which is what costs most
-    SamplingWork(True, True, True),  # everything
+    SamplingWork(True, True, True, True),  # everything; requests with bad words, which few have, share its price
 )
 GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
 

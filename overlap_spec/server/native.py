@@ -14,7 +14,8 @@ from overlap_spec.messages import FinishKind, Prompt, SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.grammars import GRAMMAR_FIELDS, GrammarFields
+from overlap_spec.server.grammars import GRAMMAR_FIELDS
+from overlap_spec.server.lists import ListFields
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
@@ -33,7 +34,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     stream: bool = False
 
 
-class NativeSampling(GrammarFields, kw_only=True):
+class NativeSampling(ListFields, kw_only=True):
     """`sampling_params`. Names and defaults are SGLang's; the seed has two names."""
 
     n: int = 1
@@ -126,6 +127,7 @@ class NativeGenerate:
         del values["sampling_seed"], values["n"]
         values["stop"] = stop_strings(read.stop, self._info)
         values["stop_token_ids"] = tuple(read.stop_token_ids)
+        values.update(read.lists(self._info))
         values["grammar"] = read.grammar(self._info)
         try:
             return read.n, SamplingParams(**values)

@@ -14,7 +14,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.grammars import GrammarFields
+from overlap_spec.server.lists import ListFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class CommonRequest(GrammarFields, kw_only=True):
+class CommonRequest(ListFields, kw_only=True):
     """Fields of both endpoints."""
 
     model: str = "default"
@@ -120,6 +120,7 @@ def sampling_params(
             skip_special_tokens=request.skip_special_tokens,
             no_stop_trim=request.no_stop_trim,
             grammar=request.grammar(info),
+            **request.lists(info),
         )
     except RequestError as error:
         raise renamed(error, {**names, "grammar": request.grammar_field}) from None

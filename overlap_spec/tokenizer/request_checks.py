@@ -63,7 +63,7 @@ class RequestChecks:
     def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
         _check_prompt(prompt, limits)
-        check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+        _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         speculative = settle_speculation(sampling.speculative, limits)
@@ -76,6 +76,24 @@ class RequestChecks:
         if len(ids) > MAX_STOP_IDS:
             raise RequestError("stop_token_ids", f"at most {MAX_STOP_IDS} stop ids are taken, EOS included: {len(ids)}")
         return ids
+
+
+def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raises: RequestError naming the list with a token that the model lacks, or lists that leave no token."""
+    allowed = sampling.allowed_token_ids
+    listed = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": tuple(sampling.logit_bias),
+        "allowed_token_ids": () if allowed is None else allowed,
+        "bad_words": tuple(token for word in sampling.bad_word_ids for token in word),
+    }
+    for field, ids in listed.items():
+        check_ids(field, ids, vocab_size)
+    forbidden = {word[0] for word in sampling.bad_word_ids if len(word) == 1}
+    if sampling.min_new_tokens:
+        forbidden.update(stop_ids)
+    if allowed is not None and forbidden.issuperset(allowed):
+        raise RequestError("allowed_token_ids", "allowed_token_ids: bad_words or min_new_tokens forbid all of them")
 
 
 def at_least_one(sampling: SamplingParams) -> SamplingParams:

@@ -44,6 +44,7 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
+from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
@@ -206,7 +207,8 @@ class TokenizerService:
         arrived_at = time.monotonic()
         try:
             ids = await self._prompts.encode(message.prompt, True, limits.max_len)
-            sampling = self._checks.settle(message.sampling, ids, limits)
+            worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
+            sampling = self._checks.settle(worded, ids, limits)
             if sampling.reasoning is not None:
                 request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
                 sampling = after_reasoning(sampling, sampling.reasoning, request.opening)

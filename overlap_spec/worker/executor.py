@@ -122,14 +122,16 @@ class Executor:
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
         pages = [value for item in work if item.new_pages for value in self.slots.pack_pages(item)]
+        lists = self.slots.pack_lists(work)
         if not (resets or pages or runs):
             handle.device.begin = self.device.now()
             return []
-        for run in (resets, pages, *runs):
+        for run in (resets, pages, lists.fills, lists.biases, lists.words, *runs):
             packer.add(run)
         handle.device.begin = self.device.now()  # packing is not the device's work
-        on_device_resets, on_device_pages, *loaded = packer.upload(self.device)
-        self.slots.apply(on_device_resets, on_device_pages)
+        reset_rows, page_rows, fills, biases, words, *loaded = packer.upload(self.device)
+        self.slots.apply(reset_rows, page_rows)
+        self.slots.apply_lists(fills, biases, words)
         return loaded
 
     def _publish(self, handle: StepHandle, published: Published) -> None:

@@ -25,10 +25,11 @@ from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotW
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
+from overlap_spec.worker.packed_lists import PackedLists
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps; temperature, top_p,
-# min_p and the penalties as doubles; the stop ids.
-_RESET_INTS = 6
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps, whether it has
+# biases, and bad words; temperature, top_p, min_p and the penalties as doubles; the stop ids.
+_RESET_INTS = 8
 _RESET_FLOATS = 6
 RESET_WIDTH = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
 _ALL = 1 << 62  # a top_k that keeps everything, steps without a limit
@@ -80,6 +81,14 @@ class SlotRows:
         self._host[work.slot] = HostSlot(_asked_work(reset.sampling), 0)
         return _pack_reset(work.slot, reset)
 
+    def pack_lists(self, work: list[SlotWork]) -> PackedLists:
+        """What the resets of a step list."""
+        lists = PackedLists()
+        for each in work:
+            if each.reset is not None:
+                lists.add(each.slot, each.reset.sampling)
+        return lists
+
     def pack_pages(self, work: SlotWork) -> list[int]:
         """(slot, column, page) of every page that the work appends."""
         host = self._host[work.slot]
@@ -100,11 +109,19 @@ class SlotRows:
             slots = rows[:, 0]
             self.page_table.index_fill_(0, slots, 0)
             self._ints[slots] = rows[:, :_RESET_INTS]
+            self.processors.lists.has[slots] = rows[:, 6:_RESET_INTS]
             self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
             self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS :]
         if pages.numel():
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
+
+    def apply_lists(self, fills: Tensor, biases: Tensor, words: Tensor) -> None:
+        """Write packed lists into the processors' rows. Sync: never. Shapes: flat i64."""
+        if fills.numel():
+            self.processors.lists.write_bias(fills.view(-1, 2), biases.view(-1, 3))
+        if words.numel():
+            self.processors.lists.write_words(words.view(-1, 3))
 
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
@@ -120,7 +137,7 @@ class SlotRows:
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
-        _, seed, stop_from, top_k, output_from, _ = self._ints[slots].unbind(1)
+        _, seed, stop_from, top_k, output_from, *_ = self._ints[slots].unbind(1)
         read = slots if work.sampled or work.processed else slots[:0]
         floats, stop_ids = self._floats[read], self._stop_ids[read]
         temperature, top_p, min_p = floats[:, :3].unbind(1)
@@ -163,7 +180,9 @@ class SlotRows:
 
 def _asked_work(asked: SamplingParams) -> SamplingWork:
     filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
-    return SamplingWork(not asked.greedy, filters and not asked.greedy, asked.changes_logits)
+    return SamplingWork(
+        not asked.greedy, filters and not asked.greedy, asked.changes_logits, worded=bool(asked.bad_word_ids)
+    )
 
 
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
@@ -177,4 +196,6 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
     asked = sampling.speculative.num_steps
     most_steps = _ALL if asked is None else asked
-    return [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps, *floats, *stops]
+    has_lists = int(sampling.biases_logits), int(bool(sampling.bad_word_ids))
+    ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps, *has_lists
+    return [*ints, *floats, *stops]

@@ -81,12 +81,29 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 
+CASES |= {
+    "logit_bias": (
+        Case({"logit_bias": {"75": 100}}, beside={"temperature": 0}),
+        Case({"logit_bias": {str(token): -100 for token in range(0, 128, 2)}}, CHAT),
+        Case({"logit_bias": {"90": 2.5, "91": 2.5}}, GENERATE),
+    ),
+    "allowed_token_ids": (
+        Case({"allowed_token_ids": list(range(71, 91))}),
+        Case({"allowed_token_ids": [80, 75], "logit_bias": {"75": 0.5}}, beside={"temperature": 0}),
+    ),
+    "bad_words": (
+        Case({"bad_words": [*"etaoinshrdlu", "no", " yes"]}, beside={"temperature": 0}),
+        Case({"bad_words": [f"{letter}w" for letter in "abcdefgh"]}, beside={"allowed_token_ids": [71, 78, 93]}),
+    ),
+}
+
 # Other names of parameters with a row.
 ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
+    "bad_word_ids": "bad_words",
     "best_of": "n",  # it must be n
 }
 

@@ -35,7 +35,15 @@ CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as mu
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
 EVERYTHING = SamplingParams(
-    temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, repetition_penalty=1.1, seed=0
+    temperature=1.0,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.01,
+    min_new_tokens=1,
+    repetition_penalty=1.1,
+    logit_bias={1: 1.0},
+    bad_word_ids=((2, 3),),
+    seed=0,
 )  # which compiles what every other kind of sampling needs
 
 

@@ -71,12 +71,12 @@ def test_plain_decoding_has_no_draft() -> None:
 class Penalised(SamplingWork):
     """A kind of sampling that a draft does not tell from another."""
 
-    penalised: bool
+    penalised: bool = True
 
 
 def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before, _ = captured(executor_of("EAGLE3"))
-    kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
+    kinds = (*SAMPLING_WORK, Penalised(True, False, False))
     monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
     after, _ = captured(executor_of("EAGLE3"))
     assert after - before == {"judge": 9}

@@ -1,0 +1,34 @@
+"""What a request's lists do to its logits: logit_bias and allowed_token_ids, then bad_words."""
+
+import torch
+from torch import Tensor
+
+from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.sampler import slices
+
+
+def add_bias(logits: Tensor, context: DrawContext) -> Tensor:
+    """Add each slot's biases, in place. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
+    lists = context.sampling.processors.lists
+    for part in slices(logits):
+        slots = context.sampling.slots[part]
+        bias = lists.bias[slots][:, context.token_ids]
+        logits[part] += torch.where(lists.has[slots, :1] > 0, bias, 0.0)[:, None]
+    return logits
+
+
+def forbid_words(logits: Tensor, context: DrawContext) -> Tensor:
+    """Forbid the last token of each bad word whose others end the output, in place. Sync: never.
+
+    Shapes: [B, R, N] -> [B, R, N].
+    """
+    lists, slots = context.sampling.processors.lists, context.sampling.slots
+    words = lists.words[slots].long().masked_fill(lists.has[slots, 1:, None] == 0, -1)[:, None]  # [B, 1, words, M]
+    begins = (words[..., :-1] < 0) | (words[..., :-1] == _output(context, words.shape[-1] - 1)[:, :, None])
+    return context.forbid_(logits, torch.where(begins.all(-1), words[..., -1], -1))
+
+
+def _output(context: DrawContext, count: int) -> Tensor:
+    """The last tokens before each row; -1 for what is not output. Shapes: -> [B, R, count] i64."""
+    positions = context.positions[:, :, None] + torch.arange(-count, 0, device=context.rows.device)
+    return context.recent(count).masked_fill(positions < context.output_from[:, None, None], -1)
