@@ -15,6 +15,8 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, l
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
+from overlap_spec_kernels.logits.penalize import Penalized, penalize
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
@@ -41,6 +43,7 @@ from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, stor
 from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
+    "IN_PROMPT",
     "MASK_BITS",
     "MAX_CHAIN_WIDTH",
     "MAX_TREE_WIDTH",
@@ -55,6 +58,7 @@ __all__ = [
     "NgramLog",
     "Norm",
     "Normed",
+    "Penalized",
     "TokenRows",
     "Published",
     "PublishedColumns",
@@ -64,6 +68,7 @@ __all__ = [
     "allocate_log",
     "cache_rows",
     "clear_log",
+    "count_tokens",
     "decode_attention",
     "draft_input",
     "expand_tree",
@@ -83,6 +88,7 @@ __all__ = [
     "norm_heads",
     "normalised",
     "paged_attention",
+    "penalize",
     "place_guesses",
     "place_tree",
     "rms_norm",

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.sampling.bad_words import forbid_words
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.listed import add_bias, forbid_words
 from overlap_spec.sampling.penalties import penalize
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
@@ -54,7 +54,6 @@ class LogitProcessors:
         if not context.sampling.work.processed:
             return logits
         logits = penalize(logits, context)  # a copy, which is changed from here on
-        add_bias(logits, context)
         if context.sampling.work.worded:
             forbid_words(logits, context)
         return keep_going(logits, context)

@@ -1,20 +1,9 @@
-"""What a request's lists do to its logits: logit_bias and allowed_token_ids, then bad_words."""
+"""Bad words: sequences of tokens that the output may not have."""
 
 import torch
 from torch import Tensor
 
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.sampler import slices
-
-
-def add_bias(logits: Tensor, context: DrawContext) -> Tensor:
-    """Add each slot's biases, in place. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
-    lists = context.sampling.processors.lists
-    for part in slices(logits):
-        slots = context.sampling.slots[part]
-        bias = lists.bias[slots][:, context.token_ids]
-        logits[part] += torch.where(lists.has[slots, :1] > 0, bias, 0.0)[:, None]
-    return logits
 
 
 def forbid_words(logits: Tensor, context: DrawContext) -> Tensor:
