@@ -34,8 +34,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
     ),
     "server": (
-        *("host", "port", "api_key", "sampling_defaults", "tool_call_parser", "reasoning_parser", "zmq_endpoint"),
-        *("log_level", "random_seed"),
+        *("host", "port", "api_key", "sampling_defaults", "chat_template", "trust_request_chat_template"),
+        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "zmq_endpoint", "log_level", "random_seed"),
     ),
     "memory": (
         *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),

@@ -9,7 +9,7 @@ from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import tree_attention
-from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TREE_WIDTH
+from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.int8 import Int8Weight
@@ -32,11 +32,12 @@ from overlap_spec_kernels.norm.silu_mul import silu_mul
 from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
-from overlap_spec_kernels.tree.top_tokens import top_tokens
+from overlap_spec_kernels.tree.top_tokens import TopTokens, top_tokens
 from overlap_spec_kernels.window.gather_tree import GatheredTree, gather_tree
 from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
+from overlap_spec_kernels.window.log_prob_rows import log_prob_rows
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
@@ -46,6 +47,7 @@ __all__ = [
     "IN_PROMPT",
     "MASK_BITS",
     "MAX_CHAIN_WIDTH",
+    "MAX_TOP_TOKENS",
     "MAX_TREE_WIDTH",
     "Candidates",
     "DecodeScratch",
@@ -60,6 +62,7 @@ __all__ = [
     "Normed",
     "Penalized",
     "TokenRows",
+    "TopTokens",
     "Published",
     "PublishedColumns",
     "Verdict",
@@ -80,6 +83,7 @@ __all__ = [
     "linear_add",
     "linear_argmax",
     "linear_logits",
+    "log_prob_rows",
     "move_cache_rows",
     "ngram_absorb",
     "ngram_match",

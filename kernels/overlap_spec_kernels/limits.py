@@ -5,4 +5,5 @@ MAX_TREE_WIDTH = MASK_BITS  # columns of a tree's window, root included: one mas
 MAX_CHAIN_WIDTH = 16  # columns of a chain's window, root included: one side of a tensor-core product
 MAX_GROUP = 16  # query heads per KV head
 MAX_TOPK = 16  # children of a node
+MAX_TOP_TOKENS = 20  # of a row, with their log-probs: as many as OpenAI's API returns
 MAX_MATCH = 32  # tokens in an n-gram match

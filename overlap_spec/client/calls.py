@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from overlap_spec.client.link import pack_ids
+from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
@@ -31,6 +32,7 @@ from overlap_spec.messages import (
 class Delta:
     """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far.
 
+    `log_probs`, of `token_ids`, and `prompt_log_probs`, all of them in the first delta, where they are asked for.
     `verified`: what the step verified, if the request reports it; `verified.origin(i)` is where token i came from.
     """
 
@@ -39,6 +41,8 @@ class Delta:
     finish: Finish | None
     usage: Usage
     verified: Verified | None = None
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Completion:
     usage: Usage
     provenance: tuple[tuple[int, Origin], ...] = ()
     steps: tuple[Verified, ...] = ()
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 def completion_of(deltas: Sequence[Delta]) -> Completion:
@@ -69,6 +75,8 @@ def completion_of(deltas: Sequence[Delta]) -> Completion:
         last.usage,
         tuple((verified.step_id, verified.origin(i)) for verified, count in steps for i in range(count)),
         tuple(verified for verified, _ in steps),
+        [entry for delta in deltas for entry in delta.log_probs],
+        [entry for delta in deltas for entry in delta.prompt_log_probs],
     )
 
 
@@ -121,7 +129,8 @@ class Calls:
                     self._left.pop(request_id).set()
             else:
                 verified = message.verified.get(request_id)
-                self.answer(request_id, Delta(text, token_ids, finish, usage, verified))
+                packed = message.log_probs.get(request_id), message.prompt_log_probs.get(request_id)
+                self.answer(request_id, Delta(text, token_ids, finish, usage, verified, *map(read_log_probs, packed)))
 
     def reject(self, message: Rejected) -> None:
         """The engine gives this call no (further) answer."""

@@ -68,6 +68,16 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         SamplingDefaultsFrom,
         Meta(description="origin of what a request leaves out: the model's generation_config.json, or OpenAI's values"),
     ] = "model"
+    chat_template: Annotated[
+        Text | None, Meta(description="file with a chat template, or the template itself; default: the model's")
+    ] = None
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="run chat templates that requests bring along, in a sandbox")
+    ] = False
+    cors_allow_origins: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...] | None,
+        Meta(description="web pages of these origins may call the HTTP server; *: all; default: none"),
+    ] = None
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None

@@ -56,6 +56,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
     load_format: str = "auto"
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of generation_config.json
+    chat_template: str | None = None  # the source of one to use instead of the tokenizer's
 
 
 class ModelSettings(Struct, frozen=True):
@@ -188,6 +189,7 @@ class ServerSettings(Struct, frozen=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 class LinkSettings(Struct, frozen=True):
@@ -198,6 +200,7 @@ class LinkSettings(Struct, frozen=True):
     max_open_requests: int = 2048
     max_queued_bytes: int = 4 * MIB  # per client that does not read
     client_timeout_s: float = 10.0
+    trusts_templates: bool = False  # a request may bring a chat template along
 
 
 class Settings(Struct, frozen=True):

@@ -123,6 +123,7 @@ def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
         preset_draft=str(smollm2.DRAFT),
         preset_spec=SMOLLM2_SPEC,
         load_format=config.load_format,
+        chat_template=_chat_template(config),
     )
 
 
@@ -166,7 +167,25 @@ def _model_files(
         context_length=model["max_position_embeddings"],
         vocab_size=model["vocab_size"],
         load_format=config.load_format,
+        chat_template=_chat_template(config),
     )
+
+
+def _chat_template(config: EngineConfig) -> str | None:
+    """The source of --chat-template. Raises: ConfigError if it is neither a file nor a template."""
+    given = config.chat_template
+    if given is None:
+        return None
+    if config.skip_tokenizer_init:
+        raise ConfigError("chat_template", "has no effect with --skip-tokenizer-init; leave one of them out")
+    if "{%" in given or "{{" in given:
+        return given
+    path = Path(given).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        text = f"{given} is no readable file; give a file with a Jinja template, or the template itself"
+        raise ConfigError("chat_template", text) from None
 
 
 def _sampling_defaults(config: EngineConfig, directory: Path) -> SamplingDefaults:

@@ -1,5 +1,7 @@
 """The client link: between the tokenizer and its clients."""
 
+import msgspec
+
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
 from overlap_spec.messages.ring import Stats
@@ -63,11 +65,25 @@ ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush
 # --- tokenizer -> client ----------------------------------------------------------------------------------
 
 
+class LogProbs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probs of a run of tokens: one record of pairs (log-prob, token id) for each, all numbers float64, packed.
+
+    record    the token | `top` most probable tokens, best first | `listed` tokens that were asked for
+
+    Little-endian. NaN: there is no log-prob; an id of -1: there is no such token. `names`: the bytes of every token.
+    """
+
+    records: bytes
+    top: int
+    listed: int
+    names: dict[int, bytes]
+
+
 class TextDeltas(Message, frozen=True):
     """What one step added, one row per request of this client (columns of equal length).
 
     `texts` and `token_ids` are increments. A row whose finish is not None is the request's last. `verified`: by request
-    id, of those that report it.
+    id, of those that report it. So are `log_probs`, of `token_ids`, and `prompt_log_probs`, all with the first row.
     """
 
     request_ids: list[str]
@@ -76,6 +92,8 @@ class TextDeltas(Message, frozen=True):
     finishes: list[Finish | None]
     usages: list[Usage]
     verified: dict[str, Verified] = {}
+    log_probs: dict[str, LogProbs] = {}
+    prompt_log_probs: dict[str, LogProbs] = {}
 
 
 class Rejected(Message, frozen=True):

@@ -16,6 +16,8 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_WORD_TOKENS = 8  # of a bad word
 MAX_GRAMMAR_BYTES = 256 << 10
+MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
+MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
 
 
@@ -59,6 +61,28 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     is_reasoning: bool = False
 
 
+class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Which log-probs are returned: of every output token, and of the prompt's from position `prompt_from` on.
+
+    At every position also those of the `top` most probable tokens and of `token_ids`. `prompt_from=None`: none of the
+    prompt. The first prompt token that is returned has no log-prob. Raises: RequestError naming the field.
+    """
+
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    prompt_from: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= MAX_TOP_LOG_PROBS:
+            raise RequestError("log_probs.top", f"log_probs.top must be 0 to {MAX_TOP_LOG_PROBS}, got {self.top}")
+        if self.prompt_from is not None and not 0 <= self.prompt_from < MOST:
+            text = f"log_probs.prompt_from must be a position of the prompt, from 0 on, got {self.prompt_from}"
+            raise RequestError("log_probs.prompt_from", text)
+        if len(self.token_ids) > MAX_LISTED_LOG_PROBS or not all(0 <= i < MOST for i in self.token_ids):
+            text = f"log_probs.token_ids must be at most {MAX_LISTED_LOG_PROBS} token ids >= 0"
+            raise RequestError("log_probs.token_ids", text)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's.
 
@@ -86,6 +110,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculative: Speculative = Speculative()
     shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
     reasoning: Reasoning | None = None
+    log_probs: LogProbParams | None = None
+    stop_regex: tuple[str, ...] = ()
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the context holds
     logit_bias: dict[int, float] = {}  # by token id
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
     bad_words: tuple[str, ...] = ()
@@ -126,6 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
         least, most = self.min_new_tokens, self.max_new_tokens
+        keep = self.truncate_prompt_tokens
         integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
         return (
             *self._list_ranges(),
@@ -150,6 +179,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 len(self.stop) <= MAX_STOP_STRINGS and all(self.stop),
                 f"at most {MAX_STOP_STRINGS} non-empty strings",
             ),
+            (
+                "stop_regex",
+                self.stop_regex,
+                len(self.stop_regex) <= MAX_STOP_STRINGS and all(self.stop_regex),
+                f"at most {MAX_STOP_STRINGS} non-empty patterns",
+            ),
+            ("truncate_prompt_tokens", keep, keep is None or -1 <= keep < MOST and keep != 0, "-1 or at least 1"),
             (
                 "stop_token_ids",
                 self.stop_token_ids,
@@ -179,15 +215,21 @@ class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Plain text; special tokens are added as the tokenizer's own post-processor does."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """OpenAI-style messages, rendered by the model's chat template."""
+    """OpenAI-style messages, rendered by the model's chat template, or by `template`, a source of the client's own.
+
+    `continue_final_message`: the prompt ends where the last message's content does, and the answer goes on from there.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template: str = ""
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -57,7 +57,8 @@ class SlotWork(Message, frozen=True):
     little-endian) holds the tokens at positions start, start+1, ..; `next_token` is the prompt token that
     follows the chunk, or -1 when the chunk completes the prompt and the target draws the next token. In
     decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
-    how many rows before the slot's root the draft has not absorbed.
+    how many rows before the slot's root the draft has not absorbed. `scored`: first and end of the positions of a chunk
+    after which the prompt token's log-prob is wanted.
     """
 
     slot: int
@@ -67,6 +68,7 @@ class SlotWork(Message, frozen=True):
     next_token: int = -1
     reset: ResetSlot | None = None
     deferred: int = 0
+    scored: tuple[int, int] = (0, 0)
 
 
 class StepPlan(Message, frozen=True):
@@ -152,6 +154,10 @@ class StepResult(Message, frozen=True):
     levels: list[int] = []  # of guesses in the whole window
     strengths: list[int] = []  # how many tokens the guesses rest on
     next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
+    # Packed log-probs (`LogProbs.records`) of `tokens`, and of prompt tokens in the plan's chunks. Empty: no request
+    # asks for them; else b"" for those that do not.
+    log_probs: list[bytes] = []
+    prompt_log_probs: list[bytes] = []
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
@@ -176,6 +182,7 @@ class TokenDeltas(Message, frozen=True):
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
     `step_id` is 0 for an abort, which is no step's. `verified`: by uid, of the requests that report it.
+    So are packed log-probs, of tokens that were cut too; those of a prompt come by chunks, before its request's row.
     """
 
     uids: list[int]
@@ -184,6 +191,8 @@ class TokenDeltas(Message, frozen=True):
     usages: list[Usage]
     step_id: int = 0
     verified: dict[int, Verified] = {}
+    log_probs: dict[int, bytes] = {}
+    prompt_log_probs: dict[int, bytes] = {}
 
 
 class Refused(Message, frozen=True):

@@ -42,7 +42,7 @@ class Ledger:
         else:
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
-        return deltas if deltas.uids else None
+        return deltas if deltas.uids or deltas.prompt_log_probs else None
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
         """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
@@ -67,7 +67,8 @@ class Ledger:
         counters, width, catch_up = self._counters, step.plan.width, step.plan.catch_up
         self._widths.observe(step.requests, result)
         counters.step_width = width
-        for request, run, num_proposed in zip(step.requests, result.tokens, result.num_proposed, strict=True):
+        for row, request in enumerate(step.requests):
+            run, num_proposed = result.tokens[row], result.num_proposed[row]
             request.pending_min -= 1
             request.pending_max -= width
             if request.finish is None:
@@ -75,14 +76,19 @@ class Ledger:
                     request.verify_steps += 1
                     counters.verified(len(run), num_proposed)
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, catch_up)
+                _pass_on(result, row, request, deltas)
                 self._commit(request, run, deltas, num_proposed)
             request.in_flight -= 1  # last: until here the step holds slot and pages
             if not request.running:
                 self._queues.step_settled(request)
 
     def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        for request, end, run in zip(step.requests, step.chunk_ends, result.tokens, strict=True):
+        for row, (request, end) in enumerate(zip(step.requests, step.chunk_ends, strict=True)):
+            run = result.tokens[row]
+            if request.finish is None:
+                _pass_on(result, row, request, deltas)
             request.prefilled_len = end
+            request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
             if end == request.target:
                 request.pending_min -= 1
                 request.pending_max -= 1
@@ -110,6 +116,14 @@ class Ledger:
         if finish is not None:
             request.finish = finish
             self._queues.close(request)
+
+
+def _pass_on(result: StepResult, row: int, request: Request, deltas: TokenDeltas) -> None:
+    """The log-probs of an unfinished request, also of tokens that it will not keep."""
+    if result.log_probs and result.log_probs[row]:
+        deltas.log_probs[request.uid] = result.log_probs[row]
+    if result.prompt_log_probs and result.prompt_log_probs[row]:
+        deltas.prompt_log_probs[request.uid] = result.prompt_log_probs[row]
 
 
 def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:

@@ -97,6 +97,7 @@ class Planner:
             prompt_chunk=request.tokens[start:end].tobytes(),
             next_token=-1 if completes else request.tokens[end],
             reset=request.reset() if first else None,
+            scored=request.scored_rows(start, end),
         )
 
     # --- decode ---------------------------------------------------------------------------------------------

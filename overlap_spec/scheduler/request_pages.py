@@ -33,7 +33,7 @@ class RequestPages:
 
     def match(self, request: Request) -> Match:
         """Find the cached prefix; at least one token is left to compute the next one from."""
-        most = len(request.tokens) - max(1, self._limits.key_lookahead)
+        most = min(len(request.tokens) - max(1, self._limits.key_lookahead), request.cacheable_len)
         return self.cache.match(request.tokens, max(0, most) // self._limits.page_size)
 
     def pages_to_start(self, request: Request) -> int:

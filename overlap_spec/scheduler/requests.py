@@ -31,8 +31,8 @@ class Request:
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
         "most_steps", "node", "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len",
-        "prefilled_len", "prompt_len", "running", "slot", "stop_from", "stop_ids", "target", "tokens", "uid",
-        "unabsorbed", "verify_steps",
+        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
+        "uid", "unabsorbed", "verify_steps",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
@@ -47,6 +47,10 @@ class Request:
         self.most_steps = admit.sampling.speculative.num_steps  # guesses in a row; None: as many as the engine has
         self.finish: Finish | None = None
         self.verify_steps = 0
+        # Rows of the prompt after which log-probs are still to come: scored_len, .., prompt_len - 2.
+        log_probs = admit.sampling.log_probs
+        prompt_from = None if log_probs is None else log_probs.prompt_from
+        self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         # Steps in flight: how many, and how many tokens they commit at least and at most.
         self.in_flight = 0
@@ -91,6 +95,16 @@ class Request:
         All but the root's, which the next step writes, and those whose draft rows are deferred.
         """
         return len(self.tokens) - 1 - self.unabsorbed if self.prefilled_len == self.target else self.prefilled_len
+
+    @property
+    def cacheable_len(self) -> int:
+        """Tokens whose KV may come from the prefix cache: log-probs need rows that are computed."""
+        return self.scored_len if self.scored_len < self.prompt_len - 1 else len(self.tokens)
+
+    def scored_rows(self, start: int, end: int) -> tuple[int, int]:
+        """The rows of a chunk, start to end - 1, after which log-probs are to come; (0, 0) without any."""
+        rows = max(start, self.scored_len), min(end, self.prompt_len - 1)
+        return rows if rows[0] < rows[1] else (0, 0)
 
     def reset(self) -> ResetSlot:
         """The message that this request takes its slot."""

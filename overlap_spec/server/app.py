@@ -5,11 +5,12 @@ import hmac
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.server.access_log import AccessLog, note_reason
+from overlap_spec.server.access_log import ID_HEADER, AccessLog, note_reason
 from overlap_spec.server.anthropic.endpoints import Messages
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
@@ -18,12 +19,12 @@ from overlap_spec.server.engine_client import EngineClient, EngineHealth, Server
 from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.openai_responses.endpoint import Responses
+from overlap_spec.server.openapi import UNCHECKED, OpenApi
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS, Problem
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
-OPEN = ("/health", "/ping")  # report the engine's health themselves, and need no key
 COUNTS = "/metrics"  # answered until the end: it gives the engine no work
 
 
@@ -43,10 +44,28 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
         *Tokens(client, info).routes(),
         *Operations(client, runner, metrics, info).routes(),
     ]
+    routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, api_key=info.api_key, health=health)
-    app = Starlette(routes=routes, middleware=[Middleware(AccessLog), gate], exception_handlers=HANDLERS)
+    middleware = [Middleware(AccessLog), *_cors(info), gate]
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
+
+
+def _cors(info: ServerInfo) -> list[Middleware]:
+    """What lets web pages of other origins call, before the gate: browsers ask for permission without a key."""
+    if not info.cors_allow_origins:
+        return []
+    everything = ["*"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=info.cors_allow_origins,
+            allow_methods=everything,
+            allow_headers=everything,
+            expose_headers=[ID_HEADER],
+        )
+    ]
 
 
 class Gate:
@@ -58,7 +77,7 @@ class Gate:
         self._health = health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in OPEN else None
+        problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in UNCHECKED else None
         if problem is None:
             await self._app(scope, receive, send)
             return

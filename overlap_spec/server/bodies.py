@@ -2,10 +2,15 @@
 
 The rules are the same everywhere: unknown fields are accepted, a null field counts as left out, a known field
 with a bad value is a 400 whose `param` names it.
+
+A client that cannot change its bodies limits speculation by headers; a field of the body goes before its header:
+
+    X-Speculative-Method: NONE        X-Speculative-Num-Steps: 2
 """
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,13 +21,15 @@ from overlap_spec.server.problems import ClientGone, Problem
 T = TypeVar("T")
 Json = dict[str, Any]
 
+METHOD_HEADER = "x-speculative-method"
+STEPS_HEADER = "x-speculative-num-steps"
 SMALL_BODY_BYTES = 64 << 10  # larger bodies get no second, slower parse of what msgspec refuses
 MISSING = re.compile(r"missing required field `(\w+)`")
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
 
 
 async def read_json(request: Request, max_bytes: int) -> Json:
-    """Read an object, whatever its content type. An empty body is an empty object.
+    """Read an object, whatever its content type, and the headers that complete it. An empty body is an empty object.
 
     Raises: Problem (400 no JSON object, 413 too large), ClientGone.
     """
@@ -33,7 +40,7 @@ async def read_json(request: Request, max_bytes: int) -> Json:
     value = _parse(body) if body.strip() else {}
     if not isinstance(value, dict):
         raise Problem(400, "the body must be a JSON object", code="invalid_json")
-    return without_nulls(value)
+    return _with_headers(without_nulls(value), request.headers)
 
 
 def without_nulls(fields: Json) -> Json:
@@ -47,6 +54,22 @@ def convert(fields: Json, shape: type[T]) -> T:
         return msgspec.convert(fields, shape)
     except msgspec.ValidationError as error:
         raise _bad_field(str(error)) from None
+
+
+def _with_headers(fields: Json, headers: Mapping[str, str]) -> Json:
+    """The fields, with `speculative` completed. Raises: Problem naming a bad header."""
+    given: Json = {}
+    if METHOD_HEADER in headers:
+        given["method"] = headers[METHOD_HEADER]
+    if STEPS_HEADER in headers:
+        if not headers[STEPS_HEADER].isdecimal():
+            text = f"{STEPS_HEADER} must be an integer >= 0, got {headers[STEPS_HEADER]!r}"
+            raise Problem(400, text, STEPS_HEADER, "invalid_value")
+        given["num_steps"] = int(headers[STEPS_HEADER])
+    asked = fields.get("speculative", {})
+    if not (given or asked) or not isinstance(asked, dict):
+        return fields
+    return {**fields, "speculative": {**given, **without_nulls(asked)}}
 
 
 def _bad_field(text: str) -> Problem:

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,10 +20,12 @@ from overlap_spec.server.openai_replies import (
     ReplyHead,
     Text,
     WireToolCall,
+    kept_ids,
     wire_usage,
 )
 from overlap_spec.server.openai_requests import ChatRequest, read_openai
 from overlap_spec.server.parsers.pieces import ToolCallPiece
+from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 
@@ -43,31 +45,42 @@ class ChatCompletions:
         )
         if body.stream:
             return EventStream(self._events(group, head))
-        answers = await unless_gone(request.receive, self._chats.collect(group))
-        choices = tuple(_choice(index, answer) for index, answer in enumerate(answers))
-        usage = wire_usage([answer.usage for answer in answers], body.n)
-        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage)
+        reply = await unless_gone(request.receive, self._whole(group, head))
         return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    async def _whole(self, group: ChatGroup, head: ReplyHead) -> Reply[MessageChoice]:
+        prompt_ids = await self._chats.prompt_ids(group)
+        answers = await self._chats.collect(group)
+        choices = tuple(_choice(index, answer, group) for index, answer in enumerate(answers))
+        usage = wire_usage([answer.usage for answer in answers], len(answers))
+        shown = kept_ids(prompt_ids, answers[0].usage)
+        counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, shown)
+        return reply.with_counts(counts)
 
     async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
+        reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
+        prompt_ids = await self._chats.prompt_ids(group)
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
                     if index not in last:
-                        events.append(_opening(head, index, delta.usage, group))
+                        shown = kept_ids(None if last else prompt_ids, delta.usage)
+                        events.append(_opening(head, index, delta.usage, group, shown))
                     last[index] = delta.usage
-                    events.append(_chunks(head, index, delta, group))
+                    events.append(_chunks(head, index, delta, group, reports[index]))
                 if any(events):
                     yield b"".join(events)
-        if head.options.include_usage:
-            usages = [last[index] for index in range(len(group.requests))]
-            yield event(head.usage_chunk(wire_usage(usages, len(usages))))
+        usages = [last[index] for index in range(len(group.requests))]
+        counts = reported_counts(reports, usages, self._info.num_steps)
+        if (end := head.last_chunk(wire_usage(usages, len(usages)), counts)) is not None:
+            yield event(end)
         yield DONE
 
 
-def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer, group: ChatGroup) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -78,25 +91,34 @@ def _choice(index: int, answer: ChatAnswer) -> MessageChoice:
         reasoning_content=answer.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
-    return MessageChoice(index, message, answer.finish.reason, answer.finish.matched)
+    ids, finish = answer.token_ids if group.shows_ids else UNSET, answer.finish
+    provenance = answer.report.provenance
+    return MessageChoice(index, message, finish.reason, finish.matched, token_ids=ids, provenance=provenance)
 
 
-def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup) -> bytes:
+def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt_ids: list[int] | UnsetType) -> bytes:
     """A choice's first event holds the role; no token has been sent yet. Content that may never come is null."""
     start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
     content = "" if group.form.is_plain else None
-    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start))
+    return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start, prompt_ids))
 
 
-def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup) -> bytes:
+def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, report: SpeculationReport) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
     text, finish = _added(delta), delta.finish
-    if text is None and group.form.is_plain and finish is None:
+    ids = list(delta.token_ids) if group.shows_ids else UNSET
+    provenance = report.add(delta.verified, len(delta.token_ids))
+    if text is None and finish is None and (group.form.is_plain or ids or provenance):
         text = Text(content="")
-    added = event(head.chunk(DeltaChoice(index, text), delta.usage)) if text is not None else b""
+    added = b""
+    if text is not None:
+        choice = DeltaChoice(index, text, token_ids=ids, provenance=provenance)
+        added = event(head.chunk(choice, delta.usage))
+        ids, provenance = [] if group.shows_ids else UNSET, UNSET
     if finish is None:
         return added
-    return added + event(head.chunk(DeltaChoice(index, Text(), finish.reason, finish.matched), delta.usage))
+    last = DeltaChoice(index, Text(), finish.reason, finish.matched, token_ids=ids, provenance=provenance)
+    return added + event(head.chunk(last, delta.usage))
 
 
 def _added(delta: ChatDelta) -> Text | None:

@@ -10,15 +10,16 @@ from contextlib import aclosing
 
 import msgspec
 
-from overlap_spec.messages import FinishKind, SamplingParams, Usage
+from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.pieces import ToolCallPiece
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import read_chat
+from overlap_spec.server.prompts import chat_prompt, check_chat
 from overlap_spec.server.running import NOTHING, Group, Runner
+from overlap_spec.server.speculation import SpeculationReport
 from overlap_spec.server.tools import answer_format, template_tools, with_format
 
 
@@ -37,12 +38,15 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallPiece, ...] = ()
     finish: ChatFinish | None = None
+    token_ids: tuple[int, ...] = ()
+    verified: Verified | None = None
 
 
 class ChatGroup(Group, frozen=True):
-    """A chat's requests, one for each choice, and what is to be found in their answers."""
+    """A chat's requests, one for each choice, and what is to be found in their answers, or shown beside them."""
 
     form: AnswerFormat = AnswerFormat()
+    shows_ids: bool = False
 
 
 ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
@@ -51,18 +55,22 @@ ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
 class ChatAnswer:
     """The whole answer of one choice so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.content = ""
         self.reasoning = ""
         self.tool_calls: list[ToolCallPiece] = []
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
+        self.token_ids: list[int] = []
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
         self.content += delta.content
         self.reasoning += delta.reasoning
         self.usage, self.finish = delta.usage, delta.finish
+        self.token_ids += delta.token_ids
+        self.report.add(delta.verified, len(delta.token_ids))
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -87,13 +95,15 @@ class ChatRunner:
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
-        tools = template_tools(body)
-        prompt = read_chat(body.messages, tools, template_kwargs, body.add_generation_prompt, self._info)
+        if body.add_special_tokens:
+            text = "add_special_tokens: the chat template writes its own; leave it out or send false"
+            raise Problem(400, text, "add_special_tokens", "unsupported_parameter")
+        prompt = check_chat(chat_prompt(body, body.messages, template_tools(body), template_kwargs), self._info)
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
         names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
-        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form)
+        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form, body.return_token_ids)
 
     async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`.
@@ -105,9 +115,13 @@ class ChatRunner:
             async for step in steps:
                 yield [(index, choices[index].read(delta)) for index, delta in step]
 
+    async def prompt_ids(self, group: ChatGroup) -> list[int] | None:
+        """The conversation's token ids, before they are truncated, if ids are to be shown. Raises: as `Runner.run`."""
+        return await self._runner.prompt_ids(group.requests[0].prompt) if group.shows_ids else None
+
     async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""
-        answers = [ChatAnswer() for _ in group.requests]
+        answers = [ChatAnswer(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group, streams=False)) as steps:
             async for step in steps:
                 for index, delta in step:
@@ -140,12 +154,14 @@ class _Choice:
     def read(self, delta: DeltaLike) -> ChatDelta:
         """What a step added."""
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
+        ids = tuple(delta.token_ids)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, finish=finish)
+            return ChatDelta(delta.usage, delta.text, finish=finish, token_ids=ids, verified=delta.verified)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
             found = found.then(self._parser.end(is_cut=not stopped))
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
-        return ChatDelta(delta.usage, found.content, found.reasoning, found.tool_calls, finish)
+        parts = found.content, found.reasoning, found.tool_calls
+        return ChatDelta(delta.usage, *parts, finish, ids, delta.verified)

@@ -10,7 +10,17 @@ import msgspec
 
 from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
-from overlap_spec.messages import ChatPrompt, EngineFacts, Finish, Prompt, SamplingParams, Stats, TextPrompt, Usage
+from overlap_spec.messages import (
+    ChatPrompt,
+    EngineFacts,
+    Finish,
+    Prompt,
+    SamplingParams,
+    Stats,
+    TextPrompt,
+    Usage,
+    Verified,
+)
 from overlap_spec.server.parsers.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from overlap_spec.version import __version__
 
@@ -31,6 +41,8 @@ class DeltaLike(Protocol):
     def finish(self) -> Finish | None: ...
     @property
     def usage(self) -> Usage: ...
+    @property
+    def verified(self) -> Verified | None: ...
 
 
 class EngineClient(Protocol):
@@ -63,8 +75,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     max_body_bytes: int = MAX_BODY_BYTES
+    num_steps: int = 0  # guesses in a row that a step can verify; of a tree, levels
     call_format: CallFormat | None = None  # None: tool calls are not read
     reasoning_format: ReasoningFormat | None = None
+    cors_allow_origins: tuple[str, ...] = ()
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -82,6 +96,8 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
         sampling_defaults=settings.server.sampling_defaults,
+        num_steps=settings.spec.num_steps,
+        cors_allow_origins=settings.server.cors_allow_origins,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import FinishKind, Prompt, SamplingParams
+from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
@@ -20,18 +21,24 @@ from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
+from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
-from overlap_spec.server.unsupported import refuse_unsupported
+from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI, refuse_unsupported
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """Body of `/generate`. `text`: str | [str]; `input_ids`: [int] | [[int]]; one of the two."""
+    """Body of `/generate`. `text`: str | [str]; `input_ids`: [int] | [[int]]; one of the two.
+
+    `speculative` is for those of `sampling_params` that have none.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     sampling_params: Json | list[Json | None] = {}
     rid: RequestId | list[RequestId] = ""
     stream: bool = False
+    speculative: Json = {}
+    return_spec_tokens_details: bool = False
 
 
 class NativeSampling(ListFields, kw_only=True):
@@ -54,9 +61,16 @@ class NativeSampling(ListFields, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    include_stop_str_in_output: bool = False
+    stop_regex: str | list[str] = ""
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    speculative: Speculative = Speculative()
+    return_spec_tokens_details: bool = False
 
 
-SAMPLING = frozenset(NativeSampling.__struct_fields__)
+EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
+SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
 OTHER_NAMES = {  # in OpenAI's API
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -76,18 +90,21 @@ class NativeGenerate:
         arrived_at = time.perf_counter()
         fields = await read_json(request, self._info.max_body_bytes)
         refuse_unsupported(fields)
+        refuse_unsupported(fields, OF_CHATS | OF_OPENAI)
         _refuse_misplaced(fields)
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
         if body.stream:
             return EventStream(self._events(group, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
-        replies = [_reply(asked, answer, arrived_at) for asked, answer in zip(group.requests, answers, strict=True)]
+        replies = [
+            self._reply(asked, answer, arrived_at) for asked, answer in zip(group.requests, answers, strict=True)
+        ]
         return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
         field, prompts, batched = self._prompts(body)
-        read = self._sampling(body.sampling_params, len(prompts))
+        read = self._sampling(body, len(prompts))
         n = read[0][0]
         if any(other != n for other, _ in read):
             raise Problem(400, "n must be the same for all prompts of a request", "n", "invalid_value")
@@ -103,16 +120,19 @@ class NativeGenerate:
             raise Problem(400, text, "text", "missing_required_parameter")
         if body.text is not None:
             return "text", *read_prompts(body.text, "text", self._info)
-        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info)
+        given = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]
+        cut = any(each is not None and each.get("truncate_prompt_tokens") is not None for each in given)
+        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut)
 
-    def _sampling(self, given: Json | list[Json | None], count: int) -> list[tuple[int, SamplingParams]]:
+    def _sampling(self, body: GenerateRequest, count: int) -> list[tuple[int, SamplingParams]]:
         """For each prompt, how many choices it has and how they are drawn."""
+        given, shared = body.sampling_params, {name: getattr(body, name) for name in EITHER}
         if isinstance(given, dict):
-            return [self._read_sampling(given)] * count
+            return [self._read_sampling(shared | given)] * count
         if len(given) != count:
             text = f"sampling_params: {len(given)} for {count} prompts"
             raise Problem(400, text, "sampling_params", "invalid_value")
-        return [self._read_sampling(each or {}) for each in given]
+        return [self._read_sampling(shared | (each or {})) for each in given]
 
     def _read_sampling(self, given: Json) -> tuple[int, SamplingParams]:
         fields = without_nulls(given)
@@ -122,26 +142,40 @@ class NativeGenerate:
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
         seed_name = "sampling_seed" if read.seed is None else "seed"
-        values = {name: value for name, value in msgspec.structs.asdict(read).items() if name not in GRAMMAR_FIELDS}
-        values["seed"] = values[seed_name]
-        del values["sampling_seed"], values["n"]
-        values["stop"] = stop_strings(read.stop, self._info)
-        values["stop_token_ids"] = tuple(read.stop_token_ids)
-        values.update(read.lists(self._info))
-        values["grammar"] = read.grammar(self._info)
+        given_here = msgspec.structs.asdict(read)
+        values = {name: given_here[name] for name in SamplingParams.__struct_fields__ if name in given_here}
+        values |= {
+            "seed": given_here[seed_name],
+            "stop": stop_strings(read.stop, self._info),
+            "stop_regex": stop_strings(read.stop_regex, self._info, "stop_regex"),
+            "stop_token_ids": tuple(read.stop_token_ids),
+            "no_stop_trim": read.no_stop_trim or read.include_stop_str_in_output,
+            "grammar": read.grammar(self._info),
+            **read.lists(self._info),
+            "speculative": asked_speculation(read.speculative, read.return_spec_tokens_details),
+        }
         try:
             return read.n, SamplingParams(**values)
         except RequestError as error:
             raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
+    def _reply(self, request: EngineRequest, answer: Collected, arrived_at: float) -> Json:
+        meta = _meta_info(request, answer, arrived_at)
+        if answer.report.has_metrics:
+            meta |= answer.report.sglang_details(answer.usage, self._info.num_steps)
+            meta["speculative_decoding"] = answer.report.vllm_metrics(self._info.num_steps)
+        if answer.report.provenance is not UNSET:
+            meta["provenance"] = answer.report.provenance
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
     async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
-        answers = [Collected() for _ in group.requests]
+        answers = [Collected(request.sampling.speculative) for request in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
                     answers[index].add(delta)
-                    reply = _reply(group.requests[index], answers[index], arrived_at)
+                    reply = self._reply(group.requests[index], answers[index], arrived_at)
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
@@ -178,10 +212,6 @@ def _ids(rid: str | list[str], count: int, batched: bool) -> tuple[str, list[str
         return (uuid.uuid4().hex if batched else rid[0]), rid
     name = rid or uuid.uuid4().hex
     return name, numbered(name, count, batched)
-
-
-def _reply(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:
-    return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": _meta_info(request, answer, arrived_at)}
 
 
 def _meta_info(request: EngineRequest, answer: Collected, arrived_at: float) -> Json:

@@ -1,12 +1,16 @@
 """Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
 
 from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from overlap_spec.messages import Usage
+from overlap_spec.server.bodies import Json
 from overlap_spec.server.openai_requests import StreamOptions
+from overlap_spec.server.speculation import Provenance, ReportedCounts
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -57,6 +61,8 @@ class MessageChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None
     matched_stop: str | int | None
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -67,6 +73,8 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True):
@@ -77,17 +85,30 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
     logprobs: None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    provenance: Provenance | UnsetType = UNSET
 
 
-class Reply(msgspec.Struct, frozen=True):
+C = TypeVar("C")
+
+
+class Reply(msgspec.Struct, Generic[C], frozen=True):
     """An answer or a chunk of one, as `object` tells."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: tuple[MessageChoice | DeltaChoice | TextChoice, ...]
+    choices: tuple[C, ...]
     usage: WireUsage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
+    metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
+    sglext: Json | UnsetType = UNSET  # SGLang's
+
+    def with_counts(self, counts: ReportedCounts | None) -> "Reply[C]":
+        """The same with the counts of its speculation, if it shows them."""
+        return self if counts is None else replace(self, metrics=counts.metrics, sglext=counts.sglext)
 
 
 def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
@@ -96,6 +117,11 @@ def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
     completion = sum(usage.completion_tokens for usage in usages)
     cached = CachedTokens(sum(usage.cached_tokens for usage in usages[::n]))
     return WireUsage(prompt, completion, prompt + completion, cached)
+
+
+def kept_ids(prompt_ids: list[int] | None, usage: Usage) -> list[int] | UnsetType:
+    """The end of the prompt that the engine was given, if its ids are to be shown."""
+    return UNSET if prompt_ids is None else prompt_ids[len(prompt_ids) - usage.prompt_tokens :]
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
@@ -107,15 +133,19 @@ class ReplyHead(msgspec.Struct, frozen=True):
     model: str
     options: StreamOptions
 
-    def chunk(self, choice: DeltaChoice | TextChoice, usage: Usage) -> Reply:
+    def chunk(self, choice: C, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply[C]:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
             shown = wire_usage([usage])
         elif self.options.include_usage:
             shown = None
-        return Reply(self.id, self.object, self.created, self.model, (choice,), shown)
+        return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
 
-    def usage_chunk(self, usage: WireUsage) -> Reply:
-        """The last chunk, without a choice."""
-        return Reply(self.id, self.object, self.created, self.model, (), usage)
+    def last_chunk(self, usage: WireUsage, counts: ReportedCounts | None) -> Reply[Any] | None:
+        """The last chunk, without a choice; None if nothing is left to tell."""
+        if not self.options.include_usage and counts is None:
+            return None
+        shown = usage if self.options.include_usage else UNSET
+        last = Reply[Any](self.id, self.object, self.created, self.model, (), shown)
+        return last.with_counts(counts)

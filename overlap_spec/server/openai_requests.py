@@ -11,14 +11,15 @@ from starlette.requests import Request
 
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.lists import ListFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
-from overlap_spec.server.unsupported import refuse_unsupported
+from overlap_spec.server.speculation import asked_speculation
+from overlap_spec.server.unsupported import OF_CHATS, refuse_unsupported
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields with a default that a model may set
@@ -55,6 +56,17 @@ class CommonRequest(ListFields, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    include_stop_str_in_output: bool = False  # vLLM's name for it
+    stop_regex: str | list[str] = ""
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
+    user: str = ""  # this and the next three are for the client's own records, and change nothing
+    metadata: Json = {}
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    speculative: Speculative = Speculative()
+    return_spec_tokens_details: bool = False
 
     def id(self, prefix: str) -> str:
         """The user's id for this request, or a new one."""
@@ -73,7 +85,10 @@ class ChatRequest(CommonRequest, kw_only=True):
     stream_reasoning: bool = True
     chat_template_kwargs: Json = {}
     reasoning_effort: str = ""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # true, unless the final message is continued
+    continue_final_message: bool = False
+    chat_template: str = ""
+    add_special_tokens: bool = False
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -81,6 +96,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
     prompt: Any
     best_of: int | None = None
+    add_special_tokens: bool = True
 
 
 R = TypeVar("R", bound=CommonRequest)
@@ -94,6 +110,8 @@ async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
 def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
     refuse_unsupported(fields)
+    if shape is not ChatRequest:
+        refuse_unsupported(fields, OF_CHATS)
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = without_nulls(options)
     body = convert(fields, shape)
@@ -106,6 +124,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Check the ranges. Raises: RequestError with the API's name of the field."""
     stop = stop_strings(request.stop, info)
+    stop_regex = stop_strings(request.stop_regex, info, "stop_regex")
     try:
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -118,9 +137,13 @@ def sampling_params(
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             skip_special_tokens=request.skip_special_tokens,
-            no_stop_trim=request.no_stop_trim,
+            no_stop_trim=request.no_stop_trim or request.include_stop_str_in_output,
+            stop_regex=stop_regex,
+            spaces_between_special_tokens=request.spaces_between_special_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
             grammar=request.grammar(info),
             **request.lists(info),
+            speculative=asked_speculation(request.speculative, request.return_spec_tokens_details),
         )
     except RequestError as error:
         raise renamed(error, {**names, "grammar": request.grammar_field}) from None
@@ -132,11 +155,11 @@ def _drawing(request: CommonRequest, defaults: SamplingDefaults) -> dict[str, An
     return {name: getattr(defaults, name) if value is None else value for name, value in asked.items()}
 
 
-def stop_strings(stop: str | list[str], info: ServerInfo) -> tuple[str, ...]:
-    """One string or many; "" alone is none."""
+def stop_strings(stop: str | list[str], info: ServerInfo, field: str = "stop") -> tuple[str, ...]:
+    """One string or pattern, or many; "" alone is none."""
     strings = tuple(stop) if isinstance(stop, list) else (stop,) if stop else ()
     if strings:
-        need_tokenizer("stop", info)
+        need_tokenizer(field, info)
     return strings
 
 

@@ -1,7 +1,7 @@
 """Turns a body's prompt into the engine's prompt messages."""
 
 import struct
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -14,15 +14,18 @@ MAX_PROMPTS = 2048  # in one HTTP request; the engine has no room for more
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-def read_text(text: str, field: str, info: ServerInfo) -> TextPrompt:
-    """Raises: Problem if this server has no tokenizer."""
+def read_text(text: str, field: str, info: ServerInfo, special: bool = True) -> TextPrompt:
+    """`special`: the tokenizer adds its special tokens. Raises: Problem if this server has no tokenizer."""
     need_tokenizer(field, info)
-    return TextPrompt(text)
+    return TextPrompt(text, special)
 
 
-def read_ids(ids: Any, field: str, info: ServerInfo) -> TokenPrompt:
-    """Check and pack token ids. The engine knows the vocabulary; here an id needs to fit 31 bits."""
-    if isinstance(ids, list) and len(ids) > info.max_model_len:
+def read_ids(ids: Any, field: str, info: ServerInfo, cut: bool = False) -> TokenPrompt:
+    """Check and pack token ids. The engine knows the vocabulary; here an id needs to fit 31 bits.
+
+    `cut`: the request keeps only the end of its prompt, which may be longer than the context.
+    """
+    if isinstance(ids, list) and len(ids) > info.max_model_len and not cut:
         text = f"{field}: the {CONTEXT_WORDS} is {info.max_model_len} tokens, the prompt has {len(ids)}"
         raise Problem(400, text, field, "context_length_exceeded")
     checked = parse_ids(ids, field)
@@ -31,24 +34,49 @@ def read_ids(ids: Any, field: str, info: ServerInfo) -> TokenPrompt:
     return TokenPrompt(struct.pack(f"<{len(checked)}i", *checked))
 
 
-def read_prompts(value: Any, field: str, info: ServerInfo) -> tuple[list[Prompt], bool]:
-    """Read text or token ids, one or many. Returns the prompts, and whether they came as a batch."""
+def read_prompts(
+    value: Any, field: str, info: ServerInfo, special: bool = True, cut: bool = False
+) -> tuple[list[Prompt], bool]:
+    """Read text or token ids, one or many. Returns the prompts, and whether they came as a batch.
+
+    `special`, `cut`: as of `read_text` and `read_ids`.
+    """
     if isinstance(value, str):
-        return [read_text(value, field, info)], False
+        return [read_text(value, field, info, special)], False
     if not isinstance(value, list) or not value:
         raise _bad(field)
     check_batch(value, field)
     if all(isinstance(item, str) for item in value):
-        return [read_text(item, field, info) for item in value], True
+        return [read_text(item, field, info, special) for item in value], True
     if all(isinstance(item, list) for item in value):
-        return [read_ids(item, field, info) for item in value], True
-    return [read_ids(value, field, info)], False
+        return [read_ids(item, field, info, cut) for item in value], True
+    return [read_ids(value, field, info, cut)], False
 
 
-def read_chat(
-    messages: list[Json], tools: list[Json], template_kwargs: Json, add_generation_prompt: bool, info: ServerInfo
-) -> ChatPrompt:
-    """Check a conversation; the chat template checks the roles."""
+class TemplateFields(Protocol):
+    """The fields of a body that tell what to make of a conversation."""
+
+    @property
+    def chat_template(self) -> str: ...
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+
+
+def chat_prompt(body: TemplateFields, messages: list[Json], tools: list[Json], template_kwargs: Json) -> ChatPrompt:
+    """Raises: Problem if an answer is to be opened and the final message continued."""
+    continues = body.continue_final_message
+    if continues and body.add_generation_prompt:
+        text = "continue_final_message and add_generation_prompt exclude one another: leave one of them out"
+        raise Problem(400, text, "continue_final_message", "invalid_value")
+    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return ChatPrompt(messages, tools, template_kwargs, opens, continues, body.chat_template)
+
+
+def check_chat(prompt: ChatPrompt, info: ServerInfo) -> ChatPrompt:
+    """Check a conversation and put it into the form that templates read; the chat template checks the roles."""
+    messages = prompt.messages
     need_tokenizer("messages", info)
     if not messages:
         raise Problem(400, "messages: at least one message is needed", "messages", "invalid_value")
@@ -56,7 +84,7 @@ def read_chat(
         text = f"messages: the {CONTEXT_WORDS} is {info.max_model_len} tokens, there are {len(messages)} messages"
         raise Problem(400, text, "messages", "context_length_exceeded")
     flat = [_read_message(message, index) for index, message in enumerate(messages)]
-    prompt = ChatPrompt(flat, tools or None, template_kwargs, add_generation_prompt)
+    prompt = msgspec.structs.replace(prompt, messages=flat, tools=prompt.tools or None)
     try:
         msgspec.msgpack.encode(prompt)
     except (OverflowError, ValueError, RecursionError) as error:  # an integer beyond 64 bits, or nested too deep

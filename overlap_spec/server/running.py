@@ -14,11 +14,13 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from overlap_spec.client.link import unpack_ids
 from overlap_spec.errors import RequestAborted, RequestError
-from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Usage
+from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Speculative, TokenPrompt, Usage, Verified
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.speculation import SpeculationReport
 
 T = TypeVar("T")
 Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
@@ -53,12 +55,14 @@ class LastWord(msgspec.Struct, frozen=True):
     usage: Usage
     text: str = ""
     token_ids: list[int] = []
+    verified: Verified | None = None
 
 
 class Collected:
     """The whole answer to one request so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
         self.token_ids: list[int] = []
         self.usage = NOTHING
         self.finish: Finish | None = None
@@ -69,6 +73,7 @@ class Collected:
         """Append what a step added."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
+        self.report.add(delta.verified, len(delta.token_ids))
         self.usage, self.finish = delta.usage, delta.finish
         self.last_at = time.perf_counter()
 
@@ -103,12 +108,18 @@ class Runner:
 
     async def collect(self, group: Group) -> list[Collected]:
         """Wait for the whole answer, in the order of the requests."""
-        answers = [Collected() for _ in group.requests]
+        answers = [Collected(request.sampling.speculative) for request in group.requests]
         async with aclosing(self.run(group)) as steps:
             async for step in steps:
                 for index, delta in step:
                     answers[index].add(delta)
         return answers
+
+    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt, before it is truncated. Raises: as `run`."""
+        if isinstance(prompt, TokenPrompt):
+            return unpack_ids(prompt.ids)
+        return await self._client.tokenize(prompt)
 
     async def abort(self, name: str) -> None:
         """End the request or group of this id, exactly; it may also belong to another client of the engine."""

@@ -12,7 +12,7 @@ from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import check_batch, need_tokenizer, parse_ids, read_chat, read_text
+from overlap_spec.server.prompts import chat_prompt, check_batch, check_chat, need_tokenizer, parse_ids, read_text
 from overlap_spec.server.streams import unless_gone
 
 
@@ -22,8 +22,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | list[str] | None = None
     messages: list[Json] | None = None
     tools: list[Json] = []
+    chat_template: str = ""
     chat_template_kwargs: Json = {}
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     add_special_tokens: bool = True
     model: str = "default"
 
@@ -70,8 +72,7 @@ class Tokens:
         if (body.prompt is None) == (body.messages is None):
             raise Problem(400, "give either prompt or messages", "prompt", "missing_required_parameter")
         if body.messages is not None:
-            kwargs = body.chat_template_kwargs
-            chat = read_chat(body.messages, body.tools, kwargs, body.add_generation_prompt, self._info)
+            chat = check_chat(chat_prompt(body, body.messages, body.tools, body.chat_template_kwargs), self._info)
             return await self._client.tokenize(chat, body.add_special_tokens)
         if isinstance(body.prompt, list):
             check_batch(body.prompt, "prompt")

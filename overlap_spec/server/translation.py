@@ -9,6 +9,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.grammars import GRAMMAR_FIELDS
 from overlap_spec.server.openai_requests import ChatRequest, check_openai
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import EngineRequest, renamed
@@ -17,6 +18,7 @@ from overlap_spec.server.unsupported import UNSUPPORTED
 # Fields of chat completions that these APIs have no name for, and that leave the shape of the answer as it is.
 EXTENSIONS = frozenset(
     {
+        *(GRAMMAR_FIELDS - {"response_format"}),
         *("rid", "request_id", "speculative", "chat_template", "chat_template_kwargs"),
         *("seed", "top_k", "min_p", "min_tokens", "stop_token_ids", "stop_regex", "ignore_eos", "skip_special_tokens"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -42,6 +44,9 @@ def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: 
     extensions = _extensions(given, dialect)
     with naming(dialect.names):
         body = check_openai({**extensions, **made}, ChatRequest, info)
+        if body.speculative.is_reported or body.return_spec_tokens_details:
+            text = f"speculative: {dialect.path} reports no provenance and no metrics; use /v1/chat/completions"
+            raise Problem(400, text, "speculative", "unsupported_parameter")
         group = chats.prepare(body, dialect.id_prefix)
     requests = [_renamed_request(request, dialect.names) for request in group.requests]
     return msgspec.structs.replace(group, requests=requests)

@@ -4,6 +4,7 @@ A parameter of this table is refused with a 400 that names it, unless its value 
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from overlap_spec.server.bodies import Json
@@ -35,20 +36,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_text_in_logprobs": (False, True),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "echo": (False,),
-    "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "thinking_budget": (),
     "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
-    "stop_regex": ("", []),
-    "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
-    "chat_template": (),
+    "truncation_side": ("left",),
     "documents": ([],),
     "input_embeds": (),
     "prompt_embeds": (),
@@ -61,6 +56,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "lora_path": ("",),
     "session_params": ({},),
+    # the provider's side of OpenAI's API
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
     # scheduling and caching
     "priority": (0,),
     "extra_key": ("",),
@@ -68,15 +67,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
 }
 
+# Parameters of other endpoints: of chats, where a prompt is none, and of OpenAI's API, in `/generate`.
+OF_CHATS: dict[str, tuple[Any, ...]] = {"continue_final_message": (False,), "chat_template": ("",)}
+OF_OPENAI: dict[str, tuple[Any, ...]] = {"return_token_ids": (False,), "add_special_tokens": (True,)}
 
-def refuse_unsupported(fields: Json) -> None:
-    """Raise a Problem for the first parameter whose value asks for something that is not built."""
+
+def refuse_unsupported(fields: Json, table: Mapping[str, tuple[Any, ...]] = UNSUPPORTED) -> None:
+    """Raise a Problem for the first parameter whose value asks for something that is not built, or not here."""
+    where = "" if table is UNSUPPORTED else " at this endpoint"
     for name, value in fields.items():
-        neutral = UNSUPPORTED.get(name)
+        neutral = table.get(name)
         if neutral is None or _asks_for_nothing(value, neutral):
             continue
         hint = f" or send {json.dumps(_suggested(value, neutral))}" if neutral else ""
-        raise Problem(400, f"{name} is not supported: leave it out{hint}", name, "unsupported_parameter")
+        raise Problem(400, f"{name} is not supported{where}: leave it out{hint}", name, "unsupported_parameter")
 
 
 def _suggested(value: Any, neutral: tuple[Any, ...]) -> Any:

@@ -3,6 +3,7 @@
 tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.jinja
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ from tokenizers import Tokenizer
 from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
-from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.detokenize import CloseSpecials, Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
+OWN_TEMPLATES = 8  # of clients, that stay compiled
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -40,16 +43,25 @@ class Codec(Protocol):
         ...
 
     def detokenizer(
-        self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
+        self,
+        skip_special_tokens: bool,
+        before: Sequence[int] = (),
+        shown_tokens: Sequence[str] = (),
+        spaces: bool = True,
     ) -> Detokenizer:
         """A new incremental decoder; `before` is the token that its text continues, if it does.
 
-        `shown_tokens` are special tokens that are not skipped.
+        `shown_tokens` are special tokens that are not skipped. `spaces`: special tokens that follow one another are
+        decoded as any others, else without spaces between them.
         """
         ...
 
-    def check_stop_strings(self, stops: tuple[str, ...]) -> None:
-        """Raises: RequestError if stop strings cannot be found here."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character; b"" for an id without a token."""
+        ...
+
+    def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
+        """Raises: RequestError if the stop strings or patterns of this field cannot be found here."""
         ...
 
 
@@ -65,14 +77,17 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer)
         self._template = template
         self.chat_template = template.source
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._special = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._special = {token_id: token.content for token_id, token in added if token.special}
+        self._own_template = functools.lru_cache(OWN_TEMPLATES)(template.replaced_by)
 
     def render(self, prompt: ChatPrompt) -> str:
+        if prompt.template:
+            return self._own_template(prompt.template).render(prompt)
         return self._template.render(prompt)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -86,11 +101,16 @@ class TextCodec:
         return str(text)
 
     def detokenizer(
-        self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
+        self,
+        skip_special_tokens: bool,
+        before: Sequence[int] = (),
+        shown_tokens: Sequence[str] = (),
+        spaces: bool = True,
     ) -> Detokenizer:
         if not skip_special_tokens:
-            return StreamDetokenizer(self._tokenizer, False, self._is_unknown, before)
-        shown = self._special.intersection(map(self._tokenizer.token_to_id, shown_tokens))
+            decoder = StreamDetokenizer(self._tokenizer, False, self._is_unknown, before)
+            return decoder if spaces else CloseSpecials(decoder, self._special)
+        shown = self._special.keys() & set(map(self._tokenizer.token_to_id, shown_tokens))
         if not shown:
             return StreamDetokenizer(self._tokenizer, True, self._is_special_or_unknown, before)
         # The library skips all special tokens or none: here it is given only those that are shown.
@@ -98,7 +118,10 @@ class TextCodec:
             self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
         )
 
-    def check_stop_strings(self, stops: tuple[str, ...]) -> None:
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.of(token_id)
+
+    def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         pass
 
     def _is_unknown(self, token_id: int) -> bool:
@@ -126,21 +149,31 @@ class IdsOnly:
         raise _no_tokenizer("tokens")
 
     def detokenizer(
-        self, skip_special_tokens: bool, before: Sequence[int] = (), shown_tokens: Sequence[str] = ()
+        self,
+        skip_special_tokens: bool,
+        before: Sequence[int] = (),
+        shown_tokens: Sequence[str] = (),
+        spaces: bool = True,
     ) -> Detokenizer:
         return NoText()
 
-    def check_stop_strings(self, stops: tuple[str, ...]) -> None:
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         if stops:
-            raise _no_tokenizer("stop")
+            raise _no_tokenizer(field)
 
 
 def _no_tokenizer(field: str) -> RequestError:
     return RequestError(field, f"{field}: the engine runs with --skip-tokenizer-init and takes token ids only")
 
 
-def load_codec(directory: Path) -> TextCodec:
-    """Read a tokenizer from a model's directory. Raises: CheckpointError naming the file."""
+def load_codec(directory: Path, template: str | None = None) -> TextCodec:
+    """Read a tokenizer from a model's directory. `template`: instead of its chat template, the source of another.
+
+    Raises: CheckpointError naming the file.
+    """
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; --tokenizer-path names a directory that has it")
@@ -148,7 +181,18 @@ def load_codec(directory: Path) -> TextCodec:
     config = _read_json(directory / "tokenizer_config.json")
     tokens = special_tokens(_read_json(directory / "special_tokens_map.json") | config)
     eos = tokenizer.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
-    return TextCodec(tokenizer, _load_template(directory, config, tokens), () if eos is None else (eos,))
+    if template is None:
+        chat = _load_template(directory, config, tokens)
+    else:
+        chat = _compile("--chat-template", template, tokens)
+    return TextCodec(tokenizer, chat, () if eos is None else (eos,))
+
+
+def _compile(name: str, source: str, tokens: dict[str, str]) -> ChatTemplate:
+    try:
+        return ChatTemplate(source, tokens)
+    except Exception as error:  # of Jinja's parser, or of Python's compiler
+        raise CheckpointError(f"{name}: cannot be read: {error}") from error
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -165,7 +209,7 @@ def _load_template(directory: Path, config: dict[str, Any], tokens: dict[str, st
         return _read(path, lambda file: ChatTemplate(file.read_text(encoding="utf-8"), tokens))
     source = _template_source(config.get("chat_template"))
     if source is None:
-        return NoChatTemplate()
+        return NoChatTemplate(tokens)
     return _read(directory / "tokenizer_config.json", lambda _: ChatTemplate(source, tokens))
 
 

@@ -7,7 +7,7 @@ Some decoders strip the space before the first word of a text. What continues a 
 the token before it, the pieces are what `tokenizer.decode` adds to that token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -80,6 +80,28 @@ class StreamDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class CloseSpecials:
+    """Writes special tokens that follow one another without what a decoder puts between words."""
+
+    def __init__(self, inner: Detokenizer, special: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._special = special
+        self._after_special = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(self._push_one(token_id) for token_id in ids)
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+    def _push_one(self, token_id: int) -> str:
+        text, is_special = self._inner.push((token_id,)), token_id in self._special
+        if is_special and self._after_special:
+            text = self._special[token_id]
+        self._after_special = is_special
+        return text
 
 
 class NoText:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Usage
 from overlap_spec.tokenizer.detokenize import Detokenizer
+from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 
 
@@ -18,6 +19,7 @@ class OpenRequest:
     request_id: str
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
+    log_probs: RequestLogProbs | None = None  # where they are asked for
     opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
 
     def opened(self, text: str) -> str:

@@ -1,7 +1,7 @@
 """Decides where one request's output ends, and what its text and ids are.
 
 The scheduler's finish is provisional, this one is final. A run is walked token by token; for each token the order is
-stop token, stop string, length, and everything is cut at the same token:
+stop token, stop string or pattern, length, and everything is cut at the same token:
 
     ends by       text                            ids, completion_tokens
     stop token    without that token's text       with it
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
 from overlap_spec.tokenizer.detokenize import Detokenizer
-from overlap_spec.tokenizer.stop_strings import StopStrings
+from overlap_spec.tokenizer.stop_strings import StopStrings, compile_patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,15 @@ class Output:
         self._min_tokens = sampling.min_new_tokens
         self._keep_stop = sampling.no_stop_trim
         self._detokenizer = detokenizer
-        self._stops = StopStrings(sampling.stop, keep_match=sampling.no_stop_trim) if sampling.stop else None
+        patterns = compile_patterns(sampling.stop_regex)
+        searches = bool(sampling.stop or patterns)
+        self._stops = StopStrings(sampling.stop, sampling.no_stop_trim, patterns) if searches else None
 
     def push(self, tokens: list[int], finish: Finish | None) -> Piece:
-        """Add a run. `finish` is the scheduler's, for the last token of the run."""
+        """Add a run. `finish` is the scheduler's, for the last token of the run.
+
+        Raises: RequestError if a stop pattern takes too long.
+        """
         room = self._max_tokens - self.num_tokens
         if len(tokens) > room:
             tokens, finish = tokens[:room], None

@@ -9,14 +9,19 @@ from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.request_checks import check_ids
 
+UNTRUSTED = (
+    "chat_template: a template of the request's own is run only by an engine that was started with"
+    " --trust-request-chat-template"
+)
 LONG = 2_000  # characters or ids: about a millisecond of work
 
 
 class PromptReader:
     """Reads prompts with one codec. The event loop waits at most for a short one."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, trusts_templates: bool) -> None:
         self._codec = codec
+        self._trusts_templates = trusts_templates
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
         """Token ids of a prompt. A text that cannot fit into `most_tokens` is refused before it is encoded.
@@ -41,7 +46,10 @@ class PromptReader:
                 return _unpack("prompt", prompt.ids)
             case TextPrompt():
                 text = prompt.text
+                add_special_tokens = add_special_tokens and prompt.add_special_tokens
             case ChatPrompt():
+                if prompt.template and not self._trusts_templates:
+                    raise RequestError("chat_template", UNTRUSTED)
                 text, add_special_tokens = self._codec.render(prompt), False  # the template writes its own
             case _:
                 assert_never(prompt)
@@ -57,6 +65,8 @@ def is_long(prompt: Prompt) -> bool:
             return False
         case TextPrompt():
             return len(prompt.text) > LONG
+        case ChatPrompt() if prompt.template:
+            return True
         case ChatPrompt():
             try:
                 return sum(map(_weight, prompt.messages)) + len(str(prompt.tools)) > LONG

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, SamplingParams, Speculative
+from overlap_spec.messages import (
+    MAX_STOP_IDS,
+    EngineLimits,
+    ErrorCode,
+    Grammar,
+    LogProbParams,
+    SamplingParams,
+    Speculative,
+)
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
@@ -29,9 +37,11 @@ class RequestChecks:
         max_open_requests: int,
         seed: int | None,
         grammars: GrammarChecks | None = None,
+        trusts_templates: bool = False,
     ) -> None:
         self.limits: EngineLimits | None = None
         self.draining = False
+        self.trusts_templates = trusts_templates  # a request may bring a chat template along
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_open_requests = max_open_requests
         self._seeds = random.Random(seed)
@@ -64,6 +74,8 @@ class RequestChecks:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
         _check_prompt(prompt, limits)
         _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
+        if sampling.log_probs is not None:
+            _check_log_probs(sampling.log_probs, len(prompt), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         speculative = settle_speculation(sampling.speculative, limits)
@@ -76,6 +88,16 @@ class RequestChecks:
         if len(ids) > MAX_STOP_IDS:
             raise RequestError("stop_token_ids", f"at most {MAX_STOP_IDS} stop ids are taken, EOS included: {len(ids)}")
         return ids
+
+
+def truncated(ids: list[int], sampling: SamplingParams, limits: EngineLimits) -> list[int]:
+    """The end of the prompt that the request keeps."""
+    keep = sampling.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep == -1:
+        keep = min(limits.max_len, limits.max_total_tokens) - max(1, sampling.max_new_tokens or 0)
+    return ids[-max(keep, 1) :]
 
 
 def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -120,6 +142,13 @@ def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
     if not prompt:
         raise RequestError("prompt", "the prompt must have at least one token")
     check_ids("prompt", prompt, limits.vocab_size)
+
+
+def _check_log_probs(asked: LogProbParams, prompt_len: int, vocab_size: int) -> None:
+    check_ids("log_probs.token_ids", asked.token_ids, vocab_size)
+    if asked.prompt_from is not None and asked.prompt_from >= prompt_len:
+        text = f"log_probs.prompt_from must be below {prompt_len}, the prompt's tokens, got {asked.prompt_from}"
+        raise RequestError("log_probs.prompt_from", text)
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

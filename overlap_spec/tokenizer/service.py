@@ -29,8 +29,10 @@ from overlap_spec.messages import (
     Flushed,
     Generate,
     GetStats,
+    LogProbs,
     Ping,
     Pong,
+    Prompt,
     Refused,
     Rejected,
     Shutdown,
@@ -46,11 +48,14 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
+from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.stop_strings import compile_patterns
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +77,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self._prompts = PromptReader(codec)
+        self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
@@ -120,18 +125,24 @@ class TokenizerService:
         """One step: every request's run becomes a row, every client gets one message."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
+        self._keep_prompt_log_probs(message.prompt_log_probs)
         for uid, tokens, finish, usage in zip(
             message.uids, message.tokens, message.finishes, message.usages, strict=True
         ):
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            piece = request.output.push(tokens, finish)
+            piece = self._push(request, request.output, tokens, finish)
+            if piece is None:
+                continue
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if request.log_probs is not None:
+                records = message.log_probs.get(uid, b"")
+                _add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
             if uid in message.verified:
                 reply.verified[request.request_id] = message.verified[uid]
             if piece.finish is not None:
@@ -141,6 +152,22 @@ class TokenizerService:
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+
+    def _push(self, request: OpenRequest, output: Output, tokens: list[int], finish: Finish | None) -> Piece | None:
+        """Add a run to an output. None: a stop pattern took too long, and the request has ended with that error."""
+        try:
+            return output.push(tokens, finish)
+        except RequestError as error:
+            self._abort(request, AbortReason.REQUESTED)
+            self._refuse(request.client, request.request_id, error)
+            return None
+
+    def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
+        """They come by chunks and leave with the request's first row."""
+        for uid, records in packed.items():
+            request = self._requests.by_uid(uid)
+            if request is not None and request.log_probs is not None:
+                request.log_probs.add_prompt(records)
 
     def _refused(self, message: Refused) -> None:
         request = self._requests.by_uid(message.uid)
@@ -201,12 +228,16 @@ class TokenizerService:
 
     async def _generate(self, client: int, message: Generate) -> None:
         limits = self._checks.check_open(len(self._requests))
-        self._codec.check_stop_strings(message.sampling.stop)
+        self._codec.check_stop_strings("stop", message.sampling.stop)
+        self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
+        compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id)
         arrived_at = time.monotonic()
         try:
-            ids = await self._prompts.encode(message.prompt, True, limits.max_len)
+            cuts = message.sampling.truncate_prompt_tokens is not None
+            ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
+            ids = truncated(ids, message.sampling, limits)
             worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
             sampling = self._checks.settle(worded, ids, limits)
             if sampling.reasoning is not None:
@@ -219,10 +250,15 @@ class TokenizerService:
             self._close(request)
             raise
         if request in self._requests:
-            # A completion continues its prompt's text, an assistant's answer does not.
-            before = () if isinstance(message.prompt, ChatPrompt) else ids[-1:]
-            skips, shown = sampling.skip_special_tokens, sampling.shown_tokens
-            request.open_output(sampling, len(ids), self._codec.detokenizer(skips, before, shown))
+            decoder = self._codec.detokenizer(
+                sampling.skip_special_tokens,
+                ids[-1:] if _continues(message.prompt) else (),
+                sampling.shown_tokens,
+                sampling.spaces_between_special_tokens,
+            )
+            request.open_output(sampling, len(ids), decoder)
+            if sampling.log_probs is not None:
+                request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -270,6 +306,11 @@ class TokenizerService:
             self._tell_supervisor(Drained())
 
 
+def _continues(prompt: Prompt) -> bool:
+    """A completion continues its prompt's text, an assistant's answer does not."""
+    return not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
+
+
 def _takes_long(message: Generate | Tokenize) -> bool:
     """Whether to answer beside other requests: what it needs is done in a thread."""
     return is_long(message.prompt) or (isinstance(message, Generate) and message.sampling.grammar is not None)
@@ -280,6 +321,15 @@ def _counted(usage: Usage, num_tokens: int) -> Usage:
     if usage.completion_tokens == num_tokens:
         return usage
     return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
+
+
+def _add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
+    """Of the row that was added last, and of the prompt if it is the request's first."""
+    assert request.log_probs is not None
+    reply.log_probs[request.request_id] = of_output
+    of_prompt = request.log_probs.take_prompt()
+    if of_prompt is not None:
+        reply.prompt_log_probs[request.request_id] = of_prompt
 
 
 def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:

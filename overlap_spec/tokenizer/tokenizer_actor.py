@@ -29,10 +29,13 @@ def make_codec(settings: Settings) -> Codec:
     directory = settings.model.files.tokenizer_dir
     if settings.skip_tokenizer_init or directory is None:
         return IdsOnly()
-    return load_codec(Path(directory))
+    return load_codec(Path(directory), settings.model.files.chat_template)
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
-    return RequestChecks(eos_token_ids, settings.link.max_open_requests, settings.scheduler.seed)
+    link = settings.link
+    return RequestChecks(
+        eos_token_ids, link.max_open_requests, settings.scheduler.seed, trusts_templates=link.trusts_templates
+    )

@@ -78,6 +78,23 @@ class Chunks:
         """The work of prompts that this step completes, in plan order."""
         return [work for work in self._work if work.next_token < 0]
 
+    def scored(self) -> tuple[list[int], ...]:
+        """Rows after which the prompt token's log-prob is wanted, that token, and the slot, of each; () without any."""
+        if not any(work.scored[1] for work in self._work):
+            return ()
+        rows: list[int] = []
+        tokens: list[int] = []
+        slots: list[int] = []
+        next_tokens = self._next_tokens()
+        for work, row_start in zip(self._work, self._row_starts, strict=False):
+            if not work.scored[1]:
+                continue
+            first, end = (row_start + position - work.start for position in work.scored)
+            rows += range(first, end)
+            tokens += next_tokens[first:end]
+            slots += [work.slot] * (end - first)
+        return rows, tokens, slots
+
     def laid_out(self, shape: PromptShape, dummy: int) -> "array[int]":
         """Every field, each starting at a multiple of 16 bytes (see `Packer.add`).
 

@@ -20,7 +20,8 @@ from typing import Protocol
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.models.interfaces import TargetModel
+from overlap_spec.models.interfaces import LazyLogits, TargetModel
+from overlap_spec.sampling.log_probs import KeptLogits, window_log_probs
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SelfDrafting, SpecMethod
 from overlap_spec.spec.types import SlotBatch
@@ -84,14 +85,19 @@ class DecodeStep:
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         window, output, verdict = forwarded.window, forwarded.output, forwarded.verdict
         batch = replace(forwarded.batch, sampling=self._slots.sampling(forwarded.batch.slots, sampling))
-        drawn = self.method.verifier.verify(window, self._target.logits(output.final), batch)
+        logits: LazyLogits = self._target.logits(output.final)
+        logits = KeptLogits(logits) if sampling.log_probs else logits
+        drawn = self.method.verifier.verify(window, logits, batch)
         self.marks.mark("verify")  # after the head, which computes logits only when they are asked for
         self._slots.commit(batch, window, drawn, verdict)
         if self.self_drafting is not None:
             self.self_drafting.lookahead(batch, verdict, verdict.published.lookahead)
         elif forwarded.width == 1 < self._slots.width:
             self.method.proposer.defer(batch, output, verdict)
-        return verdict
+        if not sampling.log_probs:
+            return verdict
+        log_probs = window_log_probs(logits.compute(), verdict, batch.slots, self._slots.listed)
+        return verdict._replace(published=verdict.published._replace(log_probs=log_probs))
 
     def draft(self, forwarded: Forwarded, sampling: SamplingWork) -> None:
         if not self.drafts_after(forwarded.width):

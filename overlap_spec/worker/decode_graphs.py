@@ -42,7 +42,7 @@ class StepGraphs:
     """One batch size and width, captured."""
 
     slots: Tensor  # [B] i64, the input
-    parts: PartGraphs[Forwarded]
+    parts: PartGraphs[Forwarded, Verdict]
 
 
 class GraphDecoder:
@@ -68,7 +68,7 @@ class GraphDecoder:
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last
         self._running: StepGraphs | None = None  # of the step being launched
-        self._kind: KindGraphs[Forwarded] | None = None
+        self._kind: KindGraphs[Forwarded, Verdict] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every batch size and width, largest first."""
@@ -107,7 +107,7 @@ class GraphDecoder:
         kind = self._kind = self._running.parts.kinds[sampling]
         self._step.marks.replayed(kind.marks)
         kind.judge()
-        return kind.forwarded.verdict
+        return kind.judged
 
     def draft(self, forwarded: Forwarded, sampling: SamplingWork) -> None:
         if self._kind is None:

@@ -38,6 +38,10 @@ class Download(Protocol):
         """What was copied. Blocks until the copy is through; call it off the launch path."""
         ...
 
+    def blocks(self) -> list[memoryview]:
+        """The bytes of what was copied beside the rows. Blocks as `rows` does."""
+        ...
+
 
 class Device(Protocol):
     """Where the worker's tensors live."""
@@ -48,8 +52,8 @@ class Device(Protocol):
         """Copy packed 64-bit integers in. Shapes: -> [n] i64. Sync: never."""
         ...
 
-    def download(self, tensor: Tensor) -> Download:
-        """Start a copy out. Shapes: [B, n] i64, contiguous. Sync: never."""
+    def download(self, tensor: Tensor, *beside: Tensor) -> Download:
+        """Start a copy out. Shapes: [B, n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
         ...
 
     def now(self) -> DeviceEvent:
@@ -77,8 +81,9 @@ class CpuDownload:
 
     asynchronous = False
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, beside: tuple[Tensor, ...]) -> None:
         self._tensor = tensor
+        self._beside = beside
         self.done: DeviceEvent = CpuEvent()
 
     def ready(self) -> bool:
@@ -87,6 +92,9 @@ class CpuDownload:
     def rows(self) -> list[list[int]]:
         rows: list[list[int]] = self._tensor.tolist()
         return rows
+
+    def blocks(self) -> list[memoryview]:
+        return [_bytes_of(tensor) for tensor in self._beside]
 
 
 class CpuDevice:
@@ -97,8 +105,8 @@ class CpuDevice:
     def upload(self, values: "array[int]") -> Tensor:
         return torch.frombuffer(values, dtype=torch.int64)
 
-    def download(self, tensor: Tensor) -> Download:
-        return CpuDownload(tensor)
+    def download(self, tensor: Tensor, *beside: Tensor) -> Download:
+        return CpuDownload(tensor, beside)
 
     def now(self) -> DeviceEvent:
         return CpuEvent()
@@ -131,13 +139,18 @@ class CudaDownload:
 
     asynchronous = True
 
-    def __init__(self, tensor: Tensor, pool: list[Tensor], events: list[torch.cuda.Event]) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], pool: list[Tensor], events: list[torch.cuda.Event]) -> None:
         self._pool = pool
         self._buffer = pool.pop() if pool else _pinned(RESULT_INTS)
-        if self._buffer.numel() < tensor.numel():
-            self._buffer = _pinned(2 * tensor.numel())
-        self._host = self._buffer[: tensor.numel()].view(tensor.shape)
-        self._host.copy_(tensor, non_blocking=True)
+        wanted = sum(tensor.numel() for tensor in tensors)
+        if self._buffer.numel() < wanted:
+            self._buffer = _pinned(2 * wanted)
+        self._host, start = [], 0
+        for tensor in tensors:
+            part = self._buffer[start : start + tensor.numel()].view(tensor.shape)
+            part.copy_(tensor.view(torch.int64), non_blocking=True)
+            self._host.append(part)
+            start += tensor.numel()
         self._event = CudaEvent(events)
         self.done: DeviceEvent = self._event
 
@@ -149,8 +162,12 @@ class CudaDownload:
 
     def rows(self) -> list[list[int]]:
         self._event.event.synchronize()
-        rows: list[list[int]] = self._host.tolist()
+        rows: list[list[int]] = self._host[0].tolist()
         return rows
+
+    def blocks(self) -> list[memoryview]:
+        self._event.event.synchronize()
+        return [_bytes_of(part) for part in self._host[1:]]
 
 
 class CudaDevice:
@@ -176,14 +193,19 @@ class CudaDevice:
         self._copied[slot].record()
         return tensor
 
-    def download(self, tensor: Tensor) -> Download:
-        return CudaDownload(tensor, self._results, self._events)
+    def download(self, tensor: Tensor, *beside: Tensor) -> Download:
+        return CudaDownload((tensor, *beside), self._results, self._events)
 
     def now(self) -> DeviceEvent:
         return CudaEvent(self._events)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor on the host."""
+    return memoryview(tensor.view(torch.uint8).numpy().data).cast("B")
 
 
 def _pinned(num_ints: int) -> Tensor:

@@ -19,6 +19,7 @@ from overlap_spec.worker.chunks import Chunks, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
+from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 
@@ -32,6 +33,7 @@ class ChunkSlots:
     slots: list[int]
     on_device: Tensor  # [B] i64
     sampling: SamplingWork
+    scored: ScoredStep
 
 
 class Executor:
@@ -88,6 +90,7 @@ class Executor:
         chunk_slots, decoder = self._seated(handle), self._decoder
         forwarded = decoder.forward(chunk_slots.on_device, handle.plan.width)
         verdict = decoder.judge(forwarded, chunk_slots.sampling)
+        handle.scored = chunk_slots.scored
         self._publish(handle, verdict.published)  # tokens leave before the draft works
         on_published(handle)
         decoder.draft(forwarded, chunk_slots.sampling)
@@ -97,10 +100,12 @@ class Executor:
         chunks, prefiller = Chunks(handle.plan.work), self._prefiller
         shape = prefiller.shape_for(chunks.shape)
         self._chunk_slots = None  # a slot may have got a new owner, who samples otherwise
-        (packed,) = self._load(handle, chunks.laid_out(shape, self.slots.dummy))
+        packed, *scored = self._load(handle, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
         sampling = self.slots.sampling_work(chunks.completed_work())
         prefilled = prefiller.forward(packed, shape)
-        self._publish(handle, prefiller.draw(prefilled, sampling))
+        handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.work), handle.plan.work)
+        prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if handle.scored.prompt_counts else []
+        self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
         on_published(handle)
         prefiller.draft(prefilled, sampling)
 
@@ -112,7 +117,8 @@ class Executor:
             self._load(handle)
             return self._chunk_slots
         on_device, deferred = self._load(handle, slots, [item.deferred for item in work])
-        self._chunk_slots = ChunkSlots(slots, on_device, self.slots.sampling_work(work))
+        scored = ScoredStep(self.slots.log_probs_asked(work), [])
+        self._chunk_slots = ChunkSlots(slots, on_device, self.slots.sampling_work(work), scored)
         if handle.plan.catch_up:
             self._decoder.catch_up(on_device, deferred)
         return self._chunk_slots
@@ -122,20 +128,25 @@ class Executor:
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
         pages = [value for item in work if item.new_pages for value in self.slots.pack_pages(item)]
-        lists = self.slots.pack_lists(work)
+        listed, lists = self.slots.pack_listed(work), self.slots.pack_lists(work)
         if not (resets or pages or runs):
             handle.device.begin = self.device.now()
             return []
-        for run in (resets, pages, lists.fills, lists.biases, lists.words, *runs):
+        for run in (resets, pages, listed, lists.fills, lists.biases, lists.words, *runs):
             packer.add(run)
         handle.device.begin = self.device.now()  # packing is not the device's work
-        reset_rows, page_rows, fills, biases, words, *loaded = packer.upload(self.device)
+        reset_rows, page_rows, listed_rows, fills, biases, words, *loaded = packer.upload(self.device)
         self.slots.apply(reset_rows, page_rows)
         self.slots.apply_lists(fills, biases, words)
+        if listed:
+            self.slots.apply_listed(listed_rows)
         return loaded
 
-    def _publish(self, handle: StepHandle, published: Published) -> None:
-        """Start the copy out of the rows that are the plan's."""
-        handle.columns = published.columns
-        handle.download = self.device.download(published.rows[: len(handle.plan.work)])
+    def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
+        """Start the copy out of the rows that are the plan's, and of log-probs where they are asked for."""
+        handle.columns, num_slots = published.columns, len(handle.plan.work)
+        beside = prompts
+        if published.log_probs is not None:
+            beside = published.log_probs[: num_slots * published.columns.longest], *prompts
+        handle.download = self.device.download(published.rows[:num_slots], *beside)
         handle.device.decided = handle.download.done

@@ -8,6 +8,7 @@ from overlap_spec_kernels import PublishedColumns
 
 from overlap_spec.messages import StepPlan, StepResult
 from overlap_spec.worker.devices import DeviceEvent, Download
+from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class StepHandle:
         self.device = DeviceTimes()
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
+        self.scored = NOT_SCORED
         self._before = before
 
     def ready(self) -> bool:
@@ -64,7 +66,13 @@ class StepHandle:
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
             **_width_columns(rows, columns),
+            **self._log_probs(tokens),
         )
+
+    def _log_probs(self, tokens: list[list[int]]) -> LogProbColumns:
+        if not self.scored.asked:
+            return LogProbColumns()
+        return self.scored.columns(self.download.blocks(), tokens, self.columns.longest)
 
     def _device_seconds(self) -> tuple[float, float]:
         """How long the device worked since the last step's tokens left, and how long it had nothing to do."""

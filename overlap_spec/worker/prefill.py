@@ -12,8 +12,9 @@ import torch
 from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
 from overlap_spec.sampling.context import DrawContext, History
+from overlap_spec.sampling.log_probs import KeptLogits, drawn_log_probs, prompt_log_probs
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
@@ -105,7 +106,8 @@ class PrefillStep:
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
-        lazy_logits, last = self._target.logits(prefilled.output.hidden[inputs.last_rows]), inputs.lengths - 1
+        lazy_logits: LazyLogits = self._target.logits(prefilled.output.hidden[inputs.last_rows])
+        lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
         context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None])
         drawn = draw_after(lazy_logits, context).squeeze(1)
@@ -113,7 +115,14 @@ class PrefillStep:
         prefilled.drawn.copy_(drawn)
         published.tokens.copy_(drawn.masked_fill(inputs.finals == self._slots.dummy, -1)[:, None])
         published.num_guesses.zero_()
-        return published
+        if not sampling.log_probs:
+            return published
+        log_probs = drawn_log_probs(lazy_logits.compute(), drawn, batch.slots, self._slots.listed)
+        return published._replace(log_probs=log_probs)
+
+    def prompt_log_probs(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Log-probs of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n] f64."""
+        return prompt_log_probs(self._target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
 
     def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
         inputs, proposer = prefilled.inputs, self.method.proposer

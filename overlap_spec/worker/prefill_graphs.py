@@ -32,7 +32,7 @@ class PromptGraphs:
     """One size, captured."""
 
     packed: Tensor  # i64, the input
-    parts: PartGraphs[Prefilled]
+    parts: PartGraphs[Prefilled, Published]
 
 
 class GraphPrefiller:
@@ -48,7 +48,7 @@ class GraphPrefiller:
         self._layers_apart = layers_apart
         self._graphs: dict[PromptShape, PromptGraphs] = {}
         self._running: PromptGraphs | None = None  # of the step being launched
-        self._kind: KindGraphs[Prefilled] | None = None
+        self._kind: KindGraphs[Prefilled, Published] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first."""
@@ -76,7 +76,7 @@ class GraphPrefiller:
             return self._step.draw(prefilled, sampling)
         kind = self._kind = self._running.parts.kinds[sampling]
         kind.judge()
-        return kind.forwarded.published
+        return kind.judged
 
     def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
         if self._kind is None:

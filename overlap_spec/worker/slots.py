@@ -21,7 +21,14 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.messages import (
+    MAX_LISTED_LOG_PROBS,
+    MAX_STOP_IDS,
+    LogProbParams,
+    ResetSlot,
+    SamplingParams,
+    SlotWork,
+)
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
@@ -40,6 +47,7 @@ class HostSlot:
     """What the host needs of a slot to build a step: never lengths, which live on the device."""
 
     sampling: SamplingWork
+    log_probs: LogProbParams | None
     num_pages: int
 
 
@@ -68,6 +76,7 @@ class SlotRows:
         self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
         self._floats = torch.ones(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
+        self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
 
@@ -78,7 +87,7 @@ class SlotRows:
         reset = work.reset
         if reset is None:
             return []
-        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), 0)
+        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0)
         return _pack_reset(work.slot, reset)
 
     def pack_lists(self, work: list[SlotWork]) -> PackedLists:
@@ -95,6 +104,22 @@ class SlotRows:
         first = host.num_pages
         host.num_pages += len(work.new_pages)
         return [value for i, page in enumerate(work.new_pages) for value in (work.slot, first + i, page)]
+
+    def pack_listed(self, work: list[SlotWork]) -> list[int]:
+        """(slot, column, token id) of every id whose log-probs a new request wants."""
+        asked = [(item.slot, item.reset.sampling.log_probs) for item in work if item.reset is not None]
+        return [
+            value
+            for slot, log_probs in asked
+            if log_probs is not None
+            for column, token in enumerate(log_probs.token_ids)
+            for value in (slot, column, token)
+        ]
+
+    def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
+        """What each slot's request wants of them; empty if none wants any."""
+        asked = [self._host[w.slot].log_probs for w in work]
+        return asked if any(log_probs is not None for log_probs in asked) else []
 
     def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
@@ -122,6 +147,11 @@ class SlotRows:
             self.processors.lists.write_bias(fills.view(-1, 2), biases.view(-1, 3))
         if words.numel():
             self.processors.lists.write_words(words.view(-1, 3))
+
+    def apply_listed(self, listed: Tensor) -> None:
+        """Write what `pack_listed` has packed. Sync: never. Shapes: flat i64."""
+        slots, columns, tokens = listed.view(-1, 3).unbind(1)
+        self.listed[slots, columns] = tokens
 
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
@@ -181,7 +211,11 @@ class SlotRows:
 def _asked_work(asked: SamplingParams) -> SamplingWork:
     filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
     return SamplingWork(
-        not asked.greedy, filters and not asked.greedy, asked.changes_logits, worded=bool(asked.bad_word_ids)
+        sampled=not asked.greedy,
+        filtered=filters and not asked.greedy,
+        processed=asked.changes_logits,
+        log_probs=asked.log_probs is not None,
+        worded=bool(asked.bad_word_ids),
     )
 
 

@@ -27,6 +27,7 @@ LAYERS_APART = True  # False: the layers are captured with every kind of samplin
 
 Replay = Callable[[], None]
 Forwarded = TypeVar("Forwarded")  # what the layers leave for the other parts
+Judged = TypeVar("Judged")  # what is decided and published
 Result = TypeVar("Result")
 
 
@@ -63,41 +64,42 @@ class CudaRecorder:
 
 
 @dataclass(frozen=True)
-class Parts(Generic[Forwarded]):
+class Parts(Generic[Forwarded, Judged]):
     """The parts of one step on one input, operation by operation.
 
     `draft`: None where there is nothing to draft. `draft_work`: what of a kind of sampling a draft takes.
     """
 
     forward: Callable[[], Forwarded]
-    judge: Callable[[Forwarded, SamplingWork], object]
+    judge: Callable[[Forwarded, SamplingWork], Judged]
     draft: Callable[[Forwarded, SamplingWork], None] | None
     draft_work: Callable[[SamplingWork], SamplingWork]
     marks: ProfileMarks = NO_MARKS
 
 
 @dataclass(frozen=True)
-class KindGraphs(Generic[Forwarded]):
+class KindGraphs(Generic[Forwarded, Judged]):
     """What a step replays after its layers, by its kind of sampling."""
 
     forwarded: Forwarded  # fixed addresses
+    judged: Judged  # fixed addresses, to be read before anything else is replayed
     judge: Replay
     draft: Replay
     marks: GraphMarks  # in the order of time; none unless a trace is wanted
 
 
 @dataclass(frozen=True)
-class PartGraphs(Generic[Forwarded]):
+class PartGraphs(Generic[Forwarded, Judged]):
     """The parts of one step, captured."""
 
     layers: Replay
     forwarded: Forwarded
-    kinds: dict[SamplingWork, KindGraphs[Forwarded]]
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]]
 
 
 def capture_parts(
-    parts: Parts[Forwarded], recorder: GraphRecorder, layers_apart: bool = LAYERS_APART
-) -> PartGraphs[Forwarded]:
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, layers_apart: bool = LAYERS_APART
+) -> PartGraphs[Forwarded, Judged]:
     """Run every part once, which compiles kernels, as a capture must not; then capture it."""
     forwarded = parts.forward()
     for kind in SAMPLING_WORK:
@@ -108,37 +110,36 @@ def capture_parts(
     return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
-def _capture_apart(parts: Parts[Forwarded], recorder: GraphRecorder) -> PartGraphs[Forwarded]:
+def _capture_apart(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
     layers, forwarded = recorder.record("layers", parts.forward)
-    kinds: dict[SamplingWork, KindGraphs[Forwarded]] = {}
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
     drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
     for kind in SAMPLING_WORK:
-        judge, _ = recorder.record("judge", partial(parts.judge, forwarded, kind))
+        judge, judged = recorder.record("judge", partial(parts.judge, forwarded, kind))
         marks, work = parts.marks.captured(), parts.draft_work(kind)
         if work not in drafts:
             drafts[work] = _capture_draft(parts, forwarded, work, recorder)
         draft, draft_marks = drafts[work]
-        kinds[kind] = KindGraphs(forwarded, judge, draft, (*marks, *draft_marks))
+        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
     return PartGraphs(layers, forwarded, kinds)
 
 
-def _capture_together(parts: Parts[Forwarded], recorder: GraphRecorder) -> PartGraphs[Forwarded]:
-    def verify(kind: SamplingWork) -> Forwarded:
+def _capture_together(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
+    def verify(kind: SamplingWork) -> tuple[Forwarded, Judged]:
         forwarded = parts.forward()
-        parts.judge(forwarded, kind)
-        return forwarded
+        return forwarded, parts.judge(forwarded, kind)
 
-    kinds: dict[SamplingWork, KindGraphs[Forwarded]] = {}
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
     for kind in SAMPLING_WORK:
-        judge, forwarded = recorder.record("layers and judge", partial(verify, kind))
+        judge, (forwarded, judged) = recorder.record("layers and judge", partial(verify, kind))
         marks = parts.marks.captured()
         draft, draft_marks = _capture_draft(parts, forwarded, kind, recorder)
-        kinds[kind] = KindGraphs(forwarded, judge, draft, (*marks, *draft_marks))
+        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
     return PartGraphs(_nothing, kinds[GREEDY_WORK].forwarded, kinds)
 
 
 def _capture_draft(
-    parts: Parts[Forwarded], forwarded: Forwarded, work: SamplingWork, recorder: GraphRecorder
+    parts: Parts[Forwarded, Judged], forwarded: Forwarded, work: SamplingWork, recorder: GraphRecorder
 ) -> tuple[Replay, GraphMarks]:
     if parts.draft is None:
         return _nothing, ()

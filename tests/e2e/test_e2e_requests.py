@@ -1,5 +1,6 @@
 """Requests to a running service, whose effect shows in the answer's tokens: choices, limits, sampling defaults."""
 
+import re
 from typing import Any
 
 import httpx
@@ -73,3 +74,51 @@ def test_refused_requests_are_in_the_log_with_their_reason(service: Service) -> 
     refused = httpx.post(f"{service.url}/v1/completions", json=body, headers={"x-request-id": "from-a-client"})
     assert refused.status_code == 400
     assert "id=from-a-client: top_p must be in (0, 1], got 7.0" in service.log()
+
+
+def complete(service: Service, **body: Any) -> Any:
+    reply = httpx.post(f"{service.url}/v1/completions", json={"temperature": 0, "ignore_eos": True, **body}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]
+
+
+def test_a_stop_pattern_cuts_the_answer_where_it_begins(service: Service) -> None:
+    prompt = {"prompt": "The sky is", "max_tokens": 60}
+    whole = complete(service, **prompt)["text"]
+    cut = whole[20:23]
+    pattern = f"(?:{re.escape(cut[0])}){re.escape(cut[1:])}|never"
+    ended = complete(service, **prompt, stop_regex=pattern)
+    assert (ended["text"], ended["finish_reason"], ended["matched_stop"]) == (
+        whole[: whole.index(cut)],
+        "stop",
+        pattern,
+    )
+    kept = complete(service, **prompt, stop_regex=pattern, include_stop_str_in_output=True)
+    assert kept["text"] == whole[: whole.index(cut) + 3]
+
+
+def test_a_truncated_prompt_is_answered_as_its_end_alone(service: Service) -> None:
+    ended = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    alone = generate(service, input_ids=LONG_PROMPT[-9:], sampling_params=ended)
+    kept = generate(service, sampling_params={**ended, "truncate_prompt_tokens": 9})
+    assert (kept["output_ids"], kept["meta_info"]["prompt_tokens"]) == (alone["output_ids"], 9)
+    beyond = generate(service, input_ids=LONG_PROMPT * 250, sampling_params={**ended, "truncate_prompt_tokens": -1})
+    assert beyond["meta_info"]["prompt_tokens"] == 8192 - 12
+
+
+def test_a_continued_message_is_the_end_of_the_prompt(service: Service) -> None:
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because "}]
+    body = {"messages": messages, "continue_final_message": True}
+    ids = httpx.post(f"{service.url}/tokenize", json=body).json()["tokens"]
+    assert httpx.post(f"{service.url}/detokenize", json={"tokens": ids}).json()["text"].endswith("Because ")
+    options = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    chat = httpx.post(f"{service.url}/v1/chat/completions", json={**body, **options}).json()
+    assert chat["prompt_token_ids"] == ids
+    assert chat["choices"][0]["token_ids"] == complete(service, prompt=ids, **options)["token_ids"]
+
+
+def test_a_template_of_a_request_is_refused_unless_the_engine_trusts_it(service: Service) -> None:
+    body = {"messages": [{"role": "user", "content": "Why?"}], "chat_template": "{{ messages }}"}
+    error = httpx.post(f"{service.url}/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "chat_template"
+    assert "--trust-request-chat-template" in error["message"]

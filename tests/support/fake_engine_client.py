@@ -26,6 +26,7 @@ from overlap_spec.messages import (
     TextPrompt,
     TokenPrompt,
     Usage,
+    Verified,
 )
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
@@ -53,6 +54,7 @@ class FakeDelta:
     token_ids: list[int]
     finish: Finish | None
     usage: Usage
+    verified: Verified | None = None
 
 
 @dataclass
@@ -102,7 +104,8 @@ class FakeClient:
             if count == len(words) or count == limit:
                 finish = Finish(FinishKind.STOP, "</s>") if count == len(words) else Finish(FinishKind.LENGTH)
             text = word if count == 1 else " " + word
-            yield FakeDelta(text, [100 + count], finish, Usage(num_prompt_tokens, 1, count, count - 1))
+            verified = Verified(count, 3 * (count > 1), int(count == 3)) if sampling.speculative.is_reported else None
+            yield FakeDelta(text, [100 + count], finish, Usage(num_prompt_tokens, 1, count, count - 1), verified)
 
     async def cancel(self, request_id: str, everyone: bool = False) -> None:
         self.cancelled.append((request_id, everyone))

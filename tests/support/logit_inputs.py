@@ -29,7 +29,8 @@ def logit_inputs(size: int, num_rows: int, depth: int, columns: int, device: str
     def ints(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=random).to(device)
 
-    pool = ints(0, 40, size * PAGES * PAGE_SIZE).int() * 7
+    pool = ints(-1, 40, size * PAGES * PAGE_SIZE).int() * 7
+    pool[::50] = VOCAB
     table = torch.randperm(size * PAGES, generator=random).view(size, PAGES).int().to(device)
     ends = ints(0, PAGES * PAGE_SIZE, size)
     asked = Penalized(

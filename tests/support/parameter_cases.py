@@ -112,6 +112,9 @@ OUTSIDE = {
     **dict.fromkeys(("model", "rid", "request_id"), "names"),
     **dict.fromkeys(("stream", "stream_options"), "how a reply is sent"),
     **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
+    **dict.fromkeys(
+        ("speculative", "return_spec_tokens_details"), "what is guessed and reported: test_ring_speculation.py"
+    ),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
 }
 

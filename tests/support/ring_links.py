@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from overlap_spec.client.link import Arrival
+from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.messages import (
     Finish,
     FlushCache,
@@ -42,6 +43,8 @@ class Answer:
     """The answer that a client was sent for one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
     text: str = ""
     finish: Finish | None = None
     usage: Usage | None = None
@@ -75,6 +78,11 @@ class MemoryClients:
                     if request_id in message.verified:
                         self.answers[request_id].verified.append((message.verified[request_id], len(ids)))
                     self._add(self.answers[request_id], text, ids, finish, usage)
+                for request_id, packed in message.log_probs.items():
+                    self.answers[request_id].log_probs += read_log_probs(packed)
+                for request_id, packed in message.prompt_log_probs.items():
+                    assert not self.answers[request_id].prompt_log_probs, "all with the first row"
+                    self.answers[request_id].prompt_log_probs += read_log_probs(packed)
             case Rejected():
                 answer = self.answers[message.request_id]
                 answer.rejected = message

@@ -98,6 +98,7 @@ HOST_SIDE = {
     ("worker/step_graphs.py", "finish"),
     ("worker/devices.py", "finish"),
     ("worker/devices.py", "rows"),
+    ("worker/devices.py", "blocks"),
     ("worker/devices.py", "upload"),
 }
 

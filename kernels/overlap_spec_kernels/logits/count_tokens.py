@@ -21,7 +21,7 @@ def count_tokens(rows: TokenRows, ends: Tensor, output_from: Tensor, vocab_size:
     """How often each token is in the output, plus `IN_PROMPT` where it is in the prompt.
 
     The output is at positions output_from .. end - 1 of a request, the prompt before it. Entries of the page table past
-    a request's end are not followed.
+    a request's end are not followed. What is no token of the vocabulary, as padding may write, is not counted.
     Shapes: ends, output_from [B] i64 -> [B, V] i32. Raises: ValueError naming the argument. Sync: never.
     """
     require_token_rows(rows, len(ends))
@@ -36,7 +36,9 @@ def count_tokens_reference(rows: TokenRows, ends: Tensor, output_from: Tensor, v
     positions = torch.arange(page_table.shape[1] * page_size, device=pool.device)
     inside, is_output = positions < ends[:, None], positions >= output_from[:, None]
     at = cache_rows(page_table, positions.masked_fill(~inside, 0), page_size)
-    tokens = pool[at].long().masked_fill(~inside, 0)
+    tokens = pool[at].long().masked_fill(~inside, -1)
+    inside &= (tokens >= 0) & (tokens < vocab_size)
+    tokens = tokens.masked_fill(~inside, 0)
     counts = torch.zeros(len(ends), vocab_size, dtype=torch.int32, device=pool.device)
     counts.scatter_reduce_(1, tokens, torch.where(inside & ~is_output, IN_PROMPT, 0).int(), "amax")
     return counts.scatter_add_(1, tokens, (inside & is_output).int())
@@ -85,6 +87,7 @@ def _count_tokens_kernel(
     is_output = position >= tl.load(output_from_ptr + row * output_stride)
     page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     token = tl.load(pool_ptr + page * PAGE_SIZE + position % PAGE_SIZE, mask=inside, other=0)
+    inside &= (token >= 0) & (token < vocab_size)
     count_ptr = counts_ptr + row * vocab_size + token
     tl.atomic_add(count_ptr, 1, mask=inside & is_output)
     tl.atomic_or(count_ptr, PROMPT, mask=inside & ~is_output)

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor]:
-    """Shapes: logits [R, V] f64 -> logs [R, k] f64, columns [R, k] i64. `part`: columns of a program."""
+def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes: logits [R, V] f64 -> logs [R, k], columns [R, k] i64, log totals [R]. `part`: columns of a program."""
     num_rows, size = logits.shape
     num_parts = ceil_div(size, part)
     values, columns = logits.new_empty(num_rows, num_parts * k), logits.new_empty(num_rows, k, dtype=torch.int64)
     at = columns.new_empty(values.shape, dtype=torch.int32)
     sums, logs = logits.new_empty(num_rows, num_parts, 2), logits.new_empty(num_rows, k)
+    log_totals = logits.new_empty(num_rows)
     launch = dependent_launch(logits.device, num_rows)
     _wide_top_of_part_kernel[(num_rows, num_parts)](
         logits, values, at, sums, logits.stride(0), size, K=k, BLOCK=part, num_warps=4, **launch
@@ -33,6 +34,7 @@ def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor]:
         sums,
         logs,
         columns,
+        log_totals,
         num_parts,
         K=k,
         BLOCK=next_power_of_2(num_parts * k),
@@ -40,7 +42,7 @@ def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor]:
         num_warps=4,
         **launch,
     )
-    return logs, columns
+    return logs, columns, log_totals
 
 
 @TritonKernel
@@ -81,6 +83,7 @@ def _wide_top_of_row_kernel(
     sums_ptr: tl.tensor,
     logs_ptr: tl.tensor,
     columns_ptr: tl.tensor,
+    log_totals_ptr: tl.tensor,
     num_parts: int,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -101,6 +104,7 @@ def _wide_top_of_row_kernel(
     column = tl.load(at_ptr + row * num_parts * K + candidate, mask=left, other=0x7FFFFFFF)
     top = tl.max(highest, axis=0)
     log_total = top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
+    tl.store(log_totals_ptr + row, log_total)
     for i in range(K):
         best, at = _first_of_largest(value, column, left)
         tl.store(logs_ptr + row * K + i, best - log_total)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-from overlap_spec_kernels.limits import MAX_TOPK
+from overlap_spec_kernels.limits import MAX_TOP_TOKENS
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
 
 if TYPE_CHECKING:
@@ -31,18 +31,19 @@ class TopTokens(NamedTuple):
 
     log_probs: Tensor  # [R, k] f32 (f64 for f64)
     columns: Tensor  # [R, k] i64
+    log_totals: Tensor  # [R], of the type of log_probs: a logit less this is its log-prob, to the bit
 
 
 def top_tokens(logits: Tensor, k: int) -> TopTokens:
     """log_softmax of each row, and its k largest values with their columns.
 
     Logits are numbers or -inf (not all of a row); sums are float32 (float64 for float64).
-    Shapes: logits [R, V] -> [R, k], [R, k]; 1 <= k <= 16, k <= V <= 2^18. Raises: ValueError naming the argument.
+    Shapes: logits [R, V] -> [R, k], [R, k], [R]; 1 <= k <= 20, k <= V <= 2^18. Raises: ValueError naming the argument.
     Sync: never.
     """
     require(logits.dim() == 2 and logits.is_floating_point(), "logits", "[R, V], floating point")
     require(logits.stride(1) == 1 and logits.shape[1] <= _MAX_COLUMNS, "logits", "contiguous rows of at most 2^18")
-    require(1 <= k <= min(MAX_TOPK, logits.shape[1]), "k", "1 to 16, and at most the columns of logits")
+    require(1 <= k <= min(MAX_TOP_TOKENS, logits.shape[1]), "k", "1 to 20, and at most the columns of logits")
     if logits.is_cuda and logits.dtype == torch.float64:
         return TopTokens(*wide_top_tokens(logits, k, _PART))
     return _top_tokens_triton(logits, k) if runs_triton(logits) else top_tokens_reference(logits, k)
@@ -58,7 +59,8 @@ def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
     from_last = torch.arange(size, 0, -1, device=logits.device)
     columns = size - torch.where(chosen, from_last, 0).topk(k).values  # ascending
     values, order = torch.sort(logits.gather(1, columns), dim=1, descending=True, stable=True)
-    return TopTokens(values - logits.logsumexp(1, keepdim=True), columns.gather(1, order))
+    log_totals = logits.logsumexp(1)
+    return TopTokens(values - log_totals[:, None], columns.gather(1, order), log_totals)
 
 
 def _top_tokens_triton(logits: Tensor, k: int) -> TopTokens:
@@ -81,7 +83,7 @@ def _top_tokens_triton(logits: Tensor, k: int) -> TopTokens:
         num_warps=1,
         **launch,
     )
-    out = TopTokens(sums.new_empty(num_rows, k), keys.new_empty(num_rows, k))
+    out = TopTokens(sums.new_empty(num_rows, k), keys.new_empty(num_rows, k), sums.new_empty(num_rows))
     block = next_power_of_2(num_parts * k)
     _top_of_row_kernel[(num_rows,)](
         keys,
@@ -154,6 +156,7 @@ def _top_of_row_kernel(
     sums_ptr: tl.tensor,
     log_probs_ptr: tl.tensor,
     columns_ptr: tl.tensor,
+    log_totals_ptr: tl.tensor,
     num_parts: int,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -173,6 +176,7 @@ def _top_of_row_kernel(
     key = tl.load(keys_ptr + row * num_keys + candidate, mask=candidate < num_keys, other=-0x8000000000000000)
     top = tl.max(highest, axis=0)
     log_total = top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
+    tl.store(log_totals_ptr + row, log_total)
     for i in range(K):
         best = tl.max(key, axis=0)
         logit = _ordered((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)

@@ -178,7 +178,7 @@ class MultiLayerProposer:
         known = prompts.next_tokens[after.clamp(max=len(prompts.next_tokens) - 1)]
         tokens = torch.cat((tokens, known.masked_fill(after >= ends[:, None], 0)), 1)
         for layer in range(self._layers.num_layers):
-            shifted = tokens[:, layer : layer + num_rows].reshape(-1)
+            shifted = tokens[:, layer : layer + num_rows].flatten().contiguous()  # a column alone is a view
             features = self._layers.next_features(features, self._layers.forward(layer, shifted, features, rows))
 
     def _remember(self, prompts: Prompts, features: Tensor, starts: Tensor, ends: Tensor, begins: Tensor) -> None:

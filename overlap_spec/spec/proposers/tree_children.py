@@ -20,9 +20,9 @@ def top_children(lazy_logits: LazyLogits, context: DrawContext, topk: int) -> tu
     logits = processed_logits(lazy_logits, context)
     if context.sampling.work.sampled:
         parts = [top_tokens(_noisy(logits, context, part), topk) for part in slices(logits)]
-        logs, columns = (torch.cat(part) for part in zip(*parts, strict=True))
+        logs, columns, _ = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
-        logs, columns = top_tokens(logits.flatten(0, 1), topk)
+        logs, columns, _ = top_tokens(logits.flatten(0, 1), topk)
     return logs.view(*logits.shape[:2], topk), columns.view(*logits.shape[:2], topk)
 
 

@@ -116,24 +116,27 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8), (9000, 3)])
+@pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 20), (9000, 3)])
 def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
     for logits in (tied_logits(5, size).to(dtype), torch.randn(3, size + 5).to(dtype)[:, :size] * 9):
         actual, expected = _top_tokens_triton(logits, k), top_tokens_reference(logits, k)
         assert torch.equal(actual.columns, expected.columns)
         assert (actual.log_probs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+        own = logits.float().gather(1, actual.columns) - actual.log_totals[:, None]
+        assert torch.equal(own, actual.log_probs)
 
 
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 8)])
 def test_top_tokens_of_float64(size: int, k: int) -> None:
     for logits in (tied_logits(5, size).double(), torch.randn(3, size + 5, dtype=torch.float64)[:, :size] * 9):
-        logs, columns = wide_top_tokens(logits, k, part=2048)
+        logs, columns, log_totals = wide_top_tokens(logits, k, part=2048)
         expected = top_tokens_reference(logits, k)
         assert torch.equal(columns, expected.columns)
         assert (logs <= 0).all(), "a child has the log-prob no more than its parent"
         torch.testing.assert_close(logs, expected.log_probs, rtol=1e-12, atol=1e-12)
+        assert torch.equal(logits.gather(1, columns) - log_totals[:, None], logs)
 
 
 @pytest.mark.slow_but_every(3)

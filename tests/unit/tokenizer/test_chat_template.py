@@ -139,7 +139,7 @@ def test_a_template_cannot_reach_into_the_interpreter() -> None:
 
 def test_a_model_without_a_template_says_so() -> None:
     with pytest.raises(RequestError, match="no chat template"):
-        NoChatTemplate().render(ChatPrompt(USER))
+        NoChatTemplate({}).render(ChatPrompt(USER))
 
 
 def test_special_tokens_are_strings_however_they_are_stored() -> None:

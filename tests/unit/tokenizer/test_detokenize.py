@@ -4,8 +4,10 @@ import random
 
 import pytest
 from support.small_tokenizers import EOS, SMOLLM2, byte_fallback_tokenizer, smollm2
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 
+from overlap_spec.tokenizer.chat_template import NoChatTemplate
+from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.tokenizer.detokenize import Detokenizer, NoText, StreamDetokenizer
 
 TEXTS = [
@@ -126,3 +128,20 @@ def test_the_shipped_tokenizer_is_read_as_the_library_reads_it() -> None:
     whole = Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json"))
     for text in TEXTS:
         assert smollm2().encode(text, add_special_tokens=True) == whole.encode(text).ids
+
+
+def words_tokenizer() -> Tokenizer:
+    """Ids 0 hello, 1 you, 2 <x>, 3 <y>; a decoder without a model's rules puts a space between tokens."""
+    tokenizer = Tokenizer(models.WordLevel({"hello": 0, "you": 1}, unk_token="hello"))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<x>", "<y>")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("length", [1, 2, 100])
+def test_special_tokens_in_a_row_can_be_written_without_spaces(length: int) -> None:
+    codec = TextCodec(words_tokenizer(), NoChatTemplate({}), ())
+    ids = [0, 2, 3, 3, 1, 2, 0, 1]
+    apart = "hello <x> <y> <y> you <x> hello you"
+    assert "".join(in_runs(codec.detokenizer(False), ids, length)) == apart == codec.decode(ids, False)
+    assert "".join(in_runs(codec.detokenizer(False, spaces=False), ids, length)) == "hello <x><y><y> you <x> hello you"
+    assert "".join(in_runs(codec.detokenizer(True, spaces=False), ids, length)) == "hello you hello you"

@@ -76,7 +76,7 @@ def marked_codec() -> TextCodec:
     """SmolLM2's with two special tokens more."""
     tokenizer = Tokenizer.from_str(smollm2()._tokenizer.to_str())
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("[CALL]", "[OTHER]")])
-    return TextCodec(tokenizer, NoChatTemplate(), (EOS,))
+    return TextCodec(tokenizer, NoChatTemplate({}), (EOS,))
 
 
 def test_special_tokens_that_stay_in_the_text() -> None:

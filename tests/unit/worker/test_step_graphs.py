@@ -19,6 +19,7 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 SIZES = (1, 2, 4)
 WIDTHS = (1, 2, 4)
 KINDS = len(SAMPLING_WORK)
+DRAFTS = len({(kind.sampled, kind.filtered, kind.processed) for kind in SAMPLING_WORK})  # log-probs draft as others do
 MOST_ROWS = 64  # sizes of prefill steps: 16, 32 and 64
 
 
@@ -51,8 +52,8 @@ def captured(executor: Executor, layers_apart: bool = True) -> tuple[Counter[str
 
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     decode, prefill = captured(executor_of("EAGLE3"))
-    assert decode == {"layers": 9, "judge": 9 * KINDS, "draft": 6 * KINDS, "catch up": 3}, "none at width 1"
-    assert prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * KINDS}
+    assert decode == {"layers": 9, "judge": 9 * KINDS, "draft": 6 * DRAFTS, "catch up": 3}, "none at width 1"
+    assert prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * DRAFTS}
 
 
 def test_a_draft_that_draws_nothing_is_captured_once() -> None:
@@ -71,12 +72,12 @@ def test_plain_decoding_has_no_draft() -> None:
 class Penalised(SamplingWork):
     """A kind of sampling that a draft does not tell from another."""
 
-    penalised: bool = True
+    penalised: bool = False
 
 
 def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before, _ = captured(executor_of("EAGLE3"))
-    kinds = (*SAMPLING_WORK, Penalised(True, False, False))
+    kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
     monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
     after, _ = captured(executor_of("EAGLE3"))
     assert after - before == {"judge": 9}
