@@ -65,22 +65,34 @@ class FakeStep:
         return StepResult(self._plan.step_id, [[7]] * batch, [0] * batch, 0.0)
 
 
+class FakeLaunch:
+    """Enqueued at once."""
+
+    def __init__(self, handle: FakeStep) -> None:
+        self.handle = handle
+
+    def advance(self) -> bool:
+        return True
+
+
 class FakeExecutor:
     """A device that takes `step_s` per step, one after another, behind an executor's interface."""
+
+    masking = None
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._free = 0.0
         self.decode_steps: list[FakeStep] = []
 
-    def launch(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeStep:
+    def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
         now = time.monotonic()
         self._free = max(now, self._free) + self._step_s
         step = FakeStep(plan, now, self._free)
         if plan.phase is Phase.DECODE:
             self.decode_steps.append(step)
         on_published(step)
-        return step
+        return FakeLaunch(step)
 
 
 async def main(context: ActorContext) -> None:

@@ -38,6 +38,8 @@ from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_win
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.judge_tree import judge_tree
 from overlap_spec_kernels.window.log_prob_rows import log_prob_rows
+from overlap_spec_kernels.window.mask_logits import mask_logits
+from overlap_spec_kernels.window.place_forced import place_forced
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
@@ -94,6 +96,8 @@ __all__ = [
     "paged_attention",
     "penalize",
     "place_guesses",
+    "mask_logits",
+    "place_forced",
     "place_tree",
     "rms_norm",
     "rope_kv_write",

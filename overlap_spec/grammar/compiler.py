@@ -16,6 +16,7 @@ from overlap_spec.messages import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+    from llguidance._lib import JsonCompileOptions
 
 MAX_COMPILE_S = 10.0
 MAX_COMPILED = 128  # grammars that are kept, the least recently used go first
@@ -73,7 +74,7 @@ class GrammarCompiler:
 
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": WHITE_SPACE})
+                return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_json_options(grammar.text))
             case GrammarKind.STRUCTURAL_TAG:
                 return tags_to_lark(grammar.text, self.vocabulary.special_tokens)
             case GrammarKind.CHOICE:
@@ -87,6 +88,11 @@ class GrammarCompiler:
                 return LLMatcher.grammar_from_lark(with_markers(grammar.text, grammar.markers, special))
             case _:
                 assert_never(grammar.kind)
+
+
+def _json_options(text: str) -> JsonCompileOptions:
+    """Ours, unless the schema has its own."""
+    return {} if '"x-guidance"' in text else {"whitespace_pattern": WHITE_SPACE}
 
 
 def _choice(text: str) -> str:

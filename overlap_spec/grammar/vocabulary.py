@@ -29,7 +29,7 @@ class GrammarVocabulary:
     def __init__(self, directory: str | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
         self._path = None if directory is None else Path(directory) / "tokenizer.json"
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._built: LLTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -38,7 +38,7 @@ class GrammarVocabulary:
         """Why no grammar can be followed here; empty if one can."""
         if self._path is None:
             return "the engine has no tokenizer (--skip-tokenizer-init), and a grammar is about text"
-        return "" if self._eos_token_ids else "the model names no end token, by which a grammar ends its output"
+        return "" if self.eos_token_ids else "the model names no end token, by which a grammar ends its output"
 
     def tokenizer(self) -> LLTokenizer:
         """Build it, or return what was built. Raises: RequestError if it cannot be had."""
@@ -58,7 +58,7 @@ class GrammarVocabulary:
     def _build(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper  # 10 MB that most processes never need
 
-        read, eos = _read(self._path), list(self._eos_token_ids)
+        read, eos = _read(self._path), list(self.eos_token_ids)
         try:
             return LLTokenizer(read.to_str(), n_vocab=self.vocab_size, eos_token=eos)
         except ValueError as error:

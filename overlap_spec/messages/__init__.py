@@ -68,9 +68,13 @@ from overlap_spec.messages.request import (
 from overlap_spec.messages.ring import (
     Abort,
     Admit,
+    DropGrammar,
     EngineLimits,
     FlushCache,
     Flushed,
+    GrammarFailed,
+    GrammarReady,
+    PrepareGrammar,
     Refused,
     ResetSlot,
     SlotWork,
@@ -92,8 +96,8 @@ from overlap_spec.messages.supervisor import (
     ToSupervisor,
 )
 
-ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Shutdown
-ToWorker = StepPlan | FlushCache | Shutdown
+ToScheduler = WorkerReady | StepResult | GrammarReady | GrammarFailed | Admit | Abort | FlushCache | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
 ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
 
 __all__ = [
@@ -111,6 +115,10 @@ __all__ = [
     "Detokenize",
     "Detokenized",
     "Drained",
+    "DropGrammar",
+    "GrammarFailed",
+    "GrammarReady",
+    "PrepareGrammar",
     "EngineFacts",
     "EngineLimits",
     "ErrorCode",

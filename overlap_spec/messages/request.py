@@ -138,6 +138,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for field, value in ends.items():
             if value:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which ends its output by EOS")
+        allowed, words = self.allowed_token_ids, self.bad_words or self.bad_word_ids
+        for field, given in {"allowed_token_ids": allowed is not None, "bad_words": bool(words)}.items():
+            if given:
+                raise RequestError(field, f"{field} cannot be used with a grammar, which may allow nothing else")
 
     def _list_ranges(self) -> Iterator[tuple[str, object, bool, str]]:
         bias, allowed, words = self.logit_bias, self.allowed_token_ids, self.bad_words
@@ -203,7 +207,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def changes_logits(self) -> bool:
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or self.biases_logits or bool(self.bad_word_ids)
+        lists = self.biases_logits or bool(self.bad_word_ids)
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or lists or self.grammar is not None
 
     @property
     def biases_logits(self) -> bool:

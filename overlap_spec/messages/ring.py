@@ -1,7 +1,7 @@
 """The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
-from overlap_spec.messages.request import SamplingParams
+from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
 
@@ -35,12 +35,26 @@ class FlushCache(Message, frozen=True):
 # --- scheduler -> worker ----------------------------------------------------------------------------------
 
 
+class PrepareGrammar(Message, frozen=True):
+    """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed."""
+
+    uid: int
+    grammar: Grammar
+
+
+class DropGrammar(Message, frozen=True):
+    """The request is gone, and no step in flight has it."""
+
+    uid: int
+
+
 class ResetSlot(Message, frozen=True):
     """A new request takes this slot; nothing of its predecessor survives.
 
     `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a
     preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
-    of the request's output, whatever was prefilled.
+    of the request's output, whatever was prefilled. `grammar`: the uid that its grammar was prepared under, 0
+    without one; the text of `sampling.grammar` is left out.
     """
 
     sampling: SamplingParams
@@ -48,6 +62,7 @@ class ResetSlot(Message, frozen=True):
     stop_ids: tuple[int, ...]
     stop_from: int
     output_from: int = 0
+    grammar: int = 0
 
 
 class SlotWork(Message, frozen=True):
@@ -158,6 +173,19 @@ class StepResult(Message, frozen=True):
     # asks for them; else b"" for those that do not.
     log_probs: list[bytes] = []
     prompt_log_probs: list[bytes] = []
+
+
+class GrammarReady(Message, frozen=True):
+    """A prepared grammar can be followed from now on."""
+
+    uid: int
+
+
+class GrammarFailed(Message, frozen=True):
+    """A grammar cannot be followed, or no further: its request ends with this error. No result with it comes first."""
+
+    uid: int
+    error: str
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class DrawContext:
     rows: Tensor  # [B, R] i64: `offset` positions before the rows
     offset: int = 0
     path: Path = Path()
+    of_target: bool = False  # the target's: one row for each column of the window
 
     @property
     def sampling(self) -> Sampling:

@@ -10,7 +10,17 @@ After every settled or aborted event, for each request with a slot:
 Tokens of a preempted request's steps in flight are kept: they are prefilled again with the rest.
 """
 
-from overlap_spec.messages import AbortReason, Finish, FinishKind, Phase, StepResult, TokenDeltas, Verified
+from overlap_spec.messages import (
+    AbortReason,
+    ErrorCode,
+    Finish,
+    FinishKind,
+    Phase,
+    Refused,
+    StepResult,
+    TokenDeltas,
+    Verified,
+)
 from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
@@ -43,6 +53,16 @@ class Ledger:
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
         return deltas if deltas.uids or deltas.prompt_log_probs else None
+
+    def fail(self, uid: int, error: str) -> Refused | None:
+        """End a request whose grammar cannot be followed."""
+        request = self._queues.open.get(uid)
+        if request is None:
+            return None
+        request.finish = Finish(FinishKind.ABORT, message=error)
+        self._queues.close(request)
+        self._counters.aborted += 1
+        return Refused(uid, ErrorCode.BAD_REQUEST, error)
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
         """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""

@@ -12,9 +12,13 @@ from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     Admit,
+    DropGrammar,
     ErrorCode,
     FlushCache,
     Flushed,
+    GrammarFailed,
+    GrammarReady,
+    PrepareGrammar,
     Refused,
     Shutdown,
     StepResult,
@@ -113,6 +117,10 @@ class Scheduler:
                 self._admit(message)
             case Abort():
                 self._reply(self.ledger.abort(message.uid, message.reason))
+            case GrammarReady():
+                self._enqueue(self.queues.preparing.pop(message.uid, None))
+            case GrammarFailed():
+                self._reply(self.ledger.fail(message.uid, message.error))
             case FlushCache():
                 self._num_flushes += 1
                 self._flush()
@@ -122,6 +130,8 @@ class Scheduler:
                 raise AssertionError("the worker is ready only once")
             case _:
                 assert_never(message)
+        for uid in self.queues.take_ended():
+            self.links.worker.send(DropGrammar(uid))
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
@@ -137,9 +147,20 @@ class Scheduler:
         if reason := why_refused(admit, self.limits):
             self._reply(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
-        self._num_arrived += 1
-        self.queues.enqueue(Request(admit, self._num_arrived, self.queues.memory.cache.root))
         self.planner.counters.requests += 1
+        request = Request(admit, 0, self.queues.memory.cache.root)
+        if admit.sampling.grammar is None:
+            self._enqueue(request)
+        else:
+            self.queues.prepare(request)
+            self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar))
+
+    def _enqueue(self, request: Request | None) -> None:
+        """Put a request that can run into the queue; None: it has ended while its grammar was compiled."""
+        if request is not None:
+            self._num_arrived += 1
+            request.order = self._num_arrived
+            self.queues.enqueue(request)
 
     def _flush(self) -> None:
         """Empty the prefix cache, unless something runs or waits. Steps of requests that have finished end first."""

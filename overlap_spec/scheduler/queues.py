@@ -4,6 +4,8 @@ Requests are ordered by arrival, so a preempted one comes back before the others
 free only when their request is done *and* in no step in flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
+
+A request with a grammar is queued when the worker has compiled it; until then it is `preparing`.
 """
 
 from bisect import insort
@@ -23,6 +25,8 @@ class RequestQueues:
     def __init__(self, memory: RequestPages, num_slots: int) -> None:
         self.memory = memory
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
+        self.preparing: dict[int, Request] = {}  # by uid: their grammars are being compiled
+        self._ended: list[int] = []  # uids of requests with a grammar that are gone
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.leaving: list[Request] = []  # still in flight; nothing more is planned
@@ -43,6 +47,10 @@ class RequestQueues:
     def victims_leaving(self) -> bool:
         """True while a preempted request has not come back to the queue."""
         return any(request.finish is None for request in self.leaving)
+
+    def prepare(self, request: Request) -> None:
+        """Hold a new request until its grammar is compiled."""
+        self.open[request.uid] = self.preparing[request.uid] = request
 
     def enqueue(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
@@ -73,7 +81,14 @@ class RequestQueues:
         if request.running:
             self.leave(request)
         elif request.slot < 0:
-            self.waiting.remove(request)
+            if self.preparing.pop(request.uid, None) is None:
+                self.waiting.remove(request)
+            self._gone(request)
+
+    def take_ended(self) -> list[int]:
+        """Requests with a grammar that are gone since the last call; the worker is to be told."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def step_settled(self, request: Request) -> None:
         """Free the slot and pages of a leaving request if that was its last step in flight."""
@@ -84,6 +99,12 @@ class RequestQueues:
         self.memory.release(request)
         if request.finish is None:
             self._requeue(request)
+        else:
+            self._gone(request)
+
+    def _gone(self, request: Request) -> None:
+        if request.admit.sampling.grammar is not None:
+            self._ended.append(request.uid)
 
     def _requeue(self, request: Request) -> None:
         place = next((i for i, other in enumerate(self.waiting) if other.order > request.order), len(self.waiting))

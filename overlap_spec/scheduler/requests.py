@@ -12,6 +12,8 @@ Lengths are absolute positions in prompt + output:
 from array import array
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from overlap_spec.messages import Admit, Finish, ResetSlot, SlotWork, StepPlan, Usage
 from overlap_spec.scheduler.prefix_cache import Node
 
@@ -108,7 +110,11 @@ class Request:
 
     def reset(self) -> ResetSlot:
         """The message that this request takes its slot."""
-        return ResetSlot(self.admit.sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len)
+        sampling, grammar = self.admit.sampling, 0
+        if sampling.grammar is not None:
+            sampling = replace(sampling, grammar=replace(sampling.grammar, text=""))  # the worker has it
+            grammar = self.uid
+        return ResetSlot(sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len, grammar)
 
     def usage(self, speculative: bool) -> Usage:
         """Running counts; verify steps are 0 without speculation, as in SGLang."""

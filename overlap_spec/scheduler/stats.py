@@ -198,7 +198,7 @@ class Reporter:
         host_time, gpu_gap = self._reported.host_time(), self._reported.gpu_gap()
         return Stats(
             num_running=len(queues.running),
-            num_queued=len(queues.waiting),
+            num_queued=len(queues.waiting) + len(queues.preparing),
             num_used_tokens=num_used * page_size,
             num_cached_tokens=queues.memory.cache.num_evictable * page_size,
             max_total_tokens=self._limits.pool_tokens,

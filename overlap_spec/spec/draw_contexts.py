@@ -13,7 +13,7 @@ def window_context(window: Window, batch: SlotBatch, token_ids: Tensor) -> DrawC
     """Of the target's rows: one after every column. Shapes: token_ids [V] i64."""
     depth = window.tokens.shape[1] - 1 if window.num_levels is None else window.num_levels
     path = Path(window.tokens, window.parents, root=0, depth=depth)
-    return DrawContext(batch.history, token_ids, window.positions, path=path)
+    return DrawContext(batch.history, token_ids, window.positions, path=path, of_target=True)
 
 
 def chain_context(batch: SlotBatch, guesses: Sequence[Tensor], target_ids: Tensor) -> DrawContext:

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from overlap_spec.config import Settings
+from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.messages import TokenizerFacts, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
+from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 
@@ -37,5 +39,14 @@ def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
     link = settings.link
     return RequestChecks(
-        eos_token_ids, link.max_open_requests, settings.scheduler.seed, trusts_templates=link.trusts_templates
+        eos_token_ids, link.max_open_requests, settings.scheduler.seed, _grammars(settings), link.trusts_templates
     )
+
+
+def _grammars(settings: Settings) -> GrammarChecks:
+    files = settings.model.files
+    directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
+    checks = GrammarChecks(GrammarVocabulary(directory, files.vocab_size, files.eos_token_ids))
+    if settings.model.device == "cuda":
+        checks.prepare()  # while the worker loads
+    return checks

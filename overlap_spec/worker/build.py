@@ -7,12 +7,14 @@ import torch
 from overlap_spec import hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.errors import ConfigError
+from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.slot_lists import SlotLists
@@ -26,6 +28,8 @@ from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAc
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.grammars import Grammars
+from overlap_spec.worker.masking import Masking
 from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
@@ -34,6 +38,7 @@ from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 EXACT = AcceptSettings()
+UPLOADS = 4  # of a step: its integers, and of grammars their slots, forced tokens and masks
 
 
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
@@ -76,12 +81,15 @@ def build_executor(
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
     traced: bool = False,
+    grammars: Grammars | None = None,
+    proposes_forced: bool = True,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
     `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
     processors of one's own, for every request. `traced`: decode steps leave profiling marks.
+    `grammars`: None where no request may have one; `proposes_forced`: what a grammar leaves no choice about is guessed.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
@@ -94,7 +102,8 @@ def build_executor(
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
     lists = SlotLists.allocate(geometry.num_slots + 1, target.vocab_size, WORDS, place)
-    processors = LogitProcessors(target.vocab_size, pool, lists, own_processors)
+    masks = _masks(grammars, geometry, place)
+    processors = LogitProcessors(target.vocab_size, pool, lists, own_processors, masks)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -121,7 +130,15 @@ def build_executor(
     device = _device(place)
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
-    return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size))
+    proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # other rules ask who made a guess
+    masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
+    return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
+
+
+def _masks(grammars: Grammars | None, geometry: Geometry, place: torch.device) -> TokenMasks | None:
+    if grammars is None:
+        return None
+    return TokenMasks.allocate(geometry.num_slots + 1, geometry.width, grammars.mask_words, place)
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
@@ -151,9 +168,18 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         settings.attention,
         own,
         traced=settings.trace_dir is not None,
+        grammars=grammars_of(settings, models),
     )
     return executor, geometry, models
 
 
+def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
+    """What follows grammars; None without a tokenizer."""
+    files = settings.model.files
+    directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
+    vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
+    return None if vocabulary.why_not else Grammars(vocabulary)
+
+
 def _device(place: torch.device) -> Device:
-    return CpuDevice() if place.type == "cpu" else CudaDevice(ring=MAX_DEPTH + 1)
+    return CpuDevice() if place.type == "cpu" else CudaDevice(ring=UPLOADS * (MAX_DEPTH + 1))

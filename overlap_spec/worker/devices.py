@@ -48,7 +48,7 @@ class Device(Protocol):
 
     torch_device: torch.device
 
-    def upload(self, values: "array[int]") -> Tensor:
+    def upload(self, values: "array[int] | Tensor") -> Tensor:
         """Copy packed 64-bit integers in. Shapes: -> [n] i64. Sync: never."""
         ...
 
@@ -102,8 +102,8 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
 
-    def upload(self, values: "array[int]") -> Tensor:
-        return torch.frombuffer(values, dtype=torch.int64)
+    def upload(self, values: "array[int] | Tensor") -> Tensor:
+        return _as_tensor(values)
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         return CpuDownload(tensor, beside)
@@ -181,14 +181,14 @@ class CudaDevice:
         self._events: list[torch.cuda.Event] = []
         self._results: list[Tensor] = []
 
-    def upload(self, values: "array[int]") -> Tensor:
+    def upload(self, values: "array[int] | Tensor") -> Tensor:
         slot, self._next = self._next, (self._next + 1) % len(self._staging)
         if not self._copied[slot].query():  # an event that was never recorded has passed
             self._copied[slot].synchronize()  # only if more steps are in flight than the ring was made for
         if len(values) > len(self._staging[slot]):
             self._staging[slot] = _pinned(2 * len(values))  # rare: the first long prompts of a run
         staged = self._staging[slot][: len(values)]
-        staged.copy_(torch.frombuffer(values, dtype=torch.int64))
+        staged.copy_(_as_tensor(values))
         tensor = staged.to(self.torch_device, non_blocking=True)
         self._copied[slot].record()
         return tensor
@@ -210,3 +210,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _pinned(num_ints: int) -> Tensor:
     return torch.empty(num_ints, dtype=torch.int64, pin_memory=True)
+
+
+def _as_tensor(values: "array[int] | Tensor") -> Tensor:
+    return values if isinstance(values, Tensor) else torch.frombuffer(values, dtype=torch.int64)

@@ -1,12 +1,15 @@
 """Runs plans, one step after another, on the device.
 
-One thread calls `launch`, which enqueues a step's work. On CUDA it never waits for the device; on a CPU it is the
-device. What a step needs of the one before it is in the slot rows. What the host would say again, it does not: a step
-on the slots of the step before uploads nothing.
+One thread starts steps, which enqueues their work. On CUDA it never waits for the device; on a CPU it is the device.
+What a step needs of the one before it is in the slot rows. What the host would say again, it does not: a step on the
+slots of the step before uploads nothing.
+
+A step in which a request has a grammar needs the host in its middle (`masking.py`). So a launch is a generator that
+yields what it waits for; of all other steps it yields nothing, and is launched at once.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +23,12 @@ from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.log_probs import ScoredStep
+from overlap_spec.worker.masking import Constrained, Masking, Wait
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 
 OnPublished = Callable[[StepHandle], None]
+POLL_S = 0.0001  # between looks at what a launch waits for, where there is nothing else to do
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,42 @@ class ChunkSlots:
     scored: ScoredStep
 
 
-class Executor:
-    """The worker's one path for CPU and CUDA."""
+class Launch:
+    """A step that is being launched. `advance` until it is."""
 
-    def __init__(self, device: Device, slots: SlotRows, decode_step: DecodeStep, prefill_step: PrefillStep) -> None:
+    def __init__(self, handle: StepHandle, parts: Iterator[Wait]) -> None:
+        self.handle = handle
+        self._parts = parts
+        self._wait: Wait | None = None
+        self._since = 0.0
+
+    def advance(self) -> bool:
+        """Enqueue what can be. Returns whether all is. Sync: never. Raises: what the step raises."""
+        if self._wait is not None and not self._wait():
+            return False
+        if self._wait is not None:
+            self.handle.host.waited += time.monotonic() - self._since
+        with torch.inference_mode():
+            for wait in self._parts:
+                if not wait():
+                    self._wait, self._since = wait, time.monotonic()
+                    return False
+        return True
+
+
+class Executor:
+    """The worker's one path for CPU and CUDA. `masking`: None where no grammar can be followed."""
+
+    def __init__(
+        self,
+        device: Device,
+        slots: SlotRows,
+        decode_step: DecodeStep,
+        prefill_step: PrefillStep,
+        masking: Masking | None = None,
+    ) -> None:
         self.slots = slots
+        self.masking = masking
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
@@ -53,21 +89,22 @@ class Executor:
         """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
         self._decoder, self._prefiller = decoder, prefiller
 
-    def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> StepHandle:
-        """Enqueue a step. Sync: never. Raises: what the step raises.
+    def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
+        """Begin to enqueue a step; the one before must be enqueued. Sync: never. Raises: what the step raises.
 
         `on_published` is called when the tokens are on their way and the draft is still to be launched; `received` is
         the time.monotonic() at which the plan came.
         """
         now = time.monotonic()
         handle = StepHandle(plan, HostTimes(received or now, now), self._before)
-        step = self._decode if plan.phase is Phase.DECODE else self._prefill
-        with torch.inference_mode():
-            step(handle, on_published)
-            handle.device.end = self.device.now()
-        handle.host.launch_end = time.monotonic()
-        self._before = handle.device
-        return handle
+        return Launch(handle, self._parts(handle, on_published))
+
+    def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None) -> StepHandle:
+        """Enqueue a whole step. Sync: waits for masks of grammars, where there are any."""
+        launch = self.start(plan, on_published)
+        while not launch.advance():
+            time.sleep(POLL_S)
+        return launch.handle
 
     @property
     def is_self_drafting(self) -> bool:
@@ -84,18 +121,41 @@ class Executor:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
         self.use(self.decode_step, self.prefill_step)
+        if self.masking is not None:
+            self.masking.grammars.close()
 
-    def _decode(self, handle: StepHandle, on_published: OnPublished) -> None:
+    def _parts(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
+        constrained: list[Constrained] = []
+        if self.masking is not None:
+            constrained, cleared = self.masking.owners(handle.plan)
+            self.masking.clear(cleared)
+        step = self._decode if handle.plan.phase is Phase.DECODE else self._prefill
+        yield from step(handle, on_published, constrained)
+        handle.device.end = self.device.now()
+        handle.host.launch_end = time.monotonic()
+        self._before = handle.device
+
+    def _decode(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
+        masking, width = self.masking if constrained else None, handle.plan.width
+        if masking is not None and masking.proposes(width):
+            yield from masking.tokens_consumed(constrained)
         chunk_slots, decoder = self._seated(handle), self._decoder
-        forwarded = decoder.forward(chunk_slots.on_device, handle.plan.width)
+        if masking is not None:
+            masking.propose_forced(constrained, width)
+            masking.read_windows(constrained, width)
+        forwarded = decoder.forward(chunk_slots.on_device, width)
+        if masking is not None:
+            yield from masking.step_masks(handle, constrained, width)
         verdict = decoder.judge(forwarded, chunk_slots.sampling)
         handle.scored = chunk_slots.scored
         self._publish(handle, verdict.published)  # tokens leave before the draft works
+        if masking is not None:
+            masking.launched(handle, constrained)
         on_published(handle)
         decoder.draft(forwarded, chunk_slots.sampling)
 
-    def _prefill(self, handle: StepHandle, on_published: OnPublished) -> None:
+    def _prefill(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
         chunks, prefiller = Chunks(handle.plan.work), self._prefiller
         shape = prefiller.shape_for(chunks.shape)
@@ -105,7 +165,12 @@ class Executor:
         prefilled = prefiller.forward(packed, shape)
         handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.work), handle.plan.work)
         prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if handle.scored.prompt_counts else []
+        completed = [each for each in constrained if handle.plan.work[each.row].next_token < 0]
+        if self.masking is not None and completed:
+            yield from self.masking.first_masks(handle, completed)
         self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
+        if self.masking is not None:
+            self.masking.launched(handle, completed)
         on_published(handle)
         prefiller.draft(prefilled, sampling)
 

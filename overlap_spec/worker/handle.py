@@ -19,6 +19,9 @@ class HostTimes:
     launch_begin: float
     launch_end: float = 0.0
     published: float = 0.0
+    waited: float = 0.0  # seconds of the launch in which it waited for tokens, windows or masks of grammars
+    masks_begin: float = 0.0
+    masks_end: float = 0.0
 
 
 class DeviceTimes:
@@ -54,10 +57,10 @@ class StepHandle:
         """Block until the tokens are on the host; at most once a step."""
         rows, columns = self.download.rows(), self.columns
         gpu_time, gpu_gap = self._device_seconds()
-        launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin
+        launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin - self.host.waited
         self.host.published = time.monotonic()
-        run, num_guesses = columns.tokens, columns.num_guesses  # looked up once, not for every row
-        tokens = [[token for token in row[run] if token >= 0] for row in rows]
+        tokens = _runs(rows, columns)
+        num_guesses = columns.num_guesses  # looked up once, not for every row
         return StepResult(
             self.plan.step_id,
             tokens,
@@ -68,6 +71,10 @@ class StepHandle:
             **_width_columns(rows, columns),
             **self._log_probs(tokens),
         )
+
+    def tokens(self) -> list[list[int]]:
+        """What the step committed, once it is ready; may be asked before `wait` too."""
+        return _runs(self.download.rows(), self.columns)
 
     def _log_probs(self, tokens: list[list[int]]) -> LogProbColumns:
         if not self.scored.asked:
@@ -81,6 +88,11 @@ class StepHandle:
         if before is None:
             return worked, 0.0
         return worked + before.end.since(before.decided), self.device.begin.since(before.end)
+
+
+def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:
+    run = columns.tokens
+    return [[token for token in row[run] if token >= 0] for row in rows]
 
 
 class WidthColumns(TypedDict, total=False):

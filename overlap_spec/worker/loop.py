@@ -1,5 +1,8 @@
 """The worker's loop: launch what has come, send what is done, and look again.
 
+A launch may have to wait for the host's work on grammars (`executor.py`); the loop goes on meanwhile, and steps behind
+it keep their order.
+
 One thread does it all, and talks to the scheduler's sockets itself. A step's result passes no other thread on its way
 out, nor does the plan that answers it on its way in: waking a thread takes longer than a decode step of a small model
 may wait. Results leave in the order of their plans.
@@ -11,8 +14,17 @@ from typing import Protocol, assert_never
 
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.ipc.transport import Outlet
-from overlap_spec.messages import FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
-from overlap_spec.worker.executor import Executor
+from overlap_spec.messages import (
+    DropGrammar,
+    FlushCache,
+    GrammarFailed,
+    PrepareGrammar,
+    Shutdown,
+    StepPlan,
+    ToScheduler,
+    ToWorker,
+)
+from overlap_spec.worker.executor import Executor, Launch
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.step_trace import NO_TRACER, StepTracer
 
@@ -47,6 +59,8 @@ class Worker:
         self._scheduler = scheduler
         self._spin = spin
         self._tracer = tracer
+        self._arrived: deque[tuple[StepPlan | FlushCache, float]] = deque()  # and not begun; with the time
+        self._launching: Launch | None = None
         self._launched: deque[StepHandle] = deque()  # and not published
 
     def run(self) -> None:
@@ -56,19 +70,35 @@ class Worker:
             received = time.monotonic()
             for message in messages:
                 match message:
-                    case StepPlan():
-                        handle = self._executor.launch(message, self._on_published, received)
-                        self._tracer.launched(handle)
-                    case FlushCache():
-                        self._executor.forget()
+                    case StepPlan() | FlushCache():
+                        self._arrived.append((message, received))
+                    case PrepareGrammar() | DropGrammar():
+                        self._on_grammar(message)
                     case Shutdown():
                         return
                     case _:
                         assert_never(message)
-            if self._publish() or messages:
+            launched = self._launch()
+            if self._publish() or messages or launched:
                 self._spin.renew()
             elif not self._spin.lasts:
-                self._inbox.wait(GLANCE_S if self._launched else None)
+                self._inbox.wait(GLANCE_S if self._is_busy() else None)
+
+    def _launch(self) -> bool:
+        """Enqueue what has arrived, up to a launch that waits. Returns whether any was enqueued."""
+        any_launched = False
+        while self._launching is not None or self._arrived:
+            if self._launching is None:
+                message, received = self._arrived.popleft()
+                if isinstance(message, FlushCache):
+                    self._executor.forget()
+                    continue
+                self._launching = self._executor.start(message, self._on_published, received)
+            if not self._launching.advance():
+                break
+            self._tracer.launched(self._launching.handle)
+            self._launching, any_launched = None, True
+        return any_launched
 
     def _on_published(self, handle: StepHandle) -> None:
         """Its copy out has begun; on a CPU it is done, and leaves before the draft works."""
@@ -78,6 +108,30 @@ class Worker:
     def _publish(self) -> bool:
         """Send the results that are on the host, oldest first. Returns whether there were any."""
         num_waiting = len(self._launched)
+        self._send_replies()
         while self._launched and self._launched[0].ready():
             self._scheduler.send(self._launched.popleft().wait())
         return len(self._launched) < num_waiting
+
+    def _on_grammar(self, message: PrepareGrammar | DropGrammar) -> None:
+        masking = self._executor.masking
+        if isinstance(message, DropGrammar):
+            if masking is not None:
+                masking.grammars.drop(message)
+        elif masking is not None:
+            masking.grammars.prepare(message)
+        else:
+            self._scheduler.send(GrammarFailed(message.uid, "grammar: this engine follows no grammars"))
+
+    def _send_replies(self) -> None:
+        """Tell what became of grammars; before a result that a failed one is in."""
+        masking = self._executor.masking
+        if masking is None:
+            return
+        for reply in (*masking.grammars.replies(), *masking.take_failed()):
+            self._scheduler.send(reply)
+
+    def _is_busy(self) -> bool:
+        """Whether there is something to look at that wakes no reader of messages."""
+        masking = self._executor.masking
+        return bool(self._launched or self._launching or (masking is not None and masking.grammars.compiling))

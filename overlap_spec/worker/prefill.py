@@ -109,7 +109,7 @@ class PrefillStep:
         lazy_logits: LazyLogits = self._target.logits(prefilled.output.hidden[inputs.last_rows])
         lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
-        context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None])
+        context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None], of_target=True)
         drawn = draw_after(lazy_logits, context).squeeze(1)
         self._slots.start(batch, drawn)
         prefilled.drawn.copy_(drawn)

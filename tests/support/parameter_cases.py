@@ -91,6 +91,12 @@ CASES |= {
         Case({"allowed_token_ids": list(range(71, 91))}),
         Case({"allowed_token_ids": [80, 75], "logit_bias": {"75": 0.5}}, beside={"temperature": 0}),
     ),
+    "stop_regex": (Case({"stop_regex": "[a-h]"}), Case({"stop_regex": ["[0-9]", "[a-f]"]}, CHAT)),
+    "include_stop_str_in_output": (
+        Case({"include_stop_str_in_output": True}, beside={"stop": list("abcdefghijkl0123")}),
+    ),
+    "truncate_prompt_tokens": (Case({"truncate_prompt_tokens": 1}, beside={"temperature": 0.1}),),
+    "return_token_ids": (Case({"return_token_ids": True}),),
     "bad_words": (
         Case({"bad_words": [*"etaoinshrdlu", "no", " yes"]}, beside={"temperature": 0}),
         Case({"bad_words": ["ah"]}, beside={"allowed_token_ids": [71, 78], "temperature": 5}),  # a and h
@@ -109,17 +115,25 @@ ALIASES = {
 
 # Fields that are no parameters of the tokens, and why.
 OUTSIDE = {
-    **dict.fromkeys(("model", "rid", "request_id"), "names"),
+    **dict.fromkeys(
+        ("model", "rid", "request_id", "user", "metadata", "safety_identifier", "prompt_cache_key"), "names"
+    ),
     **dict.fromkeys(("stream", "stream_options"), "how a reply is sent"),
     **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
     **dict.fromkeys(
         ("speculative", "return_spec_tokens_details"), "what is guessed and reported: test_ring_speculation.py"
     ),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
+    **dict.fromkeys(("chat_template", "continue_final_message", "add_special_tokens"), "the prompt"),
 }
 
+WITHOUT_ROW = (
+    *("grammar", "reasoning", "shown_tokens", "separate_reasoning", "stream_reasoning"),
+    *("tool_choice", "parallel_tool_calls", "log_probs", "spaces_between_special_tokens"),
+)
+
 # Read and checked, with no row yet. A field leaves this when its row comes.
-PENDING = frozenset((*GrammarFields.__struct_fields__, "grammar", "reasoning", "shown_tokens"))
+PENDING = frozenset((*GrammarFields.__struct_fields__, *WITHOUT_ROW))
 
 # Fields of replies that may differ: names, times, and what speculation and the cache did.
 VOLATILE = frozenset(

@@ -30,10 +30,12 @@ from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeD
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.grammars import Grammars
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
@@ -45,6 +47,7 @@ from support.random_widths import RandomWidths
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
@@ -103,6 +106,8 @@ class RingConfig:
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
     processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
+    grammars: bool = False  # requests may have grammars
+    proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
     @property
@@ -136,6 +141,8 @@ class Ring:
         self.executor: Executor = build_executor(
             models, geometry, config.place, config.accept, attention=config.attention,
             own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
+            grammars=Grammars(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None,
+            proposes_forced=config.proposes_forced,
         )  # fmt: skip
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
@@ -163,7 +170,8 @@ class Ring:
             self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        checks = RequestChecks(codec.eos_token_ids, 1000, 0)
+        checked = GrammarChecks(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
 

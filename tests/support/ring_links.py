@@ -16,10 +16,8 @@ from overlap_spec.client.link import Arrival
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.messages import (
     Finish,
-    FlushCache,
     Phase,
     Rejected,
-    Shutdown,
     SlotWork,
     StepPlan,
     StepResult,
@@ -219,7 +217,7 @@ class WatchedPlans:
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
     def send(self, message: ToWorker) -> None:
-        if not isinstance(message, Shutdown | FlushCache):
+        if isinstance(message, StepPlan):
             self.sent.append(message.step_id)
             self._lengths.planned(message)
             if message.phase is Phase.PREFILL:

@@ -3,23 +3,15 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.small_tokenizers import SMOLLM2, byte_fallback_tokenizer
+from support.tiny.grammars import BAD_GRAMMARS, OBJECT, tag
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary, compiler
 from overlap_spec.messages import Grammar, GrammarKind
-
-OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-
-
-def tag(begin: str = "<f=a>", triggers: tuple[str, ...] = ("<f=",), schema: Any = OBJECT) -> str:
-    structure = {"begin": begin, "schema": schema, "end": "</f>"}
-    return json.dumps({"structures": [structure], "triggers": triggers})
-
 
 GOOD = [  # a grammar and a text that satisfies it
     (GrammarKind.JSON_SCHEMA, json.dumps(OBJECT), '{"a": 5}'),
@@ -31,29 +23,6 @@ GOOD = [  # a grammar and a text that satisfies it
     (GrammarKind.CHOICE, json.dumps(["yes", "né 😀"]), "né 😀"),
     (GrammarKind.STRUCTURAL_TAG, tag(), 'well <f=a>{"a": 1}</f> done'),
     (GrammarKind.STRUCTURAL_TAG, tag("<|im_start|>x", ("<|im_start|>",)), "no call"),
-]
-BAD = [  # a grammar and a part of the message
-    (GrammarKind.JSON_SCHEMA, '{"type": "objekt"}', "objekt"),
-    (GrammarKind.JSON_SCHEMA, "{", "EOF"),
-    (GrammarKind.JSON_SCHEMA, "[1]", "object"),
-    (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "no text satisfies it"),
-    (GrammarKind.JSON_SCHEMA, '{"$ref": "http://a/b"}', "http"),
-    (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
-    (GrammarKind.JSON_SCHEMA, "false", "object"),
-    (GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 500 + "{}" + "}" * 500, "recursion"),
-    (GrammarKind.REGEX, "(a", "unclosed group"),
-    (GrammarKind.REGEX, "(?=a)b", "look-around"),
-    (GrammarKind.REGEX, "(" * 5000 + ")" * 5000, "regex"),
-    (GrammarKind.EBNF, "root := x", "::="),
-    (GrammarKind.EBNF, "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "ebnf"),
-    (GrammarKind.LARK, "start: b", "unknown name"),
-    (GrammarKind.LARK, "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
-    (GrammarKind.CHOICE, "[]", "at least one"),
-    (GrammarKind.CHOICE, "[1]", "str"),
-    (GrammarKind.STRUCTURAL_TAG, tag(triggers=()), "triggers"),
-    (GrammarKind.STRUCTURAL_TAG, tag(schema={"type": "objekt"}), "objekt"),
-    (GrammarKind.STRUCTURAL_TAG, '{"structures": [], "triggers": []}', "at least one"),
-    (GrammarKind.STRUCTURAL_TAG, "{}", "structures"),
 ]
 BOMBS = [
     (GrammarKind.REGEX, "((a{1,1000}){1,1000}){1,1000}"),
@@ -78,7 +47,7 @@ def test_a_grammar_takes_its_texts(grammars: GrammarCompiler, kind: GrammarKind,
     assert matcher.is_accepting()
 
 
-@pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("kind", "text", "reason"), BAD_GRAMMARS, ids=lambda value: str(value)[:40])
 def test_a_bad_one_is_refused_with_the_reason(
     grammars: GrammarCompiler, kind: GrammarKind, text: str, reason: str
 ) -> None:
@@ -97,6 +66,22 @@ def test_what_is_huge_or_explodes_is_bounded(grammars: GrammarCompiler, kind: Gr
     except RequestError:
         pass
     assert time.monotonic() - begun < compiler.MAX_COMPILE_S
+
+
+def test_white_space_is_as_the_schema_asks(grammars: GrammarCompiler) -> None:
+    tokenizer = grammars.vocabulary.tokenizer()
+    for options, spaced, compact in (
+        ({}, 8, 7),
+        ({"whitespace_flexible": False}, 5, 7),
+        ({"whitespace_pattern": "_"}, 5, 7),
+    ):
+        text = json.dumps({**({"x-guidance": options} if options else {}), **OBJECT})
+        for output, taken in (('{"a": 5}', spaced), ('{"a":5}', compact)):
+            matcher = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, text))
+            tokens = [token for character in output for token in tokenizer.tokenize_str(character)]
+            assert matcher.try_consume_tokens(tokens) == taken, (options, output)
+    bounded = grammars.compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(OBJECT)))
+    assert bounded.try_consume_tokens([tokenizer.tokenize_str(each)[0] for each in "{" + " " * 40]) == 21
 
 
 def test_matchers_are_independent_and_the_oldest_is_forgotten(

@@ -24,15 +24,25 @@ class FakeHandle:
         return StepResult(self.plan.step_id, [[1]], [0], 0.0)
 
 
+class FakeLaunch:
+    def __init__(self, handle: FakeHandle) -> None:
+        self.handle = handle
+
+    def advance(self) -> bool:
+        return True
+
+
 class FakeExecutor:
     """`drafted`: steps whose draft has been launched."""
+
+    masking = None
 
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once
         self.handles: list[FakeHandle] = []
         self.drafted: list[int] = []
 
-    def launch(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeHandle:
+    def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
         if not plan.work:
             raise KeyError("no work")
         handle = FakeHandle(plan)
@@ -41,7 +51,7 @@ class FakeExecutor:
         self.handles.append(handle)
         on_published(handle)
         self.drafted.append(plan.step_id)
-        return handle
+        return FakeLaunch(handle)
 
 
 class ScriptedInbox:

@@ -1,0 +1,40 @@
+"""The masks of grammars on the device: which tokens may follow each column of each slot's window.
+
+The host writes those of a step before its tokens are drawn (`worker/masking.py`). They are masks of the target's rows;
+guesses are drawn without, and what a grammar does not allow is never drawn after them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from overlap_spec_kernels import mask_logits
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """A row of bits for each slot and column of a window, at fixed addresses: steps are captured."""
+
+    bits: Tensor  # [S, W, n] i32: bit t of a row allows token t
+    active: Tensor  # [S] i32: 0 where the slot's request has no grammar
+
+    @staticmethod
+    def allocate(num_rows: int, width: int, num_words: int, device: torch.device) -> "TokenMasks":
+        """No slot has a grammar."""
+        bits = torch.zeros(num_rows, width, num_words, dtype=torch.int32, device=device)
+        return TokenMasks(bits, torch.zeros(num_rows, dtype=torch.int32, device=device))
+
+    def write(self, slots: Tensor, masks: Tensor) -> None:
+        """Set the masks of the first w columns. Sync: never. Shapes: slots [G] i64, masks [G * w * n / 2] i64."""
+        num_slots, words = len(slots), self.bits.shape[2]
+        rows = masks.view(torch.int32).view(num_slots, -1, words)
+        self.bits[slots, : rows.shape[1]] = rows
+        self.active.index_fill_(0, slots, 1)
+
+    def clear(self, slots: Tensor) -> None:
+        """These slots have requests without a grammar now. Sync: never. Shapes: slots [G] i64."""
+        self.active.index_fill_(0, slots, 0)
+
+    def apply(self, logits: Tensor, slots: Tensor) -> None:
+        """Forbid in place what the slots' grammars do not allow. Sync: never. Shapes: logits [B, R, V], slots [B]."""
+        mask_logits(logits, self.bits, self.active, slots)

@@ -1,0 +1,258 @@
+"""Structured output through the whole ring: tokens are those of plain constrained decoding, whatever is guessed."""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from llguidance import LLMatcher
+from support.grammar_oracle import GrammarOracle
+from support.ring import Ring, RingConfig, running, tiny_loaded
+from support.ring_links import Answer
+from support.storm import Request, assert_nothing_leaked, random_config, random_requests, run_requests, with_room
+from support.tiny.grammars import BAD_GRAMMARS, TINY_GRAMMARS, schema
+from support.tiny.methods import EVERY_METHOD
+
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import ErrorCode, FinishKind, Grammar, GrammarKind, PrepareGrammar, SamplingParams
+from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.worker.grammars import Grammars, RequestGrammar
+
+PROMPT = [11, 40, 71, 9, 80, 33]
+CONFIG = RingConfig(grammars=True, max_len=200)
+
+
+@pytest.fixture(scope="module")
+def oracle(codec: TextCodec) -> GrammarOracle:
+    return GrammarOracle(0, codec)
+
+
+def sampling(grammar: Grammar | None, temperature: float = 0.0, **params: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=48, temperature=temperature, seed=7, grammar=grammar, **params)
+
+
+def every_request(temperature: float) -> list[SamplingParams]:
+    return [sampling(grammar, temperature) for grammar in (*TINY_GRAMMARS.values(), None)]
+
+
+async def answers(ring: Ring, requests: list[SamplingParams], prompt: list[int] = PROMPT) -> list[Answer]:
+    found = await asyncio.gather(*(ring.ask(prompt, each) for each in requests))
+    await ring.idle()
+    await nothing_leaked(ring)
+    return found
+
+
+async def nothing_leaked(ring: Ring) -> None:
+    assert ring.executor.masking is not None
+    async with asyncio.timeout(5):  # the last message to the worker is on its way
+        while len(ring.executor.masking.grammars):
+            await asyncio.sleep(0.005)
+
+
+def check(oracle: GrammarOracle, requests: list[SamplingParams], found: list[Answer], what: str) -> None:
+    for request, answer in zip(requests, found, strict=True):
+        assert answer.rejected is None, answer.rejected
+        oracle.check(PROMPT, request, answer, f"{what} {request.grammar}")
+        grammar = request.grammar
+        ended = answer.finish is not None and answer.finish.kind is FinishKind.STOP
+        if ended and grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA:
+            jsonschema.validate(json.loads(answer.text), json.loads(grammar.text))
+
+
+def run(config: RingConfig, codec: TextCodec, oracle: GrammarOracle, requests: list[SamplingParams]) -> Ring:
+    async def serve() -> Ring:
+        models = tiny_loaded(0, config.num_steps, method=config.method, topk=config.topk)
+        async with running(models, config, codec) as ring:
+            check(oracle, requests, await answers(ring, requests), str(config))
+            return ring
+
+    return asyncio.run(serve())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: float) -> None:
+    run(replace(CONFIG, num_steps=0, depth=1), codec, oracle, every_request(temperature))
+
+
+CASES = [(method, topk) for method in EVERY_METHOD for topk in (1, 3) if topk == 1 or not method.startswith("NGRAM")]
+
+
+@pytest.mark.slow_but_every(7)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("method", "topk"), CASES)
+def test_every_method(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, temperature: float) -> None:
+    run(replace(CONFIG, method=method, topk=topk), codec, oracle, every_request(temperature))
+
+
+def constrained(rng: random.Random, request: Request) -> Request:
+    """The same request with a grammar, two times in three."""
+    plain = msgspec.structs.replace(request.sampling, repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
+    if rng.random() < 1 / 3:
+        return replace(request, sampling=plain)
+    grammar = rng.choice(list(TINY_GRAMMARS.values()))
+    return replace(
+        request, sampling=msgspec.structs.replace(plain, grammar=grammar, ignore_eos=False, min_new_tokens=0)
+    )
+
+
+def run_schedule(seed: int, codec: TextCodec, oracle: GrammarOracle, **engine: object) -> Counter[str]:
+    """Arrivals, aborts, preemptions, chunks, prefix hits, stop strings, filters, changing widths; with grammars."""
+    rng = random.Random(seed)
+    crowded = rng.random() < 0.4
+    config = with_room(replace(random_config(rng, crowded), grammars=True, **engine))
+    requests = [constrained(rng, request) for request in random_requests(rng, rng.randint(4, 8), crowded)]
+    models = tiny_loaded(0, config.num_steps, method=config.method, topk=config.topk)
+    return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
+
+
+STORMS = [
+    ("EAGLE3", 1, ()),
+    ("EAGLE3", 3, (1, 2, 4)),
+    ("STANDALONE", 1, (1, 2, 4)),
+    ("NGRAM", 1, (1, 2, 4)),
+    ("NEXTN", 3, ()),
+]
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("method", "topk", "graphs"), STORMS)
+def test_storm(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, graphs: tuple[int, ...]) -> None:
+    """Some of it with captured steps."""
+    seen: Counter[str] = Counter()
+    for seed in range(6):
+        seen += run_schedule(seed, codec, oracle, method=method, topk=topk, graph_batch_sizes=graphs)
+    assert oracle.num_forbidden > 0
+    must_happen = ("finished", "mid_step_aborts", "accepted", "rejected", "prefix_hit_tokens")
+    assert all(seen[what] for what in must_happen), dict(seen)
+
+
+LONG = Grammar(GrammarKind.REGEX, r"([a-z ]{3}[0-9][.,])*")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_request_goes_on_where_its_output_ends(codec: TextCodec, oracle: GrammarOracle, depth: int) -> None:
+    config = replace(CONFIG, depth=depth, page_size=1, num_pages=112, prefix_cache=False)
+    ring = run(
+        config, codec, oracle, [sampling(LONG), sampling(LONG, 1.0), sampling(TINY_GRAMMARS["schema"]), sampling(None)]
+    )
+    assert ring.scheduler.planner.counters.preempted > 0
+
+
+def steps_of(config: RingConfig, codec: TextCodec, request: SamplingParams) -> tuple[list[int], int]:
+    """The tokens of a request that runs alone, and how many steps they took."""
+
+    async def serve() -> tuple[list[int], int]:
+        models = tiny_loaded(0, config.num_steps, method=config.method, topk=config.topk)
+        async with running(models, config, codec) as ring:
+            (answer,) = await answers(ring, [request])
+            return answer.token_ids, len(ring.plans.sent)
+
+    return asyncio.run(serve())
+
+
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
+def test_what_must_follow_drafts_itself(codec: TextCodec, method: str, topk: int) -> None:
+    """With keys and punctuation proposed, the same tokens take far fewer steps."""
+    keys = {name: {"enum": [True]} for name in ("the first of all", "a second key", "one more of them")}
+    request = sampling(schema(False, **keys))
+    config = replace(CONFIG, method=method, topk=topk, depth=1, num_steps=5)
+    tokens, with_forced = steps_of(config, codec, request)
+    same, without = steps_of(replace(config, proposes_forced=False), codec, request)
+    assert tokens == same and len(tokens) > 40
+    assert with_forced < 0.6 * without
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(
+    codec: TextCodec, oracle: GrammarOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its third token, as when the library gives up on a text; or when it is compiled."""
+    bad, good = sampling(TINY_GRAMMARS["regex"]), sampling(TINY_GRAMMARS["compact schema"])
+
+    compiled = Grammars._compiled
+
+    def marked(grammars: Grammars, message: PrepareGrammar) -> RequestGrammar:
+        if message.grammar.text == "x":
+            raise RequestError("grammar", "not today")
+        grammar = compiled(grammars, message)
+        if message.grammar == bad.grammar:
+            grammar._matcher = Failing(grammar._matcher)
+        return grammar
+
+    monkeypatch.setattr(Grammars, "_compiled", marked)
+
+    async def serve() -> None:
+        async with running(tiny_loaded(0, 3), CONFIG, codec) as ring:
+            requests = [good, bad, sampling(Grammar(GrammarKind.REGEX, "x")), sampling(None)]
+            found = await answers(ring, requests)
+            assert found[1].rejected is not None and "too complex" in found[1].rejected.message
+            assert found[2].rejected is not None and "not today" in found[2].rejected.message
+            check(oracle, [good, sampling(None)], [found[0], found[3]], "beside a failure")
+            assert_nothing_leaked(ring)
+
+    asyncio.run(serve())
+
+
+class Failing:
+    """A matcher that gives up after 2 tokens."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._left = 2
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self._left -= 1
+        return self._matcher.try_consume_tokens(tokens) if self._left > 0 else 0
+
+    def get_error(self) -> str:
+        return "too complex"
+
+
+def test_bad_grammars_are_refused_and_leave_nothing(codec: TextCodec, oracle: GrammarOracle) -> None:
+    async def serve() -> None:
+        async with running(tiny_loaded(0, 3), CONFIG, codec) as ring:
+            good = sampling(TINY_GRAMMARS["choice"])
+            bad = [sampling(Grammar(kind, text)) for kind, text, _ in BAD_GRAMMARS]
+            found = await answers(ring, [good, *bad, good])
+            for (_, _, reason), answer in zip(BAD_GRAMMARS, found[1:-1], strict=True):
+                assert answer.rejected is not None and answer.rejected.field == "grammar"
+                assert answer.rejected.code is ErrorCode.BAD_REQUEST and reason in answer.rejected.message
+            check(oracle, [good, good], [found[0], found[-1]], "beside bad ones")
+            assert_nothing_leaked(ring)
+
+    asyncio.run(serve())
+
+
+def test_an_abort_while_the_grammar_is_compiled_leaves_nothing(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = Grammars._compiled
+
+    def slowly(grammars: Grammars, message: PrepareGrammar) -> RequestGrammar:
+        time.sleep(0.1)
+        return compiled(grammars, message)
+
+    monkeypatch.setattr(Grammars, "_compiled", slowly)
+
+    async def serve() -> None:
+        async with running(tiny_loaded(0, 3), CONFIG, codec) as ring:
+            answer = ring.start("r", PROMPT, sampling(LONG))
+            async with asyncio.timeout(5):
+                while not ring.scheduler.queues.preparing:
+                    await asyncio.sleep(0.001)
+            ring.cancel("r")
+            await answer.done.wait()
+            await nothing_leaked(ring)
+            assert not ring.scheduler.queues.preparing and not ring.scheduler.queues.open
+            check_plain = await answers(ring, [sampling(None)])
+            assert check_plain[0].finish is not None
+
+    asyncio.run(serve())
