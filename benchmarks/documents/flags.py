@@ -11,48 +11,15 @@ from types import ModuleType
 from typing import Any
 
 from overlap_spec.cli import bench, chat
+from overlap_spec.cli.flag_groups import GROUPS
 from overlap_spec.cli.flags import ALIASES, REFUSED, flag_name
+from overlap_spec.cli.foreign_flags import GRANTED, reasons
 from overlap_spec.cli.parser import Parser
 from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, ModelFiles, SpecSettings
 from overlap_spec.config.fields import ConfigField, config_fields
 from overlap_spec.config.resolve import resolve
 
 Rows = Sequence[Sequence[str]]
-
-DRAFT = (
-    *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
-    *("speculative_draft_model_quantization", "speculative_token_map", "speculative_draft_window_size"),
-    *("speculative_draft_attention_backend", "speculative_attention_mode"),
-)
-VERIFICATION = (
-    *("speculative_use_rejection_sampling", "speculative_accept_threshold_single"),
-    *("speculative_accept_threshold_acc", "speculative_simulate_acc_len"),
-)
-GROUPS: dict[str, tuple[str, ...]] = {
-    "model": (
-        *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
-        *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
-    ),
-    "server": (
-        *("host", "port", "api_key", "sampling_defaults", "chat_template", "trust_request_chat_template"),
-        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "zmq_endpoint", "log_level", "random_seed"),
-    ),
-    "memory": (
-        *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
-        *("disable_radix_cache", "disable_overlap_schedule"),
-    ),
-    "graphs": (
-        *("attention_backend", "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"),
-        "torch_compile_max_bs",
-    ),
-    "speculation": (
-        *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
-        *("speculative_adaptive", "speculative_adaptive_config", "enable_multi_layer_eagle"),
-    ),
-    "draft": DRAFT,
-    "ngram": tuple(found.name for found in config_fields() if found.name.startswith("speculative_ngram_")),
-    "verification": VERIFICATION,
-}
 
 
 def _engine(group: str) -> str:
@@ -74,7 +41,7 @@ def _others(module: ModuleType) -> str:
     """The flags of a command that are not the engine's."""
     parser: argparse.ArgumentParser = Parser()
     module.add_arguments(parser)
-    of_engine = {flag_name(found.name) for found in config_fields()} | set(REFUSED) | {"--help"}
+    of_engine = {flag_name(found.name) for found in config_fields()} | set(REFUSED) | set(GRANTED) | {"--help"}
     rows = [
         (f"`{action.option_strings[-1]}`", f"`{action.metavar}`" if action.metavar else "", action.help or "")
         for action in parser._actions
@@ -84,7 +51,14 @@ def _others(module: ModuleType) -> str:
 
 
 def _refused() -> str:
-    return _table(("flag", "why, and what to do instead"), [(f"`{flag}`", why) for flag, why in REFUSED.items()])
+    rows = [(f"`{flag}`", why) for flag, why in REFUSED.items()]
+    rows += [(" ".join(f"`{flag}`" for flag in flags), why) for why, flags in reasons().items()]
+    return _table(("flag", "why, and what to do instead"), rows)
+
+
+def _granted() -> str:
+    rows = [(f"`{flag}`", " ".join(granted.values), granted.note) for flag, granted in GRANTED.items()]
+    return _table(("flag", "value", "what it asks for"), rows)
 
 
 @dataclass(frozen=True)
@@ -172,5 +146,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench": functools.partial(_others, bench),
     "chat": functools.partial(_others, chat),
     "refused": _refused,
+    "granted": _granted,
     "defaults": _defaults,
 }

@@ -21,16 +21,21 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: its module and its line of help."""
+    """One subcommand: its module, and what the help shows of it."""
 
     module: str
+    usage: str
     summary: str
 
 
 COMMANDS = {
-    "chat": Command("overlap_spec.cli.chat", "talk to a model in this terminal"),
-    "serve": Command("overlap_spec.cli.serve", "serve a model over HTTP and ZeroMQ"),
-    "bench": Command("overlap_spec.cli.bench", "measure latency, throughput, the scheduler, a step or every method"),
+    "chat": Command("overlap_spec.cli.chat", "chat [MODEL] [flags]", "talk to a model in this terminal"),
+    "serve": Command("overlap_spec.cli.serve", "serve [--model PATH] [flags]", "serve a model over HTTP and ZeroMQ"),
+    "bench": Command(
+        "overlap_spec.cli.bench",
+        "bench WHAT [flags]",
+        "measure latency, throughput, the scheduler, a step or every method",
+    ),
 }
 
 
@@ -57,7 +62,9 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.summary, description=f"{command.summary.capitalize()}.")
+        summary = f"{command.summary[0].upper()}{command.summary[1:]}."
+        usage = f"{PROGRAM} {command.usage}"
+        subparser = commands.add_parser(name, help=command.summary, description=summary, usage=usage)
         if name in words[:1]:
             importlib.import_module(command.module).add_arguments(subparser)
     return parser

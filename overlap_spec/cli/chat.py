@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:
     """Raises: UsageError in the words of this command's flags."""
+    if arguments.max_tokens == 0:
+        raise UsageError("--max-tokens must be at least 1, got 0")
     try:
         return SamplingParams(
             max_new_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed

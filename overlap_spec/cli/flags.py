@@ -4,19 +4,27 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from overlap_spec.cli.flag_groups import FIRST, GROUPS
+from overlap_spec.cli.foreign_flags import GRANTED
 from overlap_spec.cli.parser import UsageError
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import ConfigField, config_fields, config_from
-from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
 
 ALIASES = {
     "model_path": ("--model",),
+    "tokenizer_path": ("--tokenizer",),
+    "context_length": ("--max-model-len",),
+    "max_running_requests": ("--max-num-seqs",),
+    "chunked_prefill_size": ("--max-num-batched-tokens",),
+    "page_size": ("--block-size",),
+    "disable_cuda_graph": ("--enforce-eager",),
     "mem_fraction_static": ("--mem-fraction",),
     "tp_size": ("--tp", "--tensor-parallel-size"),
     "speculative_draft_model_path": ("--speculative-draft-model",),
     "speculative_ngram_branch_length": ("--speculative-ngram-max-trie-depth",),
 }
+JOINED = ("served_model_name",)  # several words become one value
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 _DENSE = "chooses operations of mixture-of-experts layers, and every model that is supported is dense; leave it out"
@@ -38,25 +46,32 @@ REFUSED = {  # SGLang's flags that this engine cannot honour, and what to do ins
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field. A flag that is not given leaves no trace, so the field keeps its default."""
-    engine, speculation = parser.add_argument_group("engine"), parser.add_argument_group("speculation")
+    """One flag per field, by subject. A flag that is not given leaves no trace, so the field keeps its default."""
     add_refused_flags(parser)
-    for field in config_fields():
-        group = speculation if field.name in SpeculationFlags.__struct_fields__ else engine
-        names = (flag_name(field.name), *ALIASES.get(field.name, ()))
-        if field.kind is bool:
-            group.add_argument(
-                *names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=_help(field)
-            )
-        else:
-            group.add_argument(
-                *names,
-                dest=field.name,
-                default=argparse.SUPPRESS,
-                metavar=_metavar(field),
-                nargs="+" if field.many else None,
-                help=_help(field),
-            )
+    _add_granted_flags(parser)
+    fields = {field.name: field for field in config_fields()}
+    for title, names in {"most used": FIRST, **GROUPS}.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            if name in fields:  # not if it was among the most used
+                _add_flag(group, fields.pop(name))
+    assert not fields, f"in no group of flags: {sorted(fields)}"
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
+    names = (flag_name(field.name), *ALIASES.get(field.name, ()))
+    if field.kind is bool:
+        group.add_argument(*names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=_help(field))
+        return
+    several = field.many or field.name in JOINED
+    group.add_argument(
+        *names,
+        dest=field.name,
+        default=argparse.SUPPRESS,
+        metavar=_metavar(field),
+        nargs="+" if several else None,
+        help=_help(field),
+    )
 
 
 def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineConfig:
@@ -65,6 +80,8 @@ def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineCo
     for field in config_fields():
         if field.name in arguments:
             given = getattr(arguments, field.name)
+            if field.name in JOINED:
+                given = ",".join(given)
             values[field.name] = field.parse(given) if isinstance(given, str | list) else given
     return config_from(values)
 
@@ -104,6 +121,35 @@ class _Refuse(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         raise UsageError(f"{option_string}: {REFUSED[self.option_strings[0]]}")
+
+
+class _Grant(argparse.Action):
+    """Keeps the note of a flag whose effect is always there. Raises: UsageError for another value of it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        flag = self.option_strings[0]
+        granted = GRANTED[flag]
+        if granted.values and values not in granted.values:
+            raise UsageError(f"{flag}: {granted.note}; leave it out, or give {' or '.join(granted.values)}")
+        namespace.granted = [*getattr(namespace, "granted", ()), f"{flag} changes nothing: {granted.note}"]
+
+
+def _add_granted_flags(parser: argparse.ArgumentParser) -> None:
+    for flag, granted in GRANTED.items():
+        parser.add_argument(
+            flag,
+            nargs=None if granted.values else 0,
+            action=_Grant,
+            dest="granted",
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 def add_refused_flags(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ import argparse
 import difflib
 from typing import Any, NoReturn
 
+from overlap_spec.cli.foreign_flags import instead_of
 from overlap_spec.errors import OverlapSpecError
 
 
@@ -21,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         """Raises: UsageError."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            raise UsageError(f"unknown {self._explain(unknown[0], getattr(parsed, 'command', None))}")
+            raise UsageError(self._explain(unknown[0], getattr(parsed, "command", None)))
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -29,10 +30,12 @@ class Parser(argparse.ArgumentParser):
 
     def _explain(self, word: str, command: str | None) -> str:
         if not word.startswith("-"):
-            return f"argument {word!r}"
+            return f"unknown argument {word!r}"
         flag = word.partition("=")[0]
+        if instead := instead_of(flag):
+            return f"{flag}: {instead}"
         near = difflib.get_close_matches(flag, self._flags(command), n=1)
-        return f"flag {flag}" + (f": did you mean {near[0]}?" if near else "")
+        return f"unknown flag {flag}" + (f": did you mean {near[0]}?" if near else "")
 
     def _flags(self, command: str | None) -> list[str]:
         for action in self._actions:

@@ -37,7 +37,9 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Text | None, Meta(description="branch, tag or commit of the model on the hub; default: main")
     ] = None
     trust_remote_code: Annotated[bool, Meta(description="accepted: no remote code is ever needed or run")] = False
-    served_model_name: Annotated[Text | None, Meta(description="model name in the API; default: the model path")] = None
+    served_model_name: Annotated[
+        Text | None, Meta(description="model name in the API, and aliases; default: the model path")
+    ] = None
     dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="GPUs that share each layer; 1 until there is more")] = 1
@@ -88,6 +90,9 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         ReasoningParser, Meta(description="format of the model's reasoning; auto: as its chat template shows")
     ] = "auto"
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
+    log_level_http: Annotated[
+        LogLevel | None, Meta(description="log level of answers, each a line at info; default: that of --log-level")
+    ] = None
 
     mem_fraction_static: (
         Annotated[float, Meta(gt=0, lt=1, description="share of GPU memory for weights and KV pages")] | None

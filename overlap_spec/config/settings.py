@@ -67,6 +67,7 @@ class ModelSettings(Struct, frozen=True):
     dtype: str
     device: str
     max_len: int  # tokens in a sequence, prompt and output
+    aliases: tuple[str, ...] = ()  # further names in the API
 
 
 class AcceptSettings(Struct, frozen=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel
 
-SCORED_LOGITS = 1 << 24  # computed at once for prompt tokens: 64 MiB in float32
+SCORED_LOGITS = 1 << 24  # computed at once for prompt tokens: less memory than a slice is drawn through
 
 
 class KeptLogits:

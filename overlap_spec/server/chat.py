@@ -12,6 +12,7 @@ from starlette.responses import Response
 from overlap_spec.messages import Usage
 from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.log_probs import ChatEntries
 from overlap_spec.server.openai_replies import (
     DeltaChoice,
     FunctionCall,
@@ -44,21 +45,21 @@ class ChatCompletions:
             group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
         )
         if body.stream:
-            return EventStream(self._events(group, head))
-        reply = await unless_gone(request.receive, self._whole(group, head))
+            return EventStream(self._events(group, head, ChatEntries(body)))
+        reply = await unless_gone(request.receive, self._whole(group, head, ChatEntries(body)))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _whole(self, group: ChatGroup, head: ReplyHead) -> Reply[MessageChoice]:
+    async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Reply[MessageChoice]:
         prompt_ids = await self._chats.prompt_ids(group)
         answers = await self._chats.collect(group)
-        choices = tuple(_choice(index, answer, group) for index, answer in enumerate(answers))
+        choices = tuple(_choice(index, answer, group, entries) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], len(answers))
-        shown = kept_ids(prompt_ids, answers[0].usage)
+        shown = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
-        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, shown)
+        reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, *shown)
         return reply.with_counts(counts)
 
-    async def _events(self, group: ChatGroup, head: ReplyHead) -> AsyncGenerator[bytes, None]:
+    async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
         reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
         prompt_ids = await self._chats.prompt_ids(group)
@@ -70,7 +71,7 @@ class ChatCompletions:
                         shown = kept_ids(None if last else prompt_ids, delta.usage)
                         events.append(_opening(head, index, delta.usage, group, shown))
                     last[index] = delta.usage
-                    events.append(_chunks(head, index, delta, group, reports[index]))
+                    events.append(_chunks(head, index, delta, group, reports[index], entries))
                 if any(events):
                     yield b"".join(events)
         usages = [last[index] for index in range(len(group.requests))]
@@ -80,7 +81,7 @@ class ChatCompletions:
         yield DONE
 
 
-def _choice(index: int, answer: ChatAnswer, group: ChatGroup) -> MessageChoice:
+def _choice(index: int, answer: ChatAnswer, group: ChatGroup, entries: ChatEntries) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -92,8 +93,8 @@ def _choice(index: int, answer: ChatAnswer, group: ChatGroup) -> MessageChoice:
         tool_calls=calls or UNSET,
     )
     ids, finish = answer.token_ids if group.shows_ids else UNSET, answer.finish
-    provenance = answer.report.provenance
-    return MessageChoice(index, message, finish.reason, finish.matched, token_ids=ids, provenance=provenance)
+    shown = entries.read(answer.log_probs), ids, answer.report.provenance
+    return MessageChoice(index, message, finish.reason, finish.matched, *shown)
 
 
 def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt_ids: list[int] | UnsetType) -> bytes:
@@ -103,16 +104,19 @@ def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt
     return event(head.chunk(DeltaChoice(index, Text(role="assistant", content=content)), start, prompt_ids))
 
 
-def _chunks(head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, report: SpeculationReport) -> bytes:
+def _chunks(
+    head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, report: SpeculationReport, entries: ChatEntries
+) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
-    text, finish = _added(delta), delta.finish
+    text, finish, log_probs = _added(delta), delta.finish, entries.read(delta.log_probs)
     ids = list(delta.token_ids) if group.shows_ids else UNSET
     provenance = report.add(delta.verified, len(delta.token_ids))
-    if text is None and finish is None and (group.form.is_plain or ids or provenance):
+    shows_tokens = log_probs is not None or (finish is None and bool(ids or provenance))
+    if text is None and (shows_tokens or (finish is None and group.form.is_plain)):
         text = Text(content="")
     added = b""
     if text is not None:
-        choice = DeltaChoice(index, text, token_ids=ids, provenance=provenance)
+        choice = DeltaChoice(index, text, logprobs=log_probs, token_ids=ids, provenance=provenance)
         added = event(head.chunk(choice, delta.usage))
         ids, provenance = [] if group.shows_ids else UNSET, UNSET
     if finish is None:

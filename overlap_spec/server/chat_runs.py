@@ -10,9 +10,11 @@ from contextlib import aclosing
 
 import msgspec
 
+from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.server.log_probs import chat_params
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.pieces import ToolCallPiece
@@ -40,6 +42,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
     finish: ChatFinish | None = None
     token_ids: tuple[int, ...] = ()
     verified: Verified | None = None
+    log_probs: list[TokenLogProb] = []
+    prompt_log_probs: list[TokenLogProb] = []
 
 
 class ChatGroup(Group, frozen=True):
@@ -63,6 +67,8 @@ class ChatAnswer:
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
         self.token_ids: list[int] = []
+        self.log_probs: list[TokenLogProb] = []
+        self.prompt_log_probs: list[TokenLogProb] = []
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
@@ -71,6 +77,8 @@ class ChatAnswer:
         self.usage, self.finish = delta.usage, delta.finish
         self.token_ids += delta.token_ids
         self.report.add(delta.verified, len(delta.token_ids))
+        self.log_probs += delta.log_probs
+        self.prompt_log_probs += delta.prompt_log_probs
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -92,6 +100,7 @@ class ChatRunner:
         limit, sampling = self._sampling(body)
         form = answer_format(body, self._info)
         sampling = with_format(sampling, body, form, self._info)
+        sampling = msgspec.structs.replace(sampling, log_probs=chat_params(body))
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
@@ -156,7 +165,8 @@ class _Choice:
         finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
         ids = tuple(delta.token_ids)
         if self._parser is None:
-            return ChatDelta(delta.usage, delta.text, finish=finish, token_ids=ids, verified=delta.verified)
+            taken = ids, delta.verified, delta.log_probs, delta.prompt_log_probs
+            return ChatDelta(delta.usage, delta.text, "", (), finish, *taken)
         found = self._parser.push(delta.text)
         if delta.finish is not None:
             stopped = delta.finish.kind is FinishKind.STOP
@@ -164,4 +174,4 @@ class _Choice:
             if stopped and self._parser.num_calls:
                 finish = ChatFinish("tool_calls")
         parts = found.content, found.reasoning, found.tool_calls
-        return ChatDelta(delta.usage, *parts, finish, ids, delta.verified)
+        return ChatDelta(delta.usage, *parts, finish, ids, delta.verified, delta.log_probs, delta.prompt_log_probs)

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from overlap_spec.messages import Prompt
 from overlap_spec.server.choices import check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.server.log_probs import CompletionEntries, completion_params
 from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kept_ids, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.prompts import read_prompts
@@ -20,6 +22,16 @@ from overlap_spec.server.speculation import SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+class ShownPrompt(msgspec.Struct, frozen=True):
+    """What an answer shows of its prompt: its text (`echo`), its ids (`return_token_ids`)."""
+
+    text: str = ""
+    ids: list[int] | None = None
+
+
+NOT_SHOWN = ShownPrompt()
 
 
 class Completions:
@@ -40,24 +52,29 @@ class Completions:
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Reply[TextChoice]:
-        prompts = await self._prompt_ids(group, body)
+        prompts, entries = await self._prompts(group, body), CompletionEntries(body)
         answers = await self._runner.collect(group)
         usage = wire_usage([answer.usage for answer in answers], body.n)
         parts = enumerate(zip(answers, prompts, strict=True))
-        choices = tuple(_choice(index, answer, prompt) for index, (answer, prompt) in parts)
+        choices = tuple(_choice(index, answer, prompt, entries) for index, (answer, prompt) in parts)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
         return Reply(head.id, head.object, head.created, head.model, choices, usage).with_counts(counts)
 
-    async def _prompt_ids(self, group: Group, body: CompletionRequest) -> list[list[int] | None]:
-        """The prompt's token ids for each choice, if the answer is to show ids."""
-        if not body.return_token_ids:
-            return [None] * len(group.requests)
-        ids = [await self._runner.prompt_ids(request.prompt) for request in group.requests[:: body.n]]
-        return [each for each in ids for _ in range(body.n)]
+    async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
+        """What each choice shows of its prompt."""
+        prompts = [request.prompt for request in group.requests[:: body.n]]
+        shown = [await self._shown(prompt, body) for prompt in prompts]
+        return [each for each in shown for _ in range(body.n)]
+
+    async def _shown(self, prompt: Prompt, body: CompletionRequest) -> ShownPrompt:
+        ids = await self._runner.prompt_ids(prompt) if body.return_token_ids else None
+        echoes = body.echo and not self._info.skip_tokenizer_init
+        return ShownPrompt(await self._runner.text_of(prompt, body.skip_special_tokens) if echoes else "", ids)
 
     def _group(self, body: CompletionRequest) -> Group:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
+        sampling = msgspec.structs.replace(sampling, log_probs=completion_params(body))
         cut = body.truncate_prompt_tokens is not None
         prompts, _ = read_prompts(body.prompt, "prompt", self._info, body.add_special_tokens, cut)
         check_choices(body.n, len(prompts))
@@ -68,16 +85,20 @@ class Completions:
         return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.n))
 
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
-        last = [NOTHING] * len(group.requests)
+        last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)
         reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
-        prompts = await self._prompt_ids(group, body)
+        prompts = await self._prompts(group, body)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
-                    shown = prompts[index] if last[index] is NOTHING else None
+                    shown = prompts[index] if last[index] is NOTHING else NOT_SHOWN
                     last[index] = delta.usage
-                    events.append(_chunk(head, index, delta, shown, body.return_token_ids, reports[index]))
+                    choice = _chunk(index, delta, shown, body.return_token_ids)
+                    log_probs = entries.read(index, delta.prompt_log_probs, delta.log_probs)
+                    provenance = reports[index].add(delta.verified, len(delta.token_ids))
+                    choice = replace(choice, logprobs=log_probs, provenance=provenance)
+                    events.append(event(head.chunk(choice, delta.usage)))
                 yield b"".join(events)
         counts = reported_counts(reports, last, self._info.num_steps)
         if (end := head.last_chunk(wire_usage(last, body.n), counts)) is not None:
@@ -85,21 +106,25 @@ class Completions:
         yield DONE
 
 
-def _choice(index: int, answer: Collected, prompt: list[int] | None) -> TextChoice:
-    """`prompt`: its ids, if ids are to be shown."""
+def _choice(index: int, answer: Collected, prompt: ShownPrompt, entries: CompletionEntries) -> TextChoice:
     assert answer.finish is not None
-    ids = UNSET if prompt is None else answer.token_ids
-    end, prompt_ids = answer.finish, kept_ids(prompt, answer.usage)
-    choice = TextChoice(index, answer.text, end.kind.value, end.matched, token_ids=ids, prompt_token_ids=prompt_ids)
-    return replace(choice, provenance=answer.report.provenance)
+    end, ids = answer.finish, UNSET if prompt.ids is None else answer.token_ids
+    return TextChoice(
+        index,
+        prompt.text + answer.text,
+        end.kind.value,
+        end.matched,
+        entries.read(index, answer.prompt_log_probs, answer.log_probs),
+        ids,
+        kept_ids(prompt.ids, answer.usage),
+        answer.report.provenance,
+        entries.prompt(answer.prompt_log_probs),
+    )
 
 
-def _chunk(
-    head: ReplyHead, index: int, delta: DeltaLike, prompt: list[int] | None, shows_ids: bool, report: SpeculationReport
-) -> bytes:
-    """One event for a step; the last one has the finish as well. `prompt`: its ids, in the choice's first event."""
-    finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt, delta.usage)
+def _chunk(index: int, delta: DeltaLike, prompt: ShownPrompt, shows_ids: bool) -> TextChoice:
+    """What a step adds; the last one has the finish as well. `prompt`: what a choice's first event shows of it."""
+    finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt.ids, delta.usage)
     reason, matched = (None, UNSET) if finish is None else (finish.kind.value, finish.matched)
-    choice = TextChoice(index, delta.text, reason, matched, token_ids=ids, prompt_token_ids=prompt_ids)
-    choice = replace(choice, provenance=report.add(delta.verified, len(delta.token_ids)))
-    return event(head.chunk(choice, delta.usage))
+    text = prompt.text + delta.text
+    return TextChoice(index, text, reason, matched, token_ids=ids, prompt_token_ids=prompt_ids)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import (
@@ -43,6 +44,10 @@ class DeltaLike(Protocol):
     def usage(self) -> Usage: ...
     @property
     def verified(self) -> Verified | None: ...
+    @property
+    def log_probs(self) -> list[TokenLogProb]: ...
+    @property
+    def prompt_log_probs(self) -> list[TokenLogProb]: ...
 
 
 class EngineClient(Protocol):
@@ -71,6 +76,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str = ""
     skip_tokenizer_init: bool = False
     api_key: str | None = None
+    aliases: tuple[str, ...] = ()  # further names of the model
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     settings: dict[str, Any] = {}
     facts: dict[str, Any] = {}
@@ -95,6 +101,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
         api_key=settings.server.api_key,
+        aliases=model.aliases,
         sampling_defaults=settings.server.sampling_defaults,
         num_steps=settings.spec.num_steps,
         cors_allow_origins=settings.server.cors_allow_origins,

@@ -61,13 +61,15 @@ class InfoEndpoints:
         ]
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
-        return as_json({"object": "list", "data": [self._card()]})
+        """List the one model under each of its names."""
+        names = (self._info.model_name, *self._info.aliases)
+        return as_json({"object": "list", "data": [self._card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """The model's card, or 404."""
-        check_model(request.path_params["model_id"], self._info)
-        return as_json(self._card())
+        name = request.path_params["model_id"]
+        check_model(name, self._info)
+        return as_json(self._card(name if name in self._info.aliases else self._info.model_name))
 
     async def version(self, request: Request) -> Response:
         """This program's version."""
@@ -128,10 +130,10 @@ class InfoEndpoints:
             state["avg_spec_accept_length"] = committed / steps
         return state
 
-    def _card(self) -> Json:
+    def _card(self, name: str) -> Json:
         info = self._info
         return {
-            "id": info.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "overlap-spec",

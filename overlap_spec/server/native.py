@@ -17,6 +17,7 @@ from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import GRAMMAR_FIELDS
 from overlap_spec.server.lists import ListFields
+from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
@@ -26,7 +27,7 @@ from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI, refuse_unsupported
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True):
+class GenerateRequest(NativeLogProbFields, kw_only=True):
     """Body of `/generate`. `text`: str | [str]; `input_ids`: [int] | [[int]]; one of the two.
 
     `speculative` is for those of `sampling_params` that have none.
@@ -70,8 +71,12 @@ class NativeSampling(ListFields, kw_only=True):
 
 
 EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
+BODY_ALONE = frozenset(NativeLogProbFields.__struct_fields__)
 SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
-OTHER_NAMES = {  # in OpenAI's API
+OTHER_NAMES = {  # in OpenAI's and vLLM's API
+    "logprobs": "return_logprob",
+    "top_logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -95,11 +100,10 @@ class NativeGenerate:
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
         if body.stream:
-            return EventStream(self._events(group, batched, arrived_at))
+            return EventStream(self._events(group, body, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
-        replies = [
-            self._reply(asked, answer, arrived_at) for asked, answer in zip(group.requests, answers, strict=True)
-        ]
+        pairs = zip(group.requests, answers, strict=True)
+        replies = [self._reply(asked, answer, body, arrived_at) for asked, answer in pairs]
         return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
@@ -111,8 +115,10 @@ class NativeGenerate:
         check_choices(n, len(prompts))
         batched = batched or n > 1
         name, ids = _ids(body.rid, len(prompts) * n, batched)
-        names = {"prompt": field, "grammar": _grammar_field(body.sampling_params)}
-        return Group(name, spread(ids, prompts, [each for _, each in read], names, n)), batched
+        names = {"prompt": field, "grammar": _grammar_field(body.sampling_params), **NAMES}
+        asked = zip(read, body.log_probs(len(prompts)), strict=True)
+        sampling = [msgspec.structs.replace(each, log_probs=log_probs) for (_, each), log_probs in asked]
+        return Group(name, spread(ids, prompts, sampling, names, n)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -138,6 +144,9 @@ class NativeGenerate:
         fields = without_nulls(given)
         refuse_unsupported(fields)
         _refuse_other_names(fields)
+        if misplaced := BODY_ALONE & fields.keys():
+            name = min(misplaced)
+            raise Problem(400, f"{name} belongs beside sampling_params, not in it", name, "invalid_value")
         read = convert(fields, NativeSampling)
         if read.seed is not None and read.sampling_seed not in (None, read.seed):
             raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
@@ -159,8 +168,10 @@ class NativeGenerate:
         except RequestError as error:
             raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
-    def _reply(self, request: EngineRequest, answer: Collected, arrived_at: float) -> Json:
+    def _reply(self, request: EngineRequest, answer: Collected, body: GenerateRequest, arrived_at: float) -> Json:
         meta = _meta_info(request, answer, arrived_at)
+        if request.sampling.log_probs is not None:
+            meta |= meta_log_probs(request.sampling.log_probs, answer, body.return_text_in_logprobs)
         if answer.report.has_metrics:
             meta |= answer.report.sglang_details(answer.usage, self._info.num_steps)
             meta["speculative_decoding"] = answer.report.vllm_metrics(self._info.num_steps)
@@ -168,14 +179,16 @@ class NativeGenerate:
             meta["provenance"] = answer.report.provenance
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
-    async def _events(self, group: Group, batched: bool, arrived_at: float) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, group: Group, body: GenerateRequest, batched: bool, arrived_at: float
+    ) -> AsyncGenerator[bytes, None]:
         answers = [Collected(request.sampling.speculative) for request in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
                 for index, delta in step:
                     answers[index].add(delta)
-                    reply = self._reply(group.requests[index], answers[index], arrived_at)
+                    reply = self._reply(group.requests[index], answers[index], body, arrived_at)
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
@@ -191,8 +204,9 @@ def _refuse_misplaced(fields: Json) -> None:
 
 def _refuse_other_names(fields: Json) -> None:
     for name in fields:
-        if name in OTHER_NAMES:
-            raise Problem(400, f"{name} is {OTHER_NAMES[name]} here, in sampling_params", name, "invalid_value")
+        if name in OTHER_NAMES and fields[name] is not False:
+            where = "" if "logprob" in name else ", in sampling_params"
+            raise Problem(400, f"{name} is {OTHER_NAMES[name]} here{where}", name, "invalid_value")
 
 
 def _grammar_field(given: Json | list[Json | None]) -> str:

@@ -53,6 +53,42 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[WireToolCall, ...] | UnsetType = UNSET
 
 
+class WireCandidate(msgspec.Struct, frozen=True):
+    """A token that might be at a position, in a chat."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class WireTokenLogProb(msgspec.Struct, frozen=True):
+    """A chat's token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[WireCandidate]
+
+
+class ChatLogProbs(msgspec.Struct, frozen=True):
+    """`logprobs` of a chat's choice: the tokens of its answer, or of a chunk of it."""
+
+    content: list[WireTokenLogProb]
+    refusal: None = None
+
+
+class CompletionLogProbs(msgspec.Struct, frozen=True):
+    """`logprobs` of a completion's choice: columns of equal length. `text_offset` adds up the tokens' own texts."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+PromptLogProbs = list[dict[str, Any] | None]  # vLLM's
+
+
 class MessageChoice(msgspec.Struct, frozen=True):
     """The choice of a chat's whole answer."""
 
@@ -60,7 +96,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     message: Text
     finish_reason: str | None
     matched_stop: str | int | None
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
     token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
@@ -72,7 +108,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     delta: Text
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: ChatLogProbs | None = None
     token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
@@ -84,10 +120,11 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: None = None
+    logprobs: CompletionLogProbs | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET
 
 
 C = TypeVar("C")
@@ -102,7 +139,8 @@ class Reply(msgspec.Struct, Generic[C], frozen=True):
     model: str
     choices: tuple[C, ...]
     usage: WireUsage | None | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat
+    prompt_token_ids: list[int] | UnsetType = UNSET  # of a chat, as the next; a completion's choices have their own
+    prompt_logprobs: PromptLogProbs | UnsetType = UNSET
     metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
     sglext: Json | UnsetType = UNSET  # SGLang's
 

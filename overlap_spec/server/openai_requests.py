@@ -22,6 +22,11 @@ from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.unsupported import OF_CHATS, refuse_unsupported
 
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
+NATIVE_NAMES = {
+    "return_logprob": "logprobs",
+    "top_logprobs_num": "top_logprobs in chats, logprobs in completions",
+    "token_ids_logprob": "not there: use /generate",
+}
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields with a default that a model may set
 
 
@@ -67,6 +72,8 @@ class CommonRequest(ListFields, kw_only=True):
     prompt_cache_key: str = ""
     speculative: Speculative = Speculative()
     return_spec_tokens_details: bool = False
+    prompt_logprobs: int | bool | None = None  # vLLM's; false asks for nothing
+    return_tokens_as_token_ids: bool = False
 
     def id(self, prefix: str) -> str:
         """The user's id for this request, or a new one."""
@@ -78,6 +85,8 @@ class ChatRequest(CommonRequest, kw_only=True):
 
     messages: list[Json]
     max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
     tools: list[Json] = []
     tool_choice: str | Json = "auto"
     parallel_tool_calls: bool = True
@@ -97,6 +106,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     prompt: Any
     best_of: int | None = None
     add_special_tokens: bool = True
+    logprobs: int | bool | None = None  # false asks for nothing
+    echo: bool = False
 
 
 R = TypeVar("R", bound=CommonRequest)
@@ -110,6 +121,7 @@ async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
 def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
     refuse_unsupported(fields)
+    refuse_native_names(fields)
     if shape is not ChatRequest:
         refuse_unsupported(fields, OF_CHATS)
     if isinstance(options := fields.get("stream_options"), dict):
@@ -117,6 +129,13 @@ def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     body = convert(fields, shape)
     check_model(body.model, info)
     return body
+
+
+def refuse_native_names(fields: Json) -> None:
+    """Raises: Problem for a field of `/generate`, which would have no effect here."""
+    for name, here in NATIVE_NAMES.items():
+        if fields.get(name):
+            raise Problem(400, f"{name} belongs to /generate; here it is {here}", name, "invalid_value")
 
 
 def sampling_params(
@@ -165,6 +184,6 @@ def stop_strings(stop: str | list[str], info: ServerInfo, field: str = "stop") -
 
 def check_model(model: str, info: ServerInfo) -> None:
     """Raises: Problem 404. "default" is what SGLang's clients send."""
-    if model not in (info.model_name, "default"):
+    if model not in (info.model_name, *info.aliases, "default"):
         text = f"the model {model!r} does not exist here; this server has {info.model_name!r}"
         raise Problem(404, text, "model", "model_not_found")

@@ -15,8 +15,20 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from overlap_spec.client.link import unpack_ids
+from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.errors import RequestAborted, RequestError
-from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Speculative, TokenPrompt, Usage, Verified
+from overlap_spec.messages import (
+    ChatPrompt,
+    Finish,
+    FinishKind,
+    Prompt,
+    SamplingParams,
+    Speculative,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+    Verified,
+)
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
@@ -56,6 +68,8 @@ class LastWord(msgspec.Struct, frozen=True):
     text: str = ""
     token_ids: list[int] = []
     verified: Verified | None = None
+    log_probs: list[TokenLogProb] = []
+    prompt_log_probs: list[TokenLogProb] = []
 
 
 class Collected:
@@ -64,6 +78,8 @@ class Collected:
     def __init__(self, asked: Speculative) -> None:
         self.report = SpeculationReport(asked)
         self.token_ids: list[int] = []
+        self.log_probs: list[TokenLogProb] = []
+        self.prompt_log_probs: list[TokenLogProb] = []
         self.usage = NOTHING
         self.finish: Finish | None = None
         self.text = ""
@@ -73,6 +89,8 @@ class Collected:
         """Append what a step added."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
+        self.log_probs.extend(delta.log_probs)
+        self.prompt_log_probs.extend(delta.prompt_log_probs)
         self.report.add(delta.verified, len(delta.token_ids))
         self.usage, self.finish = delta.usage, delta.finish
         self.last_at = time.perf_counter()
@@ -131,6 +149,13 @@ class Runner:
         """End every request of every client."""
         self._waiting.clear()
         await self._client.cancel("", everyone=True)
+
+    async def text_of(self, prompt: Prompt, skip_special_tokens: bool) -> str:
+        """A prompt as text; token ids are decoded."""
+        assert not isinstance(prompt, ChatPrompt), "a conversation has a template's text"
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        return await self._client.detokenize(unpack_ids(prompt.ids), skip_special_tokens)
 
     def _claim(self, group: Group) -> list[str]:
         owned: dict[str, tuple[str, ...]] = {request.request_id: (request.request_id,) for request in group.requests}

@@ -25,19 +25,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # what came before tools
     "functions": ([],),
     "function_call": ("none", "auto"),
-    # what is returned. OpenAI's completions take `logprobs: 0` for "the drawn token's", which is not nothing.
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (False,),
-    "return_logprob": (False,),
-    "top_logprobs_num": (0,),
-    "token_ids_logprob": ([],),
-    "logprob_start_len": (-1, 0),
-    "return_text_in_logprobs": (False, True),
+    # what is returned
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "echo": (False,),
     "stream_interval": (1,),
     "thinking_budget": (),
     "max_thinking_tokens": (),

@@ -74,7 +74,8 @@ class SlotRows:
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
         self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
-        self._floats = torch.ones(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
+        self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
+        self._floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
         self._stop_ids = ints(num_slots, MAX_STOP_IDS)
         self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}

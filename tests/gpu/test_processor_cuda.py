@@ -31,7 +31,7 @@ def batch_on_gpu(shape: tuple[int, int, int], processors: LogitProcessors) -> Sl
     sampling = Sampling(
         temperature=doubles * 0.8, top_k=ints + vocab // 2, top_p=doubles * 0.9, min_p=doubles * 0.01, seed=ints,
         stop_from=ints + 100, stop_ids=torch.arange(64, device=CUDA).repeat(size, 1), output_from=ints,
-        work=EVERY_WORK, penalties=doubles[:, None] * 1.1, slots=ints, processors=processors,
+        work=EVERY_WORK, penalties=doubles[:, None].expand(-1, 3) * 1.1, slots=ints, processors=processors,
     )  # fmt: skip
     table = torch.zeros(size, 8, dtype=torch.int32, device=CUDA)
     return SlotBatch(torch.arange(size, device=CUDA), ints + 10, table, sampling)

@@ -8,6 +8,7 @@ after the first word, "busy" is refused as overload, "dead" fails at once, "bad"
 
 import asyncio
 import json
+import math
 from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ from typing import Any
 
 import httpx
 
+from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
     Finish,
     FinishKind,
+    LogProbParams,
     Prompt,
     SamplingParams,
     Stats,
@@ -55,6 +58,20 @@ class FakeDelta:
     finish: Finish | None
     usage: Usage
     verified: Verified | None = None
+    log_probs: list[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+
+
+def _log_probs(count: int, text: str, asked: LogProbParams | None) -> tuple[list[TokenLogProb], ...]:
+    """Of the step's token, and with the first one of a prompt of two. The third best token is half a character."""
+    if asked is None:
+        return [], []
+    names = [b"\xe2" if rank == 2 else b"t%d" % rank for rank in range(asked.top)]
+    top = [Candidate(7 + rank, -0.25 * (1 + rank), name) for rank, name in enumerate(names)]
+    listed = [Candidate(token, -math.inf, b"") for token in asked.token_ids]
+    own = TokenLogProb(100 + count, -0.5, text.encode(), top, listed)
+    prompt = [TokenLogProb(1, None, b"<s>", [], []), TokenLogProb(2, -3.0, b"say", top, listed)]
+    return [own], prompt if asked.prompt_from is not None and count == 1 else []
 
 
 @dataclass
@@ -104,8 +121,10 @@ class FakeClient:
             if count == len(words) or count == limit:
                 finish = Finish(FinishKind.STOP, "</s>") if count == len(words) else Finish(FinishKind.LENGTH)
             text = word if count == 1 else " " + word
+            usage = Usage(num_prompt_tokens, 1, count, count - 1)
             verified = Verified(count, 3 * (count > 1), int(count == 3)) if sampling.speculative.is_reported else None
-            yield FakeDelta(text, [100 + count], finish, Usage(num_prompt_tokens, 1, count, count - 1), verified)
+            log_probs = _log_probs(count, text, sampling.log_probs)
+            yield FakeDelta(text, [100 + count], finish, usage, verified, *log_probs)
 
     async def cancel(self, request_id: str, everyone: bool = False) -> None:
         self.cancelled.append((request_id, everyone))

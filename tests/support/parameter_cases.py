@@ -79,6 +79,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case({"repetition_penalty": 2}, beside={"temperature": 0}),
         Case({"repetition_penalty": 0.5}, GENERATE),
     ),
+    "logprobs": (Case({"logprobs": 3}), Case({"logprobs": True}, CHAT)),
+    "top_logprobs": (Case({"top_logprobs": 20}, CHAT, {"logprobs": True}),),
+    "echo": (Case({"echo": True}), Case({"echo": True}, beside={"logprobs": 1})),
+    "prompt_logprobs": (Case({"prompt_logprobs": 2}), Case({"prompt_logprobs": 0}, CHAT)),
+    "return_tokens_as_token_ids": (Case({"return_tokens_as_token_ids": True}, beside={"logprobs": 2}),),
+    "return_logprob": (Case({"return_logprob": True}, GENERATE),),
+    "logprob_start_len": (Case({"logprob_start_len": 0}, GENERATE, {"return_logprob": True}),),
+    "top_logprobs_num": (Case({"top_logprobs_num": 4}, GENERATE, {"return_logprob": True}),),
+    "token_ids_logprob": (Case({"token_ids_logprob": [5, 90]}, GENERATE, {"return_logprob": True}),),
+    "return_text_in_logprobs": (Case({"return_text_in_logprobs": True}, GENERATE, {"return_logprob": True}),),
 }
 
 CASES |= {
@@ -111,6 +121,7 @@ ALIASES = {
     "sampling_seed": "seed",
     "bad_word_ids": "bad_words",
     "best_of": "n",  # it must be n
+    "log_probs": "logprobs",
 }
 
 # Fields that are no parameters of the tokens, and why.
@@ -129,7 +140,7 @@ OUTSIDE = {
 
 WITHOUT_ROW = (
     *("grammar", "reasoning", "shown_tokens", "separate_reasoning", "stream_reasoning"),
-    *("tool_choice", "parallel_tool_calls", "log_probs", "spaces_between_special_tokens"),
+    *("tool_choice", "parallel_tool_calls", "spaces_between_special_tokens"),
 )
 
 # Read and checked, with no row yet. A field leaves this when its row comes.
@@ -160,7 +171,9 @@ DEPTHS = (1, 2)
 
 
 def comparable(reply: Any) -> Any:
-    """A reply without what may differ."""
+    """A reply without what may differ, its numbers rounded: batches of other shapes differ in the last bits."""
+    if isinstance(reply, float):
+        return round(reply, 9)
     if isinstance(reply, dict):
         return {name: comparable(value) for name, value in reply.items() if name not in VOLATILE}
     return [comparable(value) for value in reply] if isinstance(reply, list) else reply

@@ -49,13 +49,15 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
     _note_what_changes_nothing(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
+    name, *aliases = _resolve_names(config)
     settings = Settings(
         model=ModelSettings(
-            name=config.served_model_name or config.model_path,
+            name=name,
             files=files,
             dtype=_resolve_dtype(config, device),
             device=device,
             max_len=_resolve_context(config, files),
+            aliases=tuple(aliases),
         ),
         spec=spec,
         cache=_resolve_cache(config),
@@ -69,15 +71,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=ServerSettings(
-            config.host,
-            config.port,
-            config.api_key,
-            files.sampling_defaults,
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-            cors_allow_origins=config.cors_allow_origins or (),
-        ),
+        server=_resolve_server(config, files),
         link=LinkSettings(
             client_endpoint=_resolve_endpoint(config),
             api_key=config.api_key,
@@ -94,6 +88,28 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
+
+
+def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
+    return ServerSettings(
+        config.host,
+        config.port,
+        config.api_key,
+        files.sampling_defaults,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        cors_allow_origins=config.cors_allow_origins or (),
+    )
+
+
+def _resolve_names(config: EngineConfig) -> list[str]:
+    """The model's name in the API, and its aliases."""
+    if config.served_model_name is None:
+        return [config.model_path]
+    names = [name.strip() for name in config.served_model_name.split(",")]
+    if not all(names):
+        raise ConfigError("served_model_name", f"must be names separated by commas, got {config.served_model_name!r}")
+    return names
 
 
 def _note_what_changes_nothing(config: EngineConfig, device: str, notes: list[str]) -> None:

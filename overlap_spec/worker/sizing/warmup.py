@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.messages import LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
@@ -44,6 +44,7 @@ EVERYTHING = SamplingParams(
     logit_bias={1: 1.0},
     bad_word_ids=((2, 3),),
     seed=0,
+    log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
 )  # which compiles what every other kind of sampling needs
 
 
@@ -238,7 +239,8 @@ def _prompt(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens
     reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
     pages = [0] * geometry.num_page_columns
     chunk = array("i", [1] * num_tokens).tobytes()
-    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset)
+    scored = (start, start + num_tokens - 1) if sampling.log_probs is not None and num_tokens > 1 else (0, 0)
+    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset, scored=scored)
 
 
 def _run(executor: Executor, plan: StepPlan) -> None:

@@ -33,6 +33,18 @@ def test_models() -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_model_answers_to_its_aliases() -> None:
+    info = msgspec.structs.replace(INFO, aliases=("small", "org/tiny"))
+    assert [card["id"] for card in ask(FakeClient(), "GET", "/v1/models", info).json()["data"]] == [
+        "tiny",
+        "small",
+        "org/tiny",
+    ]
+    assert ask(FakeClient(), "GET", "/v1/models/org/tiny", info).json()["id"] == "org/tiny"
+    reply = ask(FakeClient(), "POST", "/v1/completions", info, json={"model": "small", "prompt": "a"})
+    assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
+
+
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 def test_model_info(path: str) -> None:
     reply = ask(FakeClient(), "GET", path).json()

@@ -7,7 +7,9 @@ from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
 
+from overlap_spec.sampling.log_probs import SCORED_LOGITS
 from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.sampler import SLICE
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, Sampling, SamplingWork
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree_children import top_children
@@ -15,7 +17,7 @@ from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
 from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
-from overlap_spec.worker.sizing.memory_budget import LOGIT_BYTES, drawing_bytes
+from overlap_spec.worker.sizing.memory_budget import DRAWN_BYTES, LOGIT_BYTES, drawing_bytes
 
 # Slots, rows of each, vocabulary: less than a slice of logits, several slices, and a slot that is more than one.
 SHAPES = [(4, 4, 3000), (96, 4, 32000), (4, 32, 32000), (1, 40, 120_000)]
@@ -73,6 +75,11 @@ def test_the_budget_is_not_many_times_what_is_drawn() -> None:
     """It would take KV pages away."""
     shape = SHAPES[1]
     assert drawing_bytes(*shape) < 3 * drawn_bytes("match", shape, EVERY_WORK, no_processors(shape[2]))
+
+
+def test_prompt_log_probs_take_no_more_than_drawing_does() -> None:
+    """Which is over by then: logits in 16 bits and their copy in float32."""
+    assert SCORED_LOGITS * (LOGIT_BYTES + 2) < SLICE * DRAWN_BYTES
 
 
 def test_stop_ids_take_no_column_for_each_of_them() -> None:

@@ -1,0 +1,43 @@
+"""The engine's flags by subject, for `--help` and the documents: each in exactly one group."""
+
+from overlap_spec.config.fields import config_fields
+
+FIRST = (  # in `--help`, before the groups
+    *("model_path", "host", "port", "api_key", "served_model_name", "context_length", "mem_fraction_static"),
+    *("max_running_requests", "speculative_algorithm", "speculative_draft_model_path"),
+)
+DRAFT = (
+    *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
+    *("speculative_draft_model_quantization", "speculative_token_map", "speculative_draft_window_size"),
+    *("speculative_draft_attention_backend", "speculative_attention_mode"),
+)
+VERIFICATION = (
+    *("speculative_use_rejection_sampling", "speculative_accept_threshold_single"),
+    *("speculative_accept_threshold_acc", "speculative_simulate_acc_len"),
+)
+GROUPS: dict[str, tuple[str, ...]] = {
+    "model": (
+        *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
+        *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
+    ),
+    "server": (
+        *("host", "port", "api_key", "sampling_defaults", "chat_template", "trust_request_chat_template"),
+        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "zmq_endpoint", "random_seed"),
+        *("log_level", "log_level_http"),
+    ),
+    "memory": (
+        *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
+        *("disable_radix_cache", "disable_overlap_schedule"),
+    ),
+    "graphs": (
+        *("attention_backend", "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"),
+        "torch_compile_max_bs",
+    ),
+    "speculation": (
+        *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
+        *("speculative_adaptive", "speculative_adaptive_config", "enable_multi_layer_eagle"),
+    ),
+    "draft": DRAFT,
+    "ngram": tuple(found.name for found in config_fields() if found.name.startswith("speculative_ngram_")),
+    "verification": VERIFICATION,
+}
