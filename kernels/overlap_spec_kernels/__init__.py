@@ -16,6 +16,8 @@ from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
+from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
+from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.penalize import Penalized, penalize
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
@@ -80,6 +82,8 @@ __all__ = [
     "fused_linear",
     "gather_tree",
     "gather_window",
+    "gumbel",
+    "gumbel_argmax",
     "judge_chain",
     "judge_tree",
     "linear_add",
@@ -97,6 +101,7 @@ __all__ = [
     "penalize",
     "place_guesses",
     "mask_logits",
+    "mix64",
     "place_forced",
     "place_tree",
     "rms_norm",
@@ -105,7 +110,9 @@ __all__ = [
     "select_tree",
     "silu_mul",
     "store_tokens",
+    "stream",
     "top_tokens",
     "tree_attention",
+    "uniform",
     "with_slots",
 ]

@@ -270,4 +270,5 @@ class Stats(Message, frozen=True):
     accept_rate: float = 0.0  # guesses accepted of those verified
     step_width: int = 0  # of the last decode step
     num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
+    decode_time_total: float = 0.0  # seconds of the device: decode steps, and its idle time before them
     draft_is_dead: bool = False  # of the last guesses hardly any was accepted

@@ -72,6 +72,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         "Time that decode steps must take at the device's ceilings; 0 where they are not known.",
         lambda s: s.decode_floor_total,
     ),
+    ("decode_time_seconds", "Time of decode steps, with the gaps before them.", lambda s: s.decode_time_total),
 )
 
 

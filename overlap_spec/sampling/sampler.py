@@ -8,11 +8,11 @@ logits. Rows are independent: a row's token does not depend on the batch it is i
 from collections.abc import Callable
 
 import torch
+from overlap_spec_kernels import gumbel, gumbel_argmax
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.types import Sampling
 
 Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or the same compiled
@@ -44,11 +44,12 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
     """
-    greedy = logits.argmax(-1)
     if not sampling.work.sampled:
-        return greedy
+        return logits.argmax(-1)
+    if not sampling.work.filtered:
+        return gumbel_argmax(logits.contiguous(), positions, sampling.temperature, sampling.seed, token_ids)
     drawn = torch.cat([_sample(logits, positions, sampling, token_ids, part) for part in slices(logits)])
-    return torch.where(sampling.temperature[:, None] > 0, drawn, greedy)
+    return torch.where(sampling.temperature[:, None] > 0, drawn, logits.argmax(-1))
 
 
 def slices(logits: Tensor) -> list[slice]:

@@ -228,6 +228,7 @@ class Reporter:
             host_time_hidden=max(host_time - gpu_gap, 0.0),
             decode_steps_total=counters.decode_steps,
             decode_floor_total=counters.decode_floor,
+            decode_time_total=counters.decode_time,
         )
 
     def _write_log(self, now: float) -> None:

@@ -98,7 +98,8 @@ class Masking:
     def propose_forced(self, constrained: list[Constrained], width: int) -> None:
         """Let windows begin with what must follow. Sync: never."""
         most = min(self._max_forced, width - 1)
-        forced = [(each.slot, each.grammar.forced[:most]) for each in constrained if most and each.grammar.forced]
+        rooms = [(each, min(most, self._slots.steps_of(each.slot))) for each in constrained]
+        forced = [(each.slot, each.grammar.forced[:room]) for each, room in rooms if room and each.grammar.forced]
         if not forced:
             return
         packer = Packer()

@@ -49,6 +49,7 @@ class HostSlot:
     sampling: SamplingWork
     log_probs: LogProbParams | None
     num_pages: int
+    most_steps: int  # guesses in a row, at most
 
 
 class SlotRows:
@@ -88,7 +89,7 @@ class SlotRows:
         reset = work.reset
         if reset is None:
             return []
-        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0)
+        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0, _most_steps(reset))
         return _pack_reset(work.slot, reset)
 
     def pack_lists(self, work: list[SlotWork]) -> PackedLists:
@@ -98,6 +99,10 @@ class SlotRows:
             if each.reset is not None:
                 lists.add(each.slot, each.reset.sampling)
         return lists
+
+    def steps_of(self, slot: int) -> int:
+        """Guesses in a row that a slot's windows have at most."""
+        return self._host[slot].most_steps
 
     def pack_pages(self, work: SlotWork) -> list[int]:
         """(slot, column, page) of every page that the work appends."""
@@ -220,6 +225,11 @@ def _asked_work(asked: SamplingParams) -> SamplingWork:
     )
 
 
+def _most_steps(reset: ResetSlot) -> int:
+    asked = reset.sampling.speculative.num_steps
+    return _ALL if asked is None else asked
+
+
 def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     sampling = reset.sampling
     assert sampling.seed is not None, "the tokenizer draws a seed for every request"
@@ -229,8 +239,6 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    asked = sampling.speculative.num_steps
-    most_steps = _ALL if asked is None else asked
     has_lists = int(sampling.biases_logits), int(bool(sampling.bad_word_ids))
-    ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps, *has_lists
+    ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *has_lists
     return [*ints, *floats, *stops]

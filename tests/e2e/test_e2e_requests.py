@@ -1,5 +1,6 @@
 """Requests to a running service, whose effect shows in the answer's tokens: choices, limits, sampling defaults."""
 
+import json
 import re
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx
 import openai
 import pytest
 from support.command_line import Service
+from support.junk_bodies import BODIES, bodies
 
 from overlap_spec.server.choices import choice_seed
 
@@ -122,3 +124,20 @@ def test_a_template_of_a_request_is_refused_unless_the_engine_trusts_it(service:
     error = httpx.post(f"{service.url}/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "chat_template"
     assert "--trust-request-chat-template" in error["message"]
+
+
+@pytest.mark.slow
+def test_junk_in_every_field_leaves_nothing_behind_in_the_engine(service: Service) -> None:
+    few = {"/generate": {"sampling_params": {"max_new_tokens": 3}}}
+    with httpx.Client(base_url=service.url, timeout=60) as http:
+        for path in BODIES:
+            limit = few.get(path, {"max_tokens": 3} if path.startswith("/v1") else {})
+            for name, body in bodies(path, **limit)[:: 41 if path.startswith("/v1") else 13]:
+                if name not in ("max_tokens", "max_completion_tokens"):  # the fake's tests have those
+                    status = http.post(path, content=json.dumps(body)).status_code
+                    assert status in (200, 400, 404), (path, body)
+        assert http.post("/flush_cache?timeout=20").status_code == 200
+        state = http.get("/metrics").text
+    for gauge in ("num_running_reqs", "num_queue_reqs", "num_used_tokens", "kv_evictable_tokens"):
+        assert re.search(rf"^overlap_spec:{gauge} 0(\.0)?$", state, re.M), gauge
+    assert complete(service, prompt="The sky is", max_tokens=5)["finish_reason"] == "length"

@@ -5,8 +5,10 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.speculation import check_report
+from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import EVERY_METHOD
 
 from overlap_spec.messages import MetricsLevel, Origin, SamplingParams, Speculative, StepCosts
@@ -82,6 +84,21 @@ def test_steps_are_no_wider_than_the_limits_of_a_batch_need(plain: list[list[int
     config = replace(CONFIG, step_costs=CHEAP_WIDTHS)
     (answer,), widths = answers(config, codec, [asking(7, 0.0, num_steps=1)])
     assert answer.token_ids == plain[0] and set(widths) == {2}
+
+
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
+def test_limits_hold_for_what_a_grammar_forces(method: str, topk: int, codec: TextCodec) -> None:
+    """A grammar's forced tokens are guesses too."""
+    grammar, seen = TINY_GRAMMARS["compact schema"], Counter[str]()
+    asked = [
+        replace_struct(asking(7, 0.0, num_steps=limit), ignore_eos=False, grammar=grammar) for limit in (None, 0, 1)
+    ]
+    config = replace(CONFIG, method=method, topk=topk, grammars=True, max_len=200)
+    answered, _ = answers(config, codec, asked)
+    for sampling, answer in zip(asked, answered, strict=True):
+        assert answer.token_ids == answered[0].token_ids
+        check_report(sampling, answer, NUM_STEPS, seen)
+    assert max(verified.accepted for verified, _ in answered[0].verified) > 1, "nothing was forced"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ rounding explains.
 """
 
 import torch
+from overlap_spec_kernels import gumbel
 from torch import Tensor
 
 from overlap_spec.messages import FinishKind, SamplingParams
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.sampling.noise import gumbel
 from overlap_spec.spec.rows import chunk_rows
 from overlap_spec.tokenizer.codec import Codec
 from support.plain_oracle import Endings

@@ -1,12 +1,11 @@
 """The children of a tree's nodes, and their log-probs."""
 
 import torch
-from overlap_spec_kernels import top_tokens
+from overlap_spec_kernels import gumbel, top_tokens
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.sampler import log_weights, processed_logits, slices
 
 

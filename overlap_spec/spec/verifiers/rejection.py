@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from overlap_spec_kernels import gumbel, stream, uniform
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
-from overlap_spec.sampling.noise import gumbel, stream, uniform
 from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
 from overlap_spec.sampling.types import Sampling
 from overlap_spec.spec.draw_contexts import chain_context, window_context

@@ -8,10 +8,10 @@ Greedy requests are judged by matching.
 """
 
 import torch
+from overlap_spec_kernels import gumbel, stream, uniform
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
-from overlap_spec.sampling.noise import gumbel, stream, uniform
 from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
 from overlap_spec.spec.draw_contexts import window_context
 from overlap_spec.spec.types import Drawn, SlotBatch, Window

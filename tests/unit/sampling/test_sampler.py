@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from overlap_spec_kernels import gumbel
 from support.given_logits import GivenLogits
 from support.no_processors import no_processors
 from torch import Tensor
 
 from overlap_spec.sampling.context import DrawContext, History
-from overlap_spec.sampling.noise import gumbel
 from overlap_spec.sampling.sampler import draw_after, processed_logits
 from overlap_spec.sampling.sampler import draw_columns as draw
 from overlap_spec.sampling.types import Sampling, SamplingWork

@@ -1,0 +1,14 @@
+"""Drawing on a GPU: the same columns as its twin draws there, but where rounding of a logarithm decides."""
+
+import pytest
+import torch
+from overlap_spec_kernels.logits.gumbel_argmax import _gumbel_argmax_triton, gumbel_argmax_reference
+from support.drawing_inputs import DRAWING_SHAPES, drawing_inputs
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(("batch", "rows", "columns"), [*DRAWING_SHAPES, (32, 4, 128_256), (64, 1, 49_152)])
+def test_gumbel_argmax(batch: int, rows: int, columns: int) -> None:
+    inputs = drawing_inputs(batch, rows, columns, CUDA)
+    assert torch.equal(_gumbel_argmax_triton(*inputs), gumbel_argmax_reference(*inputs))

@@ -1,0 +1,37 @@
+"""Junk for every field of every endpoint's body."""
+
+from typing import Any
+
+import msgspec
+
+from overlap_spec.server.native import GenerateRequest, NativeSampling
+from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
+from overlap_spec.server.probes import AbortRequest
+from overlap_spec.server.tokens import DetokenizeRequest, TokenizeRequest
+from overlap_spec.server.unsupported import UNSUPPORTED
+
+JUNK: tuple[Any, ...] = (
+    *(None, True, False, -1, 0, 3, 10**30, 1.5, -0.5, float("nan"), float("inf"), "", "x", "{", "\u0000", "5"),
+    *([], [None], [""], [5], [-1], ["x", 5], [[1], [2]], [{}], {}, {"a": 1}, {"type": "x"}, {"5": 1e9}, [[[]]]),
+)
+USER = {"role": "user", "content": "one two"}
+BODIES: dict[str, tuple[dict[str, Any], type[msgspec.Struct]]] = {
+    "/v1/chat/completions": ({"messages": [USER]}, ChatRequest),
+    "/v1/completions": ({"prompt": "one two"}, CompletionRequest),
+    "/generate": ({"text": "one two"}, GenerateRequest),
+    "/tokenize": ({"prompt": "one"}, TokenizeRequest),
+    "/detokenize": ({"tokens": [1]}, DetokenizeRequest),
+    "/abort_request": ({"rid": "r"}, AbortRequest),
+}
+
+
+def bodies(path: str, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Every field with every value. `more`: what a good body has besides."""
+    good, shape = BODIES[path]
+    good = good | more
+    fields = [*shape.__struct_fields__, *(UNSUPPORTED if "v1" in path or path == "/generate" else ())]
+    found = [(name, {**good, name: junk}) for name in fields for junk in JUNK]
+    if path == "/generate":
+        inner = [(name, {name: junk}) for name in NativeSampling.__struct_fields__ for junk in JUNK]
+        found += [(name, {**good, "sampling_params": given}) for name, given in inner]
+    return found

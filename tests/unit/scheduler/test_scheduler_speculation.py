@@ -1,0 +1,70 @@
+"""Requests that limit their speculation, as the scheduler sees them; and a draft that is never right."""
+
+import logging
+
+import pytest
+from support.fake_device import Bench, make_admit, make_ready
+
+from overlap_spec.messages import Phase, Speculative, StepCosts, StepResult
+from overlap_spec.scheduler.draft_health import ENOUGH_DRAFTS, WARN_S, DraftHealth
+
+COSTS = StepCosts((1, 4), (1, 2, 4), ((1.0, 1.01, 1.02), (1.0, 1.01, 1.02)))
+READY = make_ready(num_pages=400, num_steps=3, step_widths=(1, 2, 4), step_costs=COSTS, max_deferred=8)
+
+
+def run(bench: Bench, limits: list[int | None], num_tokens: int = 40) -> set[int]:
+    """Serve requests with these limits together. Returns the widths of the decode steps."""
+    bench.all_plans.clear()
+    for uid, limit in enumerate(limits, start=len(bench.admits) + 1):
+        bench.admit(make_admit(uid, [1, 2, 3], num_tokens, speculative=Speculative(num_steps=limit)))
+    while bench.plans or bench.results:
+        bench.run_device() if bench.plans else bench.deliver_result()
+    return {plan.width for plan in bench.all_plans if plan.phase is Phase.DECODE}
+
+
+@pytest.mark.parametrize(("limits", "widest"), [([0, 0], 1), ([0, 1], 2), ([2, 1], 4), ([0, None], 4), ([None], 4)])
+def test_steps_are_as_wide_as_the_batch_needs(limits: list[int | None], widest: int) -> None:
+    bench = Bench(READY)
+    assert max(run(bench, limits)) == widest
+    bench.check_streams()
+    assert bench.scheduler.queues.num_limited == 0
+
+
+def test_an_engine_of_one_width_keeps_it() -> None:
+    assert run(Bench(make_ready(num_pages=400, num_steps=3)), [0, 0]) == {4}
+
+
+def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -> None:
+    bench = Bench(READY)
+    accepted = bench.scheduler.planner.widths.policy.accepted
+    before = accepted.committed()
+    run(bench, [0, 1, 2])
+    counters = bench.scheduler.planner.counters
+    assert accepted.committed() == before
+    plain, *others = (bench.usages[uid].spec_verify_ct for uid in (1, 2, 3))
+    assert plain == 0 < min(others) and counters.verify_steps == sum(others)
+    run(bench, [0, None])
+    assert accepted.committed() != before
+    assert 0 < counters.drafts <= counters.verify_steps
+
+
+def test_a_policy_learns_from_whole_speculation_alone() -> None:
+    bench = Bench(READY)
+    seen: list[StepResult] = []
+    bench.scheduler.planner.widths.policy.observe = seen.append  # type: ignore[method-assign]
+    run(bench, [None, 0, None, 1])
+    assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)
+
+
+def test_a_dead_draft_is_warned_of_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
+    health = DraftHealth()
+    with caplog.at_level(logging.WARNING):
+        health.check(ENOUGH_DRAFTS - 1, 0, 0.0)
+        assert not health.is_dead, "too few to judge by"
+        for turn in range(1, 4):
+            health.check(turn * ENOUGH_DRAFTS, 2, WARN_S * turn / 3)
+        assert health.is_dead and len(caplog.records) == 1
+        health.check(4 * ENOUGH_DRAFTS, 2, 2 * WARN_S)
+        assert len(caplog.records) == 2 and "0 were accepted" in caplog.records[-1].getMessage()
+        health.check(5 * ENOUGH_DRAFTS, 2 + ENOUGH_DRAFTS // 20, 9 * WARN_S)
+    assert not health.is_dead and len(caplog.records) == 2
