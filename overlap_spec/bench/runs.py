@@ -7,6 +7,7 @@ token ids in and out, no tokenizer, no prefix cache. Only SGLang's figures come 
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from overlap_spec.client import AnyPrompt
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 
+log = logging.getLogger(__name__)
 NUM_FIRST_TOKENS = 20
 FIRST_TOKEN_ROWS = 1000  # random prompts from here on are in no batch
 MOST_CHAT_TOKENS = 512  # limit of an answer that does not end by itself
@@ -54,7 +56,9 @@ async def run_latency(
     generate: TransformersGenerate | None = None
     for _ in range(runs):
         for name, asked in variants(config, ["plain"] if plain else []).items():
+            log.info("%s: starting the engine", name)
             async with Engine(asked) as engine:
+                log.info("%s: answering chats one by one", name)
                 _introduce(report, engine, workload)
                 prompts = [_chat(text) for text in workload.texts()]
                 figures = await _measure_chats(engine, prompts, _chat(WARM_UP_CHAT), ways, workload.num_tokens)
@@ -88,6 +92,7 @@ async def run_throughput(config: EngineConfig, workload: Workload, compared: Seq
     report: dict[str, Any] = {"benchmark": "throughput", "workload": workload.describe()}
     for name, asked in variants(config, compared).items():
         begun = time.perf_counter()
+        log.info("%s: starting the engine", name)
         async with Engine(asked) as engine:
             start_s = round(time.perf_counter() - begun, 2)
             _introduce(report, engine, workload)
@@ -120,9 +125,11 @@ async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, A
     async with served(engine) as address:
         endpoint = Endpoint(*address)
         batches = [Batch(prompts[:size], warm_up[:size], workload.num_tokens) for size in workload.batch_sizes]
-        figures: dict[str, Any] = {
-            "batches": [await measure_batch(endpoint, batch, workload.sampled) for batch in batches]
-        }
+        figures: dict[str, Any] = {"batches": []}
+        for batch in batches:
+            log.info("measuring a batch of %d", len(batch.prompts))
+            figures["batches"].append(await measure_batch(endpoint, batch, workload.sampled))
+        log.info("measuring first tokens")
         first = random_prompts(NUM_FIRST_TOKENS, vocab_size, first=FIRST_TOKEN_ROWS)
         figures["first_token"] = await measure_first_token(endpoint, first, warm_up_prompts(first[:1], vocab_size))
     if workload.chats is not None:

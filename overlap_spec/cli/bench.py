@@ -4,6 +4,7 @@ The flags of the engine are those of `serve`.
 """
 
 import argparse
+import logging
 import sys
 from typing import Any
 
@@ -28,6 +29,7 @@ from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.cli.parser import UsageError
 
 PLAIN_WIDTH = 140  # columns where stdout is no terminal
+ABREAST = 4  # columns of figures that fit 80 characters
 PROMPTS = "chat20"
 THROUGHPUT_BATCHES = "1,8,64"
 SCHEDULER_BATCHES = (1, 8, 64, 256)
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_runs(arguments)
     if arguments.temperature and arguments.what in ("throughput", "scheduler"):
         raise UsageError("--temperature goes with latency, methods and step; throughput takes --with-sampled")
+    _show_progress(arguments.what)
     if arguments.what == "scheduler":
         run_facts = describe_run("cpu", 1)
         batches = [measure_scheduler(batch) for batch in SCHEDULER_BATCHES]
@@ -77,6 +80,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         write_report(arguments.output, report)
     return methods_status(report) if arguments.what == "methods" else 0
+
+
+def _show_progress(what: str) -> None:
+    """Lines on stderr: `what` at once, before slow imports, then what the benchmark logs."""
+    logger = logging.getLogger("overlap_spec.bench")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.info("bench %s: starting", what)
 
 
 def _check_runs(arguments: argparse.Namespace) -> None:
@@ -141,14 +155,21 @@ def _print(report: dict[str, Any]) -> None:
         return print_step(console, report)
     if "methods" in report:
         return print_methods(console, report)
-    tables: dict[tuple[str, ...], Table] = {}  # one for all rows with the same columns
+    alike: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}  # what has the same figures
     for name, part in report.items():
         for row in _rows(name, part):
-            columns = tuple(row)
-            table = tables.setdefault(columns, Table("", *(Column(name, overflow="fold") for name in columns)))
-            table.add_row(name, *map(str, row.values()))
-    for table in tables.values():
-        console.print(table)
+            alike.setdefault(tuple(row), []).append((name, row))
+    for figures, rows in alike.items():
+        for first in range(0, len(rows), ABREAST):
+            console.print(_table(figures, rows[first : first + ABREAST]))
+
+
+def _table(figures: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]]) -> Table:
+    """A line for each figure, so that its name fits any terminal."""
+    table = Table("", *(Column(name, overflow="fold") for name, _ in rows))
+    for figure in figures:
+        table.add_row(figure, *(str(row[figure]) for _, row in rows))
+    return table
 
 
 def _rows(name: str, part: Any) -> list[dict[str, Any]]:

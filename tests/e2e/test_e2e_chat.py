@@ -40,6 +40,7 @@ def test_a_seed_repeats_an_answer_with_and_without_a_draft(tmp_path: Path, tiny_
     assert drafted.stdout == plain.stdout
 
 
+@pytest.mark.slow
 def test_lines_from_a_pipe_are_turns_of_one_conversation(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     sampling = ("--max-tokens", "12", "--temperature", "1", "--seed", "3")
     done = run_command(tmp_path, "chat", *tiny_flags, *sampling, stdin="Hello\n\nHello\n")

@@ -53,6 +53,7 @@ def test_a_method_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     assert len((EXAMPLES / "05_toy_proposer.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_a_verifier_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("06_typical_acceptance.py", tmp_path, str(tiny_model), str(tiny_model / "head"))
     matching, typical, greedy = output.splitlines()
@@ -77,6 +78,7 @@ def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
     assert f"verification: {said}" in log
 
 
+@pytest.mark.slow
 def test_a_logit_processor_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("07_no_repeated_trigram.py", tmp_path, str(tiny_model))
     assert ", 0 with it" in output and "trigrams: 0 without" not in output

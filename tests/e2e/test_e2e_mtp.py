@@ -23,7 +23,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CHECKPOINTS)
 def test_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CHECKPOINTS[layout])

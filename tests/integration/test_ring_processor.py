@@ -21,11 +21,13 @@ def assert_it_decided(seen: Counter[str]) -> None:
     assert seen["forbidden"] > 0 and seen["accepted"] > 0 and seen["rejected"] > 0, dict(seen)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method(codec: TextCodec, method: str) -> None:
-    assert_it_decided(run_seeds(range(4), codec, {"method": method, "processor": WHOLE}))
+    assert_it_decided(run_seeds(range(8), codec, {"method": method, "processor": WHOLE}))
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("method", GROWS_TREES)
 def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(4, 8), codec, {"method": method, "topk": 3, "processor": WHOLE}))
@@ -35,7 +37,7 @@ def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
     ("processor", "topk"),
     [
         (WHOLE, 1),
-        (OF_OUTPUT, 2),
+        pytest.param(OF_OUTPUT, 2, marks=pytest.mark.slow),
         *(pytest.param(*both, marks=pytest.mark.full) for both in ((WHOLE, 2), (OF_OUTPUT, 1))),
     ],
 )

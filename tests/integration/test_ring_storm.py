@@ -10,8 +10,9 @@ from support.storm import Counting, random_requests, run_requests, run_storm
 from overlap_spec.tokenizer.codec import TextCodec
 
 
-def test_storm_of_100_schedules(codec: TextCodec) -> None:
-    run_storm(100, codec)
+@pytest.mark.parametrize("num_schedules", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_storm(codec: TextCodec, num_schedules: int) -> None:
+    run_storm(num_schedules, codec)
 
 
 @pytest.mark.parametrize("oracle_seed", [10, 20])

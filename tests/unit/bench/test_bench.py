@@ -247,6 +247,7 @@ def test_the_printed_tables_say_synthetic_and_show_every_figure(capsys: pytest.C
     _print(with_sampled(report()))
     printed = capsys.readouterr().out
     assert "2100.0" in printed and "top_p" in printed and "1500.0" in printed
+    assert max(map(len, printed.splitlines())) <= 80, "a heading or a figure is cut in a small terminal"
 
 
 def test_step_ops_have_a_column_for_every_number_of_rows() -> None:

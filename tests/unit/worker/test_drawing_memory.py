@@ -62,6 +62,7 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: SamplingWork, proce
     return taken + size * rows * vocab * LOGIT_BYTES
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("way", WAYS)
