@@ -101,9 +101,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    lists = SlotLists.allocate(geometry.num_slots + 1, target.vocab_size, WORDS, place)
-    masks = _masks(grammars, geometry, place)
-    processors = LogitProcessors(target.vocab_size, pool, lists, own_processors, masks)
+    processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -133,6 +131,18 @@ def build_executor(
     proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # other rules ask who made a guess
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
+
+
+def _processors(
+    vocab_size: int,
+    pool: TokenPool,
+    geometry: Geometry,
+    own: tuple[LogitProcessor, ...],
+    grammars: Grammars | None,
+) -> LogitProcessors:
+    place = pool.tokens.device
+    lists = SlotLists.allocate(geometry.num_slots + 1, vocab_size, WORDS, place)
+    return LogitProcessors(vocab_size, pool, lists, own, _masks(grammars, geometry, place))
 
 
 def _masks(grammars: Grammars | None, geometry: Geometry, place: torch.device) -> TokenMasks | None:
