@@ -31,6 +31,8 @@ from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.norm.silu_mul import silu_mul
+from overlap_spec_kernels.sampling.force_columns import force_columns
+from overlap_spec_kernels.sampling.reasoning_end import BUDGET_WIDTH, reasoning_end
 from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
@@ -48,6 +50,7 @@ from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, stor
 from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
+    "BUDGET_WIDTH",
     "IN_PROMPT",
     "MASK_BITS",
     "MAX_CHAIN_WIDTH",
@@ -79,6 +82,7 @@ __all__ = [
     "decode_attention",
     "draft_input",
     "expand_tree",
+    "force_columns",
     "fused_linear",
     "gather_tree",
     "gather_window",
@@ -104,6 +108,7 @@ __all__ = [
     "mix64",
     "place_forced",
     "place_tree",
+    "reasoning_end",
     "rms_norm",
     "rope_kv_write",
     "select_rows",

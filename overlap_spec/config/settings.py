@@ -223,6 +223,7 @@ class Settings(Struct, frozen=True):
     logit_processor: str | None = None  # MODULE:NAME, which the worker imports
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
+    proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
 
 

@@ -51,6 +51,7 @@ from overlap_spec.messages.request import (
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
     MAX_LISTED_LOG_PROBS,
+    MAX_MARKER_TOKENS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOG_PROBS,
@@ -63,6 +64,7 @@ from overlap_spec.messages.request import (
     Reasoning,
     SamplingParams,
     TextPrompt,
+    Thinking,
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
@@ -139,6 +141,7 @@ __all__ = [
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
+    "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
@@ -165,6 +168,7 @@ __all__ = [
     "StepResult",
     "TextDeltas",
     "TextPrompt",
+    "Thinking",
     "ToClient",
     "ToScheduler",
     "ToSupervisor",

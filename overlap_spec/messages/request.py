@@ -15,6 +15,7 @@ MAX_STOP_STRINGS = 16
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_WORD_TOKENS = 8  # of a bad word
+MAX_MARKER_TOKENS = 8  # of a marker of reasoning: the width of the worker's rows
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
@@ -31,6 +32,25 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
     opening: str
     closing: str
     is_implicit: bool = False  # an answer may begin with reasoning without the opening marker
+    is_separate: bool = True  # False: the text is as it was drawn, without the prompt's marker before it
+    budget: int | None = None  # tokens after which the reasoning is closed
+
+
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """A thinking budget in token ids, as the tokenizer works it out. `is_open`: the output begins in the reasoning."""
+
+    budget: int
+    is_open: bool
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.budget < 1 << 31:
+            raise RequestError("thinking_budget", f"thinking_budget must be tokens from 0 on, got {self.budget}")
+        if len(self.opening) > MAX_MARKER_TOKENS or not 1 <= len(self.closing) <= MAX_MARKER_TOKENS:
+            lengths = f"{len(self.opening)} and {len(self.closing)}"
+            text = f"a thinking budget needs markers of 1 to {MAX_MARKER_TOKENS} tokens, got {lengths}"
+            raise RequestError("thinking_budget", text)
 
 
 class GrammarKind(enum.StrEnum):
@@ -110,6 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculative: Speculative = Speculative()
     shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
     reasoning: Reasoning | None = None
+    thinking: Thinking | None = None  # made of `reasoning` and the prompt
     log_probs: LogProbParams | None = None
     stop_regex: tuple[str, ...] = ()
     spaces_between_special_tokens: bool = True
@@ -208,7 +229,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         lists = self.biases_logits or bool(self.bad_word_ids)
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or lists or self.grammar is not None
+        works = self.grammar is not None or self.thinking is not None
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or lists or works
 
     @property
     def biases_logits(self) -> bool:

@@ -121,14 +121,14 @@ class DrawContext:
 
     @cached_property
     def guesses(self) -> Tensor:
-        """The guesses before each row, in any order; -1: none. Shapes: -> [B, R, depth] i64."""
+        """The guesses before each row, in order; -1 before the first of them. Shapes: -> [B, R, depth] i64."""
         path, tokens = self.path, self._guesses()
         if tokens is None or self.depth == 0:
             return self.rows.new_empty(*self.rows.shape, 0)
         if path.parents is None and path.nodes is None:  # a chain: those up to the row's
-            node = torch.arange(tokens.shape[1], device=tokens.device)
-            of_rows = node[-self.rows.shape[1] :, None]
-            return torch.where(node[path.root + 1 :] <= of_rows, tokens[:, None, path.root + 1 :], -1)
+            last = torch.arange(tokens.shape[1] - self.rows.shape[1], tokens.shape[1], device=tokens.device)
+            node = last[:, None] + torch.arange(1 - self.depth, 1, device=tokens.device)
+            return tokens[:, node.clamp(min=0)].masked_fill(node <= path.root, -1)
         levels = self.positions - (self.history.roots + 1)[:, None]  # guesses before the row
         behind = torch.arange(self.depth, 0, -1, device=self.rows.device)
         return self.recent(self.depth).masked_fill(behind > levels[:, :, None], -1)
@@ -142,15 +142,24 @@ class DrawContext:
 
     def forbid_(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The same in place."""
-        vocab_size, num_columns = self.sampling.processors.vocab_size, len(self.token_ids)
-        known = (tokens >= 0) & (tokens < vocab_size)
-        columns = torch.full((vocab_size + 1,), num_columns, device=tokens.device)
-        columns = columns.scatter_(0, self.token_ids, torch.arange(num_columns, device=tokens.device))
-        column = columns[tokens.masked_fill(~known, vocab_size)]
-        missing = column == num_columns
+        column = self.columns_of(tokens)
+        missing = column == len(self.token_ids)
         # The smaller of two values: so a column may be named twice, and what is missing names one without effect.
         values = torch.where(missing, torch.inf, -torch.inf).to(logits.dtype)
         return logits.scatter_reduce_(2, column.masked_fill(missing, 0), values, "amin")
+
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """The column of each token, N of what is no token and has none. Shapes: i64 of any shape -> the same."""
+        vocab_size = self.sampling.processors.vocab_size
+        known = (tokens >= 0) & (tokens < vocab_size)
+        return self._columns[tokens.masked_fill(~known, vocab_size)]
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """By token id, and one for what is none. Shapes: -> [V + 1] i64."""
+        num_columns, device = len(self.token_ids), self.token_ids.device
+        columns = torch.full((self.sampling.processors.vocab_size + 1,), num_columns, device=device)
+        return columns.scatter_(0, self.token_ids, torch.arange(num_columns, device=device))
 
     def _guesses(self) -> Tensor | None:
         """Shapes: -> [B, G] i64."""

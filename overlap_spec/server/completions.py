@@ -16,6 +16,7 @@ from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import CompletionEntries, completion_params
 from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kept_ids, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
+from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import NOTHING, Collected, Group, Runner
 from overlap_spec.server.speculation import SpeculationReport, reported_counts
@@ -74,6 +75,10 @@ class Completions:
     def _group(self, body: CompletionRequest) -> Group:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
+        if body.thinking_tokens is not None:
+            raise Problem(
+                400, "thinking_budget: only a chat has reasoning to limit", "thinking_budget", "invalid_value"
+            )
         sampling = msgspec.structs.replace(sampling, log_probs=completion_params(body))
         cut = body.truncate_prompt_tokens is not None
         prompts, _ = read_prompts(body.prompt, "prompt", self._info, body.add_special_tokens, cut)

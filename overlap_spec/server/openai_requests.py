@@ -21,6 +21,8 @@ from overlap_spec.server.running import RequestId, renamed
 from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.unsupported import OF_CHATS, refuse_unsupported
 
+THINKING_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
+MOST_THINKING = 1 << 31
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
 NATIVE_NAMES = {
     "return_logprob": "logprobs",
@@ -66,6 +68,9 @@ class CommonRequest(ListFields, kw_only=True):
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool = False
+    thinking_budget: int | None = None
+    max_thinking_tokens: int | None = None
+    thinking_token_budget: int | None = None  # vLLM's name for it
     user: str = ""  # this and the next three are for the client's own records, and change nothing
     metadata: Json = {}
     safety_identifier: str = ""
@@ -78,6 +83,18 @@ class CommonRequest(ListFields, kw_only=True):
     def id(self, prefix: str) -> str:
         """The user's id for this request, or a new one."""
         return self.rid or self.request_id or prefix + uuid.uuid4().hex
+
+    @property
+    def thinking_tokens(self) -> int | None:
+        """The thinking budget by any of its names. Raises: Problem if they differ, or are no number of tokens."""
+        given = {name: each for name in THINKING_BUDGETS if (each := getattr(self, name)) is not None}
+        for name, tokens in given.items():
+            if not 0 <= tokens < MOST_THINKING:
+                raise Problem(400, f"{name} must be a number of tokens from 0 on, got {tokens}", name, "invalid_value")
+        if len(set(given.values())) > 1:
+            names = " and ".join(given)
+            raise Problem(400, f"{names} differ: give one", next(reversed(given)), "invalid_value")
+        return next(iter(given.values()), None)
 
 
 class ChatRequest(CommonRequest, kw_only=True):

@@ -8,10 +8,10 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import Grammar, Reasoning, SamplingParams
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.openai_requests import ChatRequest
+from overlap_spec.server.openai_requests import THINKING_BUDGETS, ChatRequest
 from overlap_spec.server.parsers.answers import AnswerFormat
 from overlap_spec.server.parsers.call_rules import CallableTool
-from overlap_spec.server.parsers.formats import CALL_FORMATS
+from overlap_spec.server.parsers.formats import CALL_FORMATS, REASONING_FORMATS
 from overlap_spec.server.parsers.names import is_name
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import renamed
@@ -70,10 +70,8 @@ def with_format(sampling: SamplingParams, body: ChatRequest, form: AnswerFormat,
 
     Raises: Problem or RequestError naming the field.
     """
-    if form.is_plain and body.tool_choice in ("none", "auto"):
-        return sampling
-    grammar = forced_calls(body, info) or sampling.grammar
-    changes = {"shown_tokens": _markers(form), "reasoning": _reasoning(form), "grammar": grammar}
+    grammar, reasoning = forced_calls(body, info) or sampling.grammar, _reasoning(body, info)
+    changes = {"shown_tokens": _markers(form), "reasoning": reasoning, "grammar": grammar}
     try:
         return msgspec.structs.replace(sampling, **changes)
     except RequestError as error:
@@ -109,9 +107,16 @@ def _markers(form: AnswerFormat) -> tuple[str, ...]:
     return calls + reasoning
 
 
-def _reasoning(form: AnswerFormat) -> Reasoning | None:
-    known = form.reasoning
-    return None if known is None else Reasoning(known.opening, known.closing, known.is_implicit)
+def _reasoning(body: ChatRequest, info: ServerInfo) -> Reasoning | None:
+    known, budget = info.reasoning_format, body.thinking_tokens
+    if known is None and budget is not None:
+        formats = ", ".join(each.name for each in REASONING_FORMATS)
+        name = next(name for name in THINKING_BUDGETS if getattr(body, name) is not None)
+        text = f"{name}: reasoning can be limited once its format is known: start with --reasoning-parser {formats}"
+        raise Problem(400, text, name, "invalid_value")
+    if known is None:
+        return None
+    return Reasoning(known.opening, known.closing, known.is_implicit, body.separate_reasoning, budget)
 
 
 def read_tools(tools: list[Json]) -> list[Tool]:

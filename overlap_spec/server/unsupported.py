@@ -29,8 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "stream_interval": (1,),
-    "thinking_budget": (),
-    "max_thinking_tokens": (),
     # what goes in
     "suffix": ("",),
     "truncation_side": ("left",),

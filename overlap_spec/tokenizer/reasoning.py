@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from overlap_spec.messages import ChatPrompt, Prompt, Reasoning, SamplingParams
+from overlap_spec.messages import ChatPrompt, Prompt, Reasoning, SamplingParams, Thinking
 from overlap_spec.tokenizer.codec import Codec
 
 TAIL = 16  # tokens; both markers and the white space around them
@@ -21,6 +21,15 @@ def opening_of(prompt: Prompt, ids: Sequence[int], reasoning: Reasoning, codec: 
     opened, closed = tail.rfind(reasoning.opening), tail.rfind(reasoning.closing)
     is_open = tail.endswith(reasoning.opening) or (bool(_continued(prompt)) and opened > closed)
     return reasoning.opening if is_open else ""
+
+
+def with_budget(sampling: SamplingParams, reasoning: Reasoning, opening: str, codec: Codec) -> SamplingParams:
+    """The same request, with its thinking budget in token ids. Raises: RequestError if a marker has too many."""
+    if reasoning.budget is None or opening.endswith(reasoning.closing):
+        return sampling
+    begins, ends = (tuple(codec.encode(text, False)) for text in (reasoning.opening, reasoning.closing))
+    is_open = bool(opening) or reasoning.is_implicit
+    return msgspec.structs.replace(sampling, thinking=Thinking(reasoning.budget, is_open, begins, ends))
 
 
 def after_reasoning(sampling: SamplingParams, reasoning: Reasoning, opening: str) -> SamplingParams:

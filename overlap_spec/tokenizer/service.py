@@ -53,7 +53,7 @@ from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
+from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
@@ -240,9 +240,11 @@ class TokenizerService:
             ids = truncated(ids, message.sampling, limits)
             worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
             sampling = self._checks.settle(worded, ids, limits)
-            if sampling.reasoning is not None:
-                request.opening = opening_of(message.prompt, ids, sampling.reasoning, self._codec)
-                sampling = after_reasoning(sampling, sampling.reasoning, request.opening)
+            if (reasoning := sampling.reasoning) is not None:
+                opening = opening_of(message.prompt, ids, reasoning, self._codec)
+                sampling = with_budget(sampling, reasoning, opening, self._codec)
+                sampling = after_reasoning(sampling, reasoning, opening)
+                request.opening = opening if reasoning.is_separate else ""
             await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:

@@ -18,6 +18,7 @@ from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.slot_lists import SlotLists
+from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import SpecMethod, Tree
@@ -142,13 +143,18 @@ def _processors(
 ) -> LogitProcessors:
     place = pool.tokens.device
     lists = SlotLists.allocate(geometry.num_slots + 1, vocab_size, WORDS, place)
-    return LogitProcessors(vocab_size, pool, lists, own, _masks(grammars, geometry, place))
+    return LogitProcessors(vocab_size, pool, lists, own, *_kept_of_slots(grammars, geometry, place))
 
 
-def _masks(grammars: Grammars | None, geometry: Geometry, place: torch.device) -> TokenMasks | None:
+def _kept_of_slots(
+    grammars: Grammars | None, geometry: Geometry, place: torch.device
+) -> tuple[TokenMasks | None, ThinkingBudgets]:
+    """What the processors keep of each slot, the dummy's included."""
+    num_rows = geometry.num_slots + 1
+    budgets = ThinkingBudgets.allocate(num_rows, place)
     if grammars is None:
-        return None
-    return TokenMasks.allocate(geometry.num_slots + 1, geometry.width, grammars.mask_words, place)
+        return None, budgets
+    return TokenMasks.allocate(num_rows, geometry.width, grammars.mask_words, place), budgets
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
@@ -179,6 +185,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         own,
         traced=settings.trace_dir is not None,
         grammars=grammars_of(settings, models),
+        proposes_forced=settings.proposes_forced,
     )
     return executor, geometry, models
 
@@ -188,7 +195,12 @@ def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
     files = settings.model.files
     directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
     vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
-    return None if vocabulary.why_not else Grammars(vocabulary)
+    if vocabulary.why_not:
+        return None
+    grammars = Grammars(vocabulary)
+    if settings.model.device == "cuda":
+        grammars.build_vocabulary()  # while weights are loaded and graphs captured
+    return grammars
 
 
 def _device(place: torch.device) -> Device:

@@ -103,6 +103,10 @@ class Grammars:
         """32-bit words of a mask, an even number: masks travel as 64-bit integers."""
         return mask_words(self.vocabulary.vocab_size)
 
+    def build_vocabulary(self) -> None:
+        """Build it now, in a thread, for the first grammar to find."""
+        self._compile_threads.submit(self.vocabulary.tokenizer)
+
     def prepare(self, message: PrepareGrammar) -> None:
         """Compile a request's grammar; `replies` tells the end of it."""
         self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)

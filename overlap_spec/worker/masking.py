@@ -48,7 +48,7 @@ class Masking:
         self._slots = slots
         self._device = device
         self._max_forced = (slots.width - 1 if tree is None else tree.num_levels) if proposes else 0
-        self._has_trees = tree is not None
+        self._parents = None if tree is None else slots.parents
         self._uids: dict[int, int] = {}  # of slots with a grammar
         self._unread: deque[tuple[StepHandle, list[Constrained]]] = deque()  # tokens that are not on the host yet
         self._advancing: list[Future[None]] = []
@@ -91,6 +91,17 @@ class Masking:
         self._advancing.clear()
         self._note_failures(constrained)
 
+    def warm_up(self) -> None:
+        """Compile what no captured step holds. Nothing is in flight."""
+        with torch.inference_mode():
+            packer = Packer()
+            packer.add([self._slots.dummy])
+            packer.add([-1] * self._max_forced)
+            slots, nothing = packer.upload(self._device)
+            if self._max_forced:
+                place_forced(self._slots.window, self._parents, slots, nothing.view(1, -1))
+            self._masks.clear(slots)
+
     def proposes(self, width: int) -> bool:
         """Whether the window of a step has room for forced tokens, which must be known before its layers run."""
         return self._max_forced > 0 and width > 1
@@ -106,8 +117,7 @@ class Masking:
         packer.add(slot for slot, _ in forced)
         packer.add(token for _, tokens in forced for token in (*tokens, *[-1] * (most - len(tokens))))
         slots, tokens = packer.upload(self._device)
-        parents = self._slots.parents if self._has_trees else None
-        place_forced(self._slots.window, parents, slots, tokens.view(len(forced), most))
+        place_forced(self._slots.window, self._parents, slots, tokens.view(len(forced), most))
 
     def read_windows(self, constrained: list[Constrained], width: int) -> None:
         """Start to copy out what the step will verify: the target's layers, which follow, take longer. Sync: never."""
@@ -158,8 +168,8 @@ class Masking:
     def _windows(self, constrained: list[Constrained], width: int) -> Tensor:
         slots = self._on_device(constrained)
         windows = self._slots.window[slots, :width]
-        if self._has_trees and width > 1:
-            return torch.cat((windows, self._slots.parents[slots, :width]), 1)
+        if self._parents is not None and width > 1:
+            return torch.cat((windows, self._parents[slots, :width]), 1)
         return windows.contiguous()
 
     def _write(

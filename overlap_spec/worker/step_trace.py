@@ -121,6 +121,8 @@ class DeviceTracer:
         host = seen.host
         self._add(WORKER, "plan received", host.received, host.received, seen.step)
         self._add(WORKER, "launch", host.launch_begin, host.launch_end, seen.step)
+        if host.masks_end:
+            self._add(WORKER, "masks of grammars", host.masks_begin, host.masks_end, seen.step)
         if host.published:
             self._add(WORKER, "result sent", host.published, host.published, seen.step)
 

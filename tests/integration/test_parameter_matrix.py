@@ -33,7 +33,7 @@ from overlap_spec.server.unsupported import UNSUPPORTED
 from overlap_spec.tokenizer.codec import TextCodec
 
 MODELS_SEED = 10
-PLAIN = RingConfig(num_steps=0, num_slots=1, depth=1, prefix_cache=False, max_len=200)
+PLAIN = RingConfig(grammars=True, num_steps=0, num_slots=1, depth=1, prefix_cache=False, max_len=200)
 Replies = dict[str, list[Any]]  # by parameter, case by case, prompt by prompt
 Note = Callable[[str, str, int, str], None]  # parameter, column, depth, what the cell says
 
@@ -78,7 +78,14 @@ def test_replies_are_plain_decodings(
     method, topk = COLUMNS[column]
     num_steps, method = (0, "EAGLE3") if method == "NONE" else (3, method)
     config = RingConfig(
-        method=method, num_steps=num_steps, topk=topk, depth=depth, num_slots=8, num_pages=400, max_len=200
+        grammars=True,
+        method=method,
+        num_steps=num_steps,
+        topk=topk,
+        depth=depth,
+        num_slots=8,
+        num_pages=400,
+        max_len=200,
     )
     found = replies_of(codec, method, topk, config)
     wrong = [name for name in CASES if found[name] != plain[name]]

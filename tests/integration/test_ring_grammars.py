@@ -1,27 +1,32 @@
 """Structured output through the whole ring: tokens are those of plain constrained decoding, whatever is guessed."""
 
 import asyncio
+import functools
 import json
 import random
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
 from llguidance import LLMatcher
+from structured_output import make_schemas
 from support.grammar_oracle import GrammarOracle
 from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.ring_links import Answer
 from support.storm import Request, assert_nothing_leaked, random_config, random_requests, run_requests, with_room
 from support.tiny.grammars import BAD_GRAMMARS, TINY_GRAMMARS, schema
 from support.tiny.methods import EVERY_METHOD
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ErrorCode, FinishKind, Grammar, GrammarKind, PrepareGrammar, SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 
 PROMPT = [11, 40, 71, 9, 80, 33]
@@ -256,3 +261,42 @@ def test_an_abort_while_the_grammar_is_compiled_leaves_nothing(
             assert check_plain[0].finish is not None
 
     asyncio.run(serve())
+
+
+SCHEMAS = make_schemas(40)[1::2]  # 20 without white space, of which a model that was not trained writes too much
+
+
+@functools.cache
+def generated_answers(method: str | None, topk: int, temperature: float) -> list[Answer]:
+    """Of a ring; None: plain decoding."""
+
+    async def serve() -> list[Answer]:
+        config = replace(CONFIG, max_len=200, num_pages=800, num_slots=6)
+        config = replace(config, num_steps=0, depth=1) if method is None else replace(config, method=method, topk=topk)
+        models = tiny_loaded(0, config.num_steps, method=config.method, topk=topk)
+        texts = [Grammar(GrammarKind.JSON_SCHEMA, json.dumps(each)) for each in SCHEMAS]
+        requests = [msgspec.structs.replace(sampling(text, temperature), max_new_tokens=150) for text in texts]
+        with TemporaryDirectory() as directory:
+            codec = load_codec(write_tokenizer(Path(directory)))
+        async with running(models, config, codec) as ring:
+            return [answer for part in batched(requests, 5) for answer in await answers(ring, part)]
+
+    return asyncio.run(serve())
+
+
+def batched(requests: list[SamplingParams], size: int) -> list[list[SamplingParams]]:
+    return [requests[first : first + size] for first in range(0, len(requests), size)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "topk", "temperature"), [("EAGLE3", 1, 1.0), ("EAGLE3", 3, 0.0), ("NGRAM", 1, 1.0)])
+def test_generated_schemas(method: str, topk: int, temperature: float) -> None:
+    """Those of benchmarks/structured_output.py: every reply parses, validates and is plain decoding's."""
+    plain, found = generated_answers(None, 1, temperature), generated_answers(method, topk, temperature)
+    ended = 0
+    for each, expected, answer in zip(SCHEMAS, plain, found, strict=True):
+        assert answer.rejected is None and answer.token_ids == expected.token_ids
+        if answer.finish is not None and answer.finish.kind is FinishKind.STOP:
+            jsonschema.validate(json.loads(answer.text), each)
+            ended += 1
+    assert ended > len(SCHEMAS) / 2

@@ -31,13 +31,13 @@ ASKED = (
     LogProbParams(top=2, prompt_from=0),
 )
 SHAPES = {
-    "plain": RingConfig(num_steps=0),
-    "chain": RingConfig(num_steps=3),
-    "tree": RingConfig(num_steps=3, topk=3, num_pages=400),
-    "chain, captured": RingConfig(num_steps=3, graph_batch_sizes=(1, 2, 4)),
     "tree, captured, of any width": RingConfig(
         num_steps=2, topk=2, num_pages=400, graph_batch_sizes=(1, 4), widths_seed=1
     ),
+    "plain": RingConfig(num_steps=0),
+    "chain": RingConfig(num_steps=3),
+    "chain, captured": RingConfig(num_steps=3, graph_batch_sizes=(1, 2, 4)),
+    "tree": RingConfig(num_steps=3, topk=3, num_pages=400),
     "one step in flight": RingConfig(num_steps=2, depth=1),
 }
 

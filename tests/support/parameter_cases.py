@@ -16,11 +16,11 @@ Then write the results: `python -m pytest tests/integration/test_parameter_matri
 benchmarks/results/parameter_matrix.json`, and `python benchmarks/write_docs.py`.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.server.grammars import GrammarFields
 from overlap_spec.server.native import GenerateRequest
 from support.tiny.methods import MULTI_LAYER
 
@@ -51,7 +51,36 @@ class Case:
             yield _with_prompt(self.endpoint, prompt, asked)
 
 
+_SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
+_TAG = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<"]}
+_ENDS = {"ignore_eos": False}  # a grammar ends its output by EOS
+GRAMMARS: dict[str, tuple[Json, ...]] = {  # values by field
+    "response_format": (
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}},
+        {"response_format": {"type": "structural_tag", **_TAG}},
+    ),
+    "json_schema": ({"json_schema": json.dumps(_SCHEMA)},),
+    "regex": ({"regex": "[0-9]{2,4}"},),
+    "ebnf": ({"ebnf": 'root ::= "ab" | "c" root'},),
+    "lark": ({"lark": 'start: "a" /[b-d]+/'},),
+    "structural_tag": ({"structural_tag": json.dumps(_TAG)},),
+    "structured_outputs": tuple(
+        {"structured_outputs": each} for each in ({"json": _SCHEMA}, {"choice": ["no", "yes"]})
+    ),
+    "guided_json": ({"guided_json": _SCHEMA},),
+    "guided_regex": ({"guided_regex": "[a-c]{3}!"},),
+    "guided_choice": ({"guided_choice": ["left", "right"]},),
+    "guided_grammar": ({"guided_grammar": 'root ::= "x" [0-9]'},),
+    "guided_json_object": ({"guided_json_object": True},),
+}
+OF_GRAMMARS = {
+    name: tuple(Case(fields, endpoint, _ENDS) for fields in cases for endpoint in (COMPLETIONS, CHAT, GENERATE))
+    for name, cases in GRAMMARS.items()
+}
+
 CASES: dict[str, tuple[Case, ...]] = {
+    **OF_GRAMMARS,
     "max_tokens": (Case({"max_tokens": 7}), Case({"max_tokens": 1}, CHAT), Case({"max_new_tokens": 5}, GENERATE)),
     "min_tokens": (
         Case({"min_tokens": 6}, beside={"stop_token_ids": list(range(64, 96))}),
@@ -122,6 +151,7 @@ ALIASES = {
     "bad_word_ids": "bad_words",
     "best_of": "n",  # it must be n
     "log_probs": "logprobs",
+    "grammar": "response_format",  # whichever field asks for it
 }
 
 # Fields that are no parameters of the tokens, and why.
@@ -136,15 +166,15 @@ OUTSIDE = {
     ),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
     **dict.fromkeys(("chat_template", "continue_final_message", "add_special_tokens"), "the prompt"),
+    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning"), "how the answer's text is read"),
+    **dict.fromkeys(("shown_tokens", "reasoning", "thinking"), "how the answer's text is read"),
+    "tool_choice": "a grammar of the answer",
 }
 
-WITHOUT_ROW = (
-    *("grammar", "reasoning", "shown_tokens", "separate_reasoning", "stream_reasoning"),
-    *("tool_choice", "parallel_tool_calls", "spaces_between_special_tokens"),
-)
-
 # Read and checked, with no row yet. A field leaves this when its row comes.
-PENDING = frozenset((*GrammarFields.__struct_fields__, *WITHOUT_ROW))
+PENDING = frozenset(
+    ("spaces_between_special_tokens", "max_thinking_tokens", "thinking_budget", "thinking_token_budget")
+)
 
 # Fields of replies that may differ: names, times, and what speculation and the cache did.
 VOLATILE = frozenset(

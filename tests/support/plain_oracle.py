@@ -21,6 +21,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from support.own_processors import OWN_PROCESSORS
+from support.reasoning_rows import must_draw
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.sampling_oracle import Filters, Penalties, drawn, softmax, strictest
 from support.tiny.models import CPU
@@ -177,7 +178,12 @@ class PlainOracle:
         forbidden = set() if self._processor is None else self._processor.forbidden(before, reset.prompt_len)
         token = self._chosen(masked(logits, forbidden), sampling, len(before))
         self.num_forbidden += bool(forbidden) and self._chosen(logits, sampling, len(before)) in forbidden
-        return token
+        if (thinking := sampling.thinking) is None:
+            return token
+        markers = thinking.budget, thinking.is_open, thinking.opening, thinking.closing
+        due = must_draw(before, reset.prompt_len, *markers)
+        self.decided["thinking_budgets"] += due not in (-1, token)
+        return token if due < 0 else due
 
     def _changed(
         self, logits: list[float], sampling: SamplingParams, before: list[int], prompt_len: int

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from overlap_spec.config import NGRAM
-from overlap_spec.messages import FinishKind, SamplingParams
+from overlap_spec.messages import FinishKind, SamplingParams, Thinking
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
@@ -66,6 +66,7 @@ MUST_HAPPEN = (
     "decided_by_logit_bias",
     "decided_by_allowed_token_ids",
     "decided_by_bad_words",
+    "decided_by_thinking_budgets",
     *STRICTEST,
 )
 
@@ -154,7 +155,14 @@ def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> Samplin
     changes = random_changes(random.Random(rng.randrange(1 << 40))) if filters else {}
     if filtered:
         changes |= random_filters(random.Random(sampling.seed))
-    return msgspec.structs.replace(sampling, **changes)
+    thinking = random_thinking(random.Random(sampling.seed)) if filters else None
+    return msgspec.structs.replace(sampling, thinking=thinking, **changes)
+
+
+def random_thinking(rng: random.Random) -> Thinking | None:
+    """Markers of frequent characters, so that some reasoning ends by itself. None for most requests."""
+    opening, closing = (tuple(rng.choices(range(6, 128), k=rng.randint(1, 3))) for _ in range(2))
+    return Thinking(rng.randint(0, 12), rng.random() < 0.8, opening, closing) if rng.random() < 0.3 else None
 
 
 def random_changes(rng: random.Random) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _place_forced_triton(window: Tensor, parents: Tensor | None, slots: Tensor, 
     )
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=("num_forced",))
 def _place_forced_kernel(
     window_ptr: tl.tensor,
     parents_ptr: tl.tensor,

@@ -10,6 +10,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
+from overlap_spec.worker.grammars import mask_words
 from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
 
@@ -114,6 +115,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         token_bytes=TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
+        mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
     )
 

@@ -37,6 +37,7 @@ class Demand:
     token_bytes: int = 0  # of a token, beside its KV: its id
     level_rows: int = 1  # rows of each slot in a draft step
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
+    mask_words: int = 0  # 32-bit words of a grammar's mask of the vocabulary
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
 
     @property
@@ -49,7 +50,8 @@ class Demand:
         """What the largest step needs."""
         rows = max(self.width, self.level_rows)
         drawn = drawing_bytes(self.max_running_requests, rows, self.vocab_size, self.history)
-        return drawn + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
+        masks = (self.max_running_requests + 1) * self.width * self.mask_words * 4
+        return drawn + masks + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
 
     @property
     def scratch(self) -> int:

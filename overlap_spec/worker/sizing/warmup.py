@@ -69,6 +69,8 @@ def warm_up(
             _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
             late = [SlotWork(slot=0, deferred=int(width == 1))]
             _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
+    if executor.masking is not None:
+        executor.masking.warm_up()
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:

@@ -158,7 +158,28 @@ def test_how_reasoning_is_shown(change: dict[str, Any], message: dict[str, str],
     events = ask(client, "POST", CHAT, info("none", "qwen3"), json={**body, "stream": True}).text
     assert events.count("reasoning_content") == num_pieces
     asked = client.asked[0][2]
-    assert asked.reasoning == (Reasoning("<think>", "</think>") if "separate_reasoning" not in change else None)
+    assert asked.reasoning == Reasoning("<think>", "</think>", is_separate="separate_reasoning" not in change)
+
+
+def test_a_thinking_budget_by_every_name() -> None:
+    body = {"messages": MESSAGES}
+    for name in ("thinking_budget", "max_thinking_tokens", "thinking_token_budget"):
+        client = answers("hi")
+        assert ask(client, "POST", CHAT, info("none", "qwen3"), json={**body, name: 7}).status_code == 200
+        assert client.asked[0][2].reasoning == Reasoning("<think>", "</think>", budget=7)
+    for change, what, words in (
+        ({"thinking_budget": 7}, info(), "start with --reasoning-parser"),
+        ({"thinking_budget": -1}, info("none", "qwen3"), "from 0 on"),
+        ({"thinking_budget": 7, "max_thinking_tokens": 8}, info("none", "qwen3"), "differ"),
+        ({"thinking_budget": "7"}, info("none", "qwen3"), "int"),
+    ):
+        reply = ask(FakeClient(), "POST", CHAT, what, json={**body, **change})
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+        assert reply.json()["error"]["param"] in change
+    reply = ask(
+        FakeClient(), "POST", "/v1/completions", info("none", "qwen3"), json={"prompt": "a", "thinking_budget": 7}
+    )
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "thinking_budget"
 
 
 @every_format

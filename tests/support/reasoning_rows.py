@@ -1,0 +1,85 @@
+"""Random rows whose requests have thinking budgets, and what they have to draw, worked out in plain Python."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from overlap_spec_kernels import TokenRows
+from torch import Tensor
+
+from overlap_spec.sampling.thinking import NO_BUDGET, packed_budget
+
+MARKERS = ((7,), (3, 4), (5, 5, 6))
+
+
+def must_draw(
+    before: Sequence[int], output_from: int, budget: int, is_open: bool, opening: Sequence[int], closing: Sequence[int]
+) -> int:
+    """The token that the row after these tokens has to draw, -1 where any may be drawn."""
+    output = list(before[output_from:])
+    if output[: len(opening)] == list(opening):
+        output = output[len(opening) :]
+    elif not is_open:
+        return -1
+    thought, rest = output[:budget], output[budget:]
+    ends = any(thought[i : i + len(closing)] == list(closing) for i in range(len(thought)))
+    if len(thought) < budget or ends or len(rest) >= len(closing):
+        return -1
+    return closing[len(rest)]
+
+
+class RandomRows:
+    """Some slots, a window of a tree for each, histories of few tokens so that markers come up."""
+
+    def __init__(self, rng: random.Random, most_positions: int = 24, budgets: tuple[int, int] = (0, 9)) -> None:
+        self.page_size = rng.choice((1, 4, 16))
+        self.num_slots, self.num_rows, self.depth = rng.randint(1, 5), rng.randint(1, 4), rng.randint(0, 3)
+        size = most_positions + 8
+        pages = -(-size // self.page_size)
+        self.page_table = torch.randperm(self.num_slots * pages).view(self.num_slots, pages).int() + 1
+        self.pool = torch.randint(3, 8, ((self.num_slots * pages + 1) * self.page_size,), dtype=torch.int32)
+        self.rows: list[list[list[int]]] = []
+        self.asked: list[tuple[int, int, bool, tuple[int, ...], tuple[int, ...]] | None] = []
+        self.output_from, self.roots = [], []
+        for slot in range(self.num_slots):
+            opening, closing = rng.choice(MARKERS), rng.choice(MARKERS)
+            output_from = rng.randint(1, 6)
+            budget = rng.randint(*budgets)
+            length = min(most_positions, output_from + budget + rng.randint(0, 5))
+            history = [rng.choice((1, 1, 1, 3, 5, 7)) for _ in range(max(length, output_from + 1))]
+            if rng.random() < 0.5:
+                history[output_from : output_from + len(opening)] = opening
+            root = len(history) - 1
+            for position, token in enumerate(history):
+                page = int(self.page_table[slot, position // self.page_size])
+                self.pool[page * self.page_size + position % self.page_size] = token
+            self.output_from.append(output_from)
+            self.roots.append(root)
+            no_budget = rng.random() < 0.2
+            self.asked.append(None if no_budget else (output_from, budget, rng.random() < 0.5, opening, closing))
+            guesses = [
+                [rng.choice((3, 4, 5, 6, 7)) for _ in range(rng.randint(0, self.depth))] for _ in range(self.num_rows)
+            ]
+            self.rows.append([history + each for each in guesses])
+
+    def arguments(self) -> tuple[TokenRows, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of `reasoning_end`."""
+        positions = [[len(row) for row in rows] for rows in self.rows]
+        guesses = torch.full((self.num_slots, self.num_rows, self.depth), -1)
+        for slot, rows in enumerate(self.rows):
+            for index, row in enumerate(rows):
+                guessed = row[self.roots[slot] + 1 :]
+                if guessed:
+                    guesses[slot, index, -len(guessed) :] = torch.tensor(guessed)
+        budgets = [list(NO_BUDGET) if asked is None else packed_budget(*asked[1:]) for asked in self.asked]
+        store = TokenRows(self.pool, self.page_table, self.page_size)
+        ints = (torch.tensor(each) for each in (self.roots, positions))
+        return (store, *ints, guesses, torch.tensor(budgets), torch.tensor(self.output_from))
+
+
+def by_hand(rows: RandomRows) -> list[list[int]]:
+    """What every row has to draw."""
+    return [
+        [-1 if asked is None else must_draw(row, *asked) for row in of_slot]
+        for asked, of_slot in zip(rows.asked, rows.rows, strict=True)
+    ]
