@@ -8,6 +8,17 @@ them from this package: each file holds the messages of one link, and an actor's
     client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker
 """
 
+from overlap_spec.messages.audit import (
+    BOUNDLESS,
+    Audit,
+    Audited,
+    AuditFigures,
+    AuditReply,
+    AuditReport,
+    Difference,
+    GetAudit,
+    StopSpeculating,
+)
 from overlap_spec.messages.base import (
     AbortReason,
     ErrorCode,
@@ -98,11 +109,31 @@ from overlap_spec.messages.supervisor import (
     ToSupervisor,
 )
 
-ToScheduler = WorkerReady | StepResult | GrammarReady | GrammarFailed | Admit | Abort | FlushCache | Shutdown
+ToScheduler = (
+    WorkerReady
+    | StepResult
+    | GrammarReady
+    | GrammarFailed
+    | Admit
+    | Abort
+    | FlushCache
+    | Audit
+    | StopSpeculating
+    | Shutdown
+)
 ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
 
 __all__ = [
+    "BOUNDLESS",
+    "StopSpeculating",
+    "GetAudit",
+    "Difference",
+    "AuditReport",
+    "AuditReply",
+    "AuditFigures",
+    "Audited",
+    "Audit",
     "Abort",
     "AbortReason",
     "ActorFacts",

@@ -172,6 +172,7 @@ OUTSIDE = {
 }
 
 # Read and checked, with no row yet. A field leaves this when its row comes.
+# A thinking budget needs a server that reads reasoning: `tests/integration/test_ring_thinking.py` has every method.
 PENDING = frozenset(
     ("spaces_between_special_tokens", "max_thinking_tokens", "thinking_budget", "thinking_token_budget")
 )

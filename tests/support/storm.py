@@ -24,6 +24,7 @@ import torch
 
 from overlap_spec.config import NGRAM
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
+from overlap_spec.tokenizer.audit.auditor import GIVEN_UP
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
@@ -243,6 +244,7 @@ async def serve(
             await asyncio.gather(*tasks)
             await ring.idle()
         count(ring, seen)
+        check_audit(ring, seen)
         assert_nothing_leaked(ring)
     return answers
 
@@ -271,6 +273,19 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
     seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
     seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)
+
+
+def check_audit(ring: Ring, seen: Counter[str]) -> None:
+    """In float64 a token that is not plain decoding's is a fault; every request was audited, if any were."""
+    report = ring.auditor.report()
+    figures = report.figures
+    assert not report.recent and not figures.faults, report.recent
+    assert not figures.control_differences and not figures.backlog
+    seen["audited_requests"] += figures.requests
+    seen["audited_tokens"] += figures.tokens
+    seen["audits_given_up"] += report.dropped_because.get(GIVEN_UP, 0)
+    seen["audits_begun_again"] += ring.scheduler.queues.audits.num_restarts
+    seen["audit_steps_between_others"] += ring.plans.audits_between
 
 
 def assert_nothing_leaked(ring: Ring) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from overlap_spec.messages import LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.worker.audit import GraphAuditor
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
@@ -105,8 +106,19 @@ def capture_graphs(
     decoder.capture(recorder)
     prefiller.capture(recorder)
     executor.use(decoder, prefiller)
+    if executor.audit_step is not None:
+        auditor = GraphAuditor(executor.audit_step, slots.dummy, audit_batches(geometry))
+        auditor.capture(recorder, slots.length.device)
+        executor.audit_by(auditor)
     _run_uncaptured(executor, geometry)
     return Captures(decoder, prefiller, recorder.counts, time.perf_counter() - started)
+
+
+def audit_batches(geometry: Geometry) -> tuple[int, ...]:
+    """Batch sizes of audits that are captured: few, because a larger batch takes hardly longer."""
+    if not geometry.num_audits:
+        return ()
+    return tuple(sorted({max(geometry.num_audits // 4, 1), geometry.num_audits, geometry.num_controls}))
 
 
 def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
