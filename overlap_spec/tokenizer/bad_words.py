@@ -1,4 +1,4 @@
-"""Bad words as token ids, as vLLM encodes them: as they stand, and as a word that follows a space."""
+"""Bad words as token ids, as vLLM encodes them: as they are, and as a word that follows a space."""
 
 import msgspec
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from overlap_spec.messages import MAX_BAD_WORDS, MAX_WORD_TOKENS, SamplingParams
 
-WORDS = 2 * MAX_BAD_WORDS, MAX_WORD_TOKENS  # of a slot: each as it stands, and after a space
+WORDS = 2 * MAX_BAD_WORDS, MAX_WORD_TOKENS  # of a slot: each as it is, and after a space
 
 
 @dataclass(frozen=True)
