@@ -106,7 +106,7 @@ def _check_runs(arguments: argparse.Namespace) -> None:
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "methods":
         return await measure_methods(arguments, _sizes(arguments.batch_sizes or BATCH_SIZES))
-    config = engine_config(arguments, log_level="warning")
+    config = engine_config(arguments, log_level="warning", audit_rate=0.0)
     if arguments.what == "step":
         return await run_step(config, _step_workload(arguments), arguments.trace)
     workload = Workload(

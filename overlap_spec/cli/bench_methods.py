@@ -75,7 +75,7 @@ async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int,
         if arguments.output:
             write_report(arguments.output, report)
 
-    return await run_methods(engine_config(arguments, log_level="warning"), workload, comparison, told)
+    return await run_methods(engine_config(arguments, log_level="warning", audit_rate=0.0), workload, comparison, told)
 
 
 def print_methods(console: Console, report: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the engine, answer, stop it. Returns the exit status."""
     sampling = _sampling(arguments)
-    config = engine_config(arguments, log_level=QUIET)
+    config = engine_config(arguments, log_level=QUIET, audit_rate=0.0)
     if config.skip_tokenizer_init:
         raise ConfigError("skip_tokenizer_init", "a chat needs the tokenizer; leave it out")
     refuse_bench_flags(config)

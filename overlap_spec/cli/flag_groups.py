@@ -40,4 +40,5 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "draft": DRAFT,
     "ngram": tuple(found.name for found in config_fields() if found.name.startswith("speculative_ngram_")),
     "verification": VERIFICATION,
+    "audit": ("audit_rate", "audit_action", "audit_file"),
 }

@@ -9,6 +9,7 @@ from overlap_spec.client.link import pack_ids
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
+    AuditReply,
     ChatPrompt,
     Detokenized,
     ErrorCode,
@@ -80,7 +81,7 @@ def completion_of(deltas: Sequence[Delta]) -> Completion:
     )
 
 
-Reply = Tokenized | Detokenized | FlushDone | StatsReply | Pong
+Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
 Answer = Delta | Reply | OverlapSpecError
 
 

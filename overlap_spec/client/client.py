@@ -20,6 +20,8 @@ from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, a
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
+    AuditReply,
+    AuditReport,
     Cancel,
     ChatPrompt,
     Detokenize,
@@ -28,6 +30,7 @@ from overlap_spec.messages import (
     Flush,
     FlushDone,
     Generate,
+    GetAudit,
     GetStats,
     Ping,
     Pong,
@@ -183,6 +186,10 @@ class Client:
         """The engine's newest periodic report. Cancellation: the answer is dropped."""
         return (await self._ask(GetStats(uuid.uuid4().hex), StatsReply)).stats
 
+    async def audit(self) -> AuditReport:
+        """What the live audit has found so far. Cancellation: the answer is dropped."""
+        return (await self._ask(GetAudit(uuid.uuid4().hex), AuditReply)).report
+
     async def ping(self) -> Pong:
         """Ask whether the tokenizer is there and the engine warm. Cancellation: the answer is dropped."""
         sent_at = time.monotonic()
@@ -232,7 +239,7 @@ class Client:
         finally:
             self._calls.close(request_id)
 
-    async def _ask(self, message: Tokenize | Detokenize | Flush | GetStats, kind: type[R]) -> R:
+    async def _ask(self, message: Tokenize | Detokenize | Flush | GetStats | GetAudit, kind: type[R]) -> R:
         with self._call(message.request_id) as answers:
             self._send(message)
             return _expect(await answers.get(), kind)
@@ -256,7 +263,7 @@ class Client:
                 self._calls.reject(message)
             case Pong():
                 self._heard_pong(message)
-            case Tokenized() | Detokenized() | FlushDone() | StatsReply():
+            case Tokenized() | Detokenized() | FlushDone() | StatsReply() | AuditReply():
                 self._calls.answer(message.request_id, message)
             case _:
                 assert_never(message)

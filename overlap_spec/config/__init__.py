@@ -18,6 +18,7 @@ from overlap_spec.config.settings import (
     MIB,
     AcceptSettings,
     AttentionSettings,
+    AuditSettings,
     CacheSettings,
     LinkSettings,
     Machine,
@@ -38,6 +39,7 @@ from overlap_spec.config.speculation import synthetic_acceptance
 __all__ = [
     "AcceptSettings",
     "AttentionSettings",
+    "AuditSettings",
     "CacheSettings",
     "DEFAULT_MODEL",
     "DUMMY",

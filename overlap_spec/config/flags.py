@@ -9,6 +9,7 @@ from overlap_spec.config.speculation import SpeculationFlags, Text
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
+AuditAction = Literal["log", "disable", "stop"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "qwen25", "qwen", "llama3_json", "llama3", "pythonic", "llama4_pythonic", "mistral"
 ]
@@ -92,6 +93,24 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
     log_level_http: Annotated[
         LogLevel | None, Meta(description="log level of answers, each a line at info; default: that of --log-level")
+    ] = None
+
+    audit_rate: (
+        Annotated[
+            float,
+            Meta(
+                ge=0,
+                le=1,
+                description="share of finished requests that plain decoding runs again; default 0.01 with speculation",
+            ),
+        ]
+        | None
+    ) = None
+    audit_action: Annotated[
+        AuditAction, Meta(description="on a fault: log it; disable speculation from then on; stop the engine")
+    ] = "log"
+    audit_file: Annotated[
+        Text | None, Meta(description="JSONL file of faults; default: a new one in the cache directory")
     ] = None
 
     mem_fraction_static: (

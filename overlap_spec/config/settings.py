@@ -181,6 +181,14 @@ class SchedulerSettings(Struct, frozen=True):
     synthetic_acceptance: bool = False  # every log line with an accept length reports it
 
 
+class AuditSettings(Struct, frozen=True):
+    """Owner: tokenizer; worker and scheduler keep slots for it. `rate`: share of finished requests; 0: none."""
+
+    rate: float = 0.0
+    action: str = "log"  # log, disable or stop: what follows a fault
+    file: str | None = None  # of faults; None: one in the cache directory
+
+
 class ServerSettings(Struct, frozen=True):
     """Owner: the HTTP process."""
 
@@ -223,6 +231,7 @@ class Settings(Struct, frozen=True):
     logit_processor: str | None = None  # MODULE:NAME, which the worker imports
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
+    audit: AuditSettings = AuditSettings()
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
 

@@ -8,6 +8,17 @@ them from this package: each file holds the messages of one link, and an actor's
     client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker
 """
 
+from overlap_spec.messages.audit import (
+    BOUNDLESS,
+    Audit,
+    Audited,
+    AuditFigures,
+    AuditReply,
+    AuditReport,
+    Difference,
+    GetAudit,
+    StopSpeculating,
+)
 from overlap_spec.messages.base import (
     AbortReason,
     ErrorCode,
@@ -47,12 +58,15 @@ from overlap_spec.messages.facts import (
     WorkerFacts,
 )
 from overlap_spec.messages.request import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
     MAX_GRAMMAR_BYTES,
     MAX_LISTED_LOG_PROBS,
     MAX_MARKER_TOKENS,
     MAX_STOP_IDS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOG_PROBS,
+    MAX_WORD_TOKENS,
     ChatPrompt,
     Grammar,
     GrammarKind,
@@ -95,11 +109,31 @@ from overlap_spec.messages.supervisor import (
     ToSupervisor,
 )
 
-ToScheduler = WorkerReady | StepResult | GrammarReady | GrammarFailed | Admit | Abort | FlushCache | Shutdown
+ToScheduler = (
+    WorkerReady
+    | StepResult
+    | GrammarReady
+    | GrammarFailed
+    | Admit
+    | Abort
+    | FlushCache
+    | Audit
+    | StopSpeculating
+    | Shutdown
+)
 ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
 
 __all__ = [
+    "BOUNDLESS",
+    "StopSpeculating",
+    "GetAudit",
+    "Difference",
+    "AuditReport",
+    "AuditReply",
+    "AuditFigures",
+    "Audited",
+    "Audit",
     "Abort",
     "AbortReason",
     "ActorFacts",
@@ -132,6 +166,8 @@ __all__ = [
     "GetStats",
     "Grammar",
     "GrammarKind",
+    "MAX_BAD_WORDS",
+    "MAX_BIASES",
     "MAX_GRAMMAR_BYTES",
     "LogProbParams",
     "LogProbs",
@@ -140,6 +176,7 @@ __all__ = [
     "MAX_STOP_IDS",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
+    "MAX_WORD_TOKENS",
     "MemorySaving",
     "Message",
     "Phase",

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
 from overlap_spec.messages.ring import Stats
@@ -59,7 +60,7 @@ class GetStats(Message, frozen=True):
     request_id: str
 
 
-ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats
+ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats | GetAudit
 
 
 # --- tokenizer -> client ----------------------------------------------------------------------------------
@@ -145,4 +146,4 @@ class StatsReply(Message, frozen=True):
     stats: Stats
 
 
-ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply
+ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply | AuditReply

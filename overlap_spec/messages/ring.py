@@ -74,6 +74,9 @@ class SlotWork(Message, frozen=True):
     decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
     how many rows before the slot's root the draft has not absorbed. `scored`: first and end of the positions of a chunk
     after which the prompt token's log-prob is wanted.
+
+    An audit knows all tokens, so its decode steps take nothing from the slot's row but the pages: `prompt_chunk` is the
+    one token at `start`, after which the target draws, and `next_token` the token that was served there.
     """
 
     slot: int
@@ -91,7 +94,8 @@ class StepPlan(Message, frozen=True):
 
     A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
     token. At width 1, where W is more, the draft is left out; what it missed it absorbs at the start of a step with
-    `catch_up`. A prefill step proposes for a whole window.
+    `catch_up`. A prefill step proposes for a whole window. In a step of an `audit` the draft takes no part, its decode
+    steps are one column wide, and are padded to `padded_to` slots.
     """
 
     step_id: int
@@ -99,6 +103,8 @@ class StepPlan(Message, frozen=True):
     work: list[SlotWork]
     width: int
     catch_up: bool = False
+    audit: bool = False
+    padded_to: int = 0
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------
@@ -125,6 +131,8 @@ class WorkerReady(Message, frozen=True):
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
     results have `levels`, and every window is filled whole, whatever the width of the step before. `num_steps`: guesses
     in a row that `method` makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W.
+    `audit_slots`: slots from `first_audit_slot` on, which audits alone use; their controls are padded to
+    `control_slots`.
     """
 
     num_slots: int
@@ -144,6 +152,9 @@ class WorkerReady(Message, frozen=True):
     method: str = NO_METHOD
     num_steps: int = 0
     step_widths: tuple[int, ...] = ()
+    first_audit_slot: int = 0
+    audit_slots: int = 0
+    control_slots: int = 0
 
 
 class StepResult(Message, frozen=True):
@@ -173,6 +184,7 @@ class StepResult(Message, frozen=True):
     # asks for them; else b"" for those that do not.
     log_probs: list[bytes] = []
     prompt_log_probs: list[bytes] = []
+    leads: list[float] = []  # of decode steps of audits: `tokens` are those drawn, these the leads of those served
 
 
 class GrammarReady(Message, frozen=True):
@@ -194,7 +206,8 @@ class GrammarFailed(Message, frozen=True):
 class EngineLimits(Message, frozen=True):
     """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
 
-    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding.
+    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `audit_slots`:
+    requests that may be audited at once; 0 where audits are off.
     """
 
     max_len: int
@@ -203,6 +216,7 @@ class EngineLimits(Message, frozen=True):
     vocab_size: int
     method: str = NO_METHOD
     num_steps: int = 0
+    audit_slots: int = 0
 
 
 class TokenDeltas(Message, frozen=True):

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from overlap_spec.messages import Stats
+from overlap_spec.messages import AuditFigures, Stats
 
 PREFIX = "overlap_spec:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -110,6 +110,7 @@ class ServerMetrics(Collector):
         self.inter_token = WeightedHistogram(ITL_BOUNDS_S)
         self.whole_request = WeightedHistogram(E2E_BOUNDS_S)
         self._stats = Stats()
+        self._audit: AuditFigures | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -117,9 +118,9 @@ class ServerMetrics(Collector):
         """Start the clock of one request."""
         return RequestTimer(self)
 
-    def render(self, stats: Stats) -> bytes:
+    def render(self, stats: Stats, audit: AuditFigures | None = None) -> bytes:
         """The text of `/metrics` with the engine's newest figures."""
-        self._stats = stats
+        self._stats, self._audit = stats, audit
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -130,6 +131,7 @@ class ServerMetrics(Collector):
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
         yield from self._latencies()
+        yield from _audit(self._audit) if self._audit is not None else ()
         yield from _spec_decode(self._stats)
 
     def _latencies(self) -> Iterator[Metric]:
@@ -139,6 +141,24 @@ class ServerMetrics(Collector):
             ("e2e_request_latency_seconds", "From arrival to the last token.", self.whole_request),
         ):
             yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
+
+
+def _audit(figures: AuditFigures) -> Iterator[Metric]:
+    """The live audit's; two rates of differences are comparable: near-ties, and control differences."""
+    for name, text, count in (
+        ("requests", "Requests that plain decoding has run again.", figures.requests),
+        ("tokens", "Tokens of those.", figures.tokens),
+        ("near_ties", "Served tokens that plain decoding does not draw, within the noise.", figures.near_ties),
+        ("faults", "Served tokens that plain decoding does not draw, beyond the noise.", figures.faults),
+        ("control_tokens", "Tokens that plain decoding drew in batches of two sizes.", figures.control_tokens),
+        ("control_differences", "Tokens that differed between the two.", figures.control_differences),
+        ("dropped", "Requests that were chosen and not audited.", figures.dropped),
+    ):
+        yield CounterMetricFamily(f"{PREFIX}audit_{name}", text, count)
+    yield GaugeMetricFamily(PREFIX + "audit_backlog", "Requests that are to be audited.", figures.backlog)
+    yield GaugeMetricFamily(PREFIX + "audit_noise_bound", "Margins up to it are noise, in logits.", figures.bound)
+    speculating = "0 once a fault has switched speculation off."
+    yield GaugeMetricFamily(PREFIX + "audit_speculating", speculating, figures.speculating)
 
 
 def _spec_decode(stats: Stats) -> Iterator[Metric]:

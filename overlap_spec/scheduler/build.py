@@ -7,6 +7,7 @@ from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import WorkerReady
 from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.admission import Admission
+from overlap_spec.scheduler.audits import Audits
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links, Scheduler
@@ -35,7 +36,7 @@ def build_scheduler(
     pool = PagePool(limits.num_pages)
     prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
-    queues = RequestQueues(memory, limits.num_slots)
+    queues = RequestQueues(memory, limits.num_slots, Audits(memory, limits))
     counters = Counters(runs=[0] * (limits.width + 1))
     widths = BatchWidths(_width_policy(ready, settings), limits)
     planner = Planner(queues, Admission(queues, limits), limits, counters, widths)

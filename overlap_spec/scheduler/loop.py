@@ -12,6 +12,7 @@ from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     Admit,
+    Audit,
     DropGrammar,
     ErrorCode,
     FlushCache,
@@ -22,6 +23,7 @@ from overlap_spec.messages import (
     Refused,
     Shutdown,
     StepResult,
+    StopSpeculating,
     ToScheduler,
     ToTokenizer,
     ToWorker,
@@ -99,6 +101,7 @@ class Scheduler:
     def send_replies(self) -> None:
         """Send the tokenizer what the last events left for it, and a report if one is due."""
         self._reply(self.reporter.poll())
+        self.outbox += self.queues.audits.given_up()
         if self.outbox:
             self.empty_outbox()
 
@@ -124,6 +127,10 @@ class Scheduler:
             case FlushCache():
                 self._num_flushes += 1
                 self._flush()
+            case Audit():
+                self.queues.audits.add(message)
+            case StopSpeculating():
+                self.planner.decode_plainly()
             case Shutdown():
                 self.stopping = True
             case WorkerReady():
@@ -135,7 +142,11 @@ class Scheduler:
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
-        self._reply(self.ledger.settle(self.inflight.popleft(), result))
+        step = self.inflight.popleft()
+        if step.plan.audit:
+            self.outbox += self.queues.audits.settle(step.plan, result)
+        else:
+            self._reply(self.ledger.settle(step, result))
         if self._num_flushes:
             self._flush()
 
@@ -164,9 +175,10 @@ class Scheduler:
 
     def _flush(self) -> None:
         """Empty the prefix cache, unless something runs or waits. Steps of requests that have finished end first."""
-        if self.inflight and self.queues.only_leaving:
+        serving = any(not step.plan.audit for step in self.inflight)  # audits leave the cache alone
+        if serving and self.queues.only_leaving:
             return
-        can = self.queues.idle and not self.inflight
+        can = self.queues.idle and not serving
         if can:
             cache = self.queues.memory.cache
             cache.evict(cache.num_evictable)

@@ -18,10 +18,11 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import BatchWidths
+from overlap_spec.scheduler.width.policy import FixedWidth
 
 
 class Planner:
-    """Prefill chunks and decode steps take turns while there is work for both."""
+    """Prefill chunks and decode steps take turns while there is work for both; audits (`audits.py`) come last."""
 
     def __init__(
         self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, widths: BatchWidths
@@ -36,9 +37,27 @@ class Planner:
 
     def next_step(self) -> Step | None:
         """Plan one more step, or None if nothing can run before a result arrives."""
-        if self._last is Phase.DECODE:
-            return self._prefill() or self._decode()
-        return self._decode() or self._prefill()
+        return self._audit(idle=False) or self._serve() or self._audit(idle=self._queues.idle)
+
+    def decode_plainly(self) -> None:
+        """Let every later decode step be one column wide."""
+        self.widths.policy = FixedWidth(1)
+
+    def _serve(self) -> Step | None:
+        first, second = self._prefill, self._decode
+        if self._last is not Phase.DECODE:
+            first, second = second, first
+        step = first() or second()
+        if step is not None:
+            self._queues.audits.note_other_step()
+        return step
+
+    def _audit(self, idle: bool) -> Step | None:
+        plan = self._queues.audits.next_plan(self._next_step_id + 1, idle)
+        if plan is None:
+            return None
+        self._next_step_id += 1
+        return Step(plan, [], [])
 
     # --- prefill --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from bisect import insort
 from collections import deque
 from operator import attrgetter
 
+from overlap_spec.scheduler.audits import Audits
 from overlap_spec.scheduler.prefix_cache import Match
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request
@@ -22,8 +23,9 @@ ARRIVAL = attrgetter("order")
 class RequestQueues:
     """Owner of the requests' states and of the slots."""
 
-    def __init__(self, memory: RequestPages, num_slots: int) -> None:
+    def __init__(self, memory: RequestPages, num_slots: int, audits: Audits) -> None:
         self.memory = memory
+        self.audits = audits
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
         self.preparing: dict[int, Request] = {}  # by uid: their grammars are being compiled
         self._ended: list[int] = []  # uids of requests with a grammar that are gone

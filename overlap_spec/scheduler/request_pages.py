@@ -7,24 +7,49 @@ Pages of the cached prefix come first in a request's table and are never written
                           0                 num_shared                      len(pages)
 """
 
+from typing import Protocol
+
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.prefix_cache import Match, PrefixCache
 from overlap_spec.scheduler.requests import Request
 
 
+class PageBorrower(Protocol):
+    """Uses pages for as long as no request needs them."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it has now."""
+        ...
+
+    def give_back(self) -> None:
+        """Return some of them to the pool; called while it has any."""
+        ...
+
+
+class NoBorrower:
+    """No page is lent."""
+
+    num_pages = 0
+
+    def give_back(self) -> None:
+        """Never called."""
+
+
 class RequestPages:
-    """The page pool, and the prefix cache, whose unlocked pages are evicted when pages run out."""
+    """The page pool, and the prefix cache, whose unlocked pages are evicted when pages run out; then those lent."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache, limits: Limits) -> None:
         self.pool = pool
         self.cache = cache
+        self.borrower: PageBorrower = NoBorrower()
         self._limits = limits
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had at once: free, or cached and unlocked."""
-        return len(self.pool.free) + self.cache.num_evictable
+        """Pages that can be had at once: free, lent, or cached and unlocked."""
+        return len(self.pool.free) + self.cache.num_evictable + self.borrower.num_pages
 
     @property
     def num_used(self) -> int:
@@ -57,6 +82,12 @@ class RequestPages:
         pages = self._take(count)
         request.pages += pages
         return pages
+
+    def borrow(self, count: int) -> list[int]:
+        """Pages that no request holds, for the borrower; none if there are not so many."""
+        if count > len(self.pool.free) + self.cache.num_evictable:
+            return []
+        return self._take(count)
 
     def share(self, request: Request) -> None:
         """Put the KV of a request that still runs into the prefix cache.
@@ -95,4 +126,6 @@ class RequestPages:
         short = count - len(self.pool.free)
         if short > 0:
             self.cache.evict(short)
+        while count > len(self.pool.free) and self.borrower.num_pages:
+            self.borrower.give_back()
         return self.pool.take(count)

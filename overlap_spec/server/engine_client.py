@@ -12,6 +12,7 @@ from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import (
+    AuditReport,
     ChatPrompt,
     EngineFacts,
     Finish,
@@ -61,6 +62,7 @@ class EngineClient(Protocol):
     async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str: ...
     async def flush_cache(self) -> bool: ...
     async def stats(self) -> Stats: ...
+    async def audit(self) -> AuditReport: ...
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.messages import Stats
+from overlap_spec.messages import AuditReport, Stats
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.openai_requests import check_model
@@ -28,6 +28,15 @@ async def newest_stats(client: EngineClient) -> Stats:
     try:
         async with asyncio.timeout(STATS_S):
             return await client.stats()
+    except TimeoutError:
+        raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
+
+
+async def audit_report(client: EngineClient) -> AuditReport:
+    """Ask the engine what its audit has found. Raises: Problem 503 if it does not answer."""
+    try:
+        async with asyncio.timeout(STATS_S):
+            return await client.audit()
     except TimeoutError:
         raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
 
@@ -54,6 +63,7 @@ class InfoEndpoints:
             Route("/version", self.version),
             *(Route(path, self.model_info) for path in ("/model_info", "/get_model_info")),
             *(Route(path, self.server_info) for path in ("/server_info", "/get_server_info")),
+            Route("/audit", self.audit),
             *(
                 Route(path, self.flush_cache, methods=["GET", "POST"])
                 for path in ("/flush_cache", "/reset_prefix_cache")
@@ -104,6 +114,10 @@ class InfoEndpoints:
             "max_model_len": info.max_model_len,
         }
         return as_json({**shown, "internal_states": [{**shown, **self._state(stats)}], "version": info.version})
+
+    async def audit(self, request: Request) -> Response:
+        """What the live audit has found: figures, and the newest tokens that plain decoding does not draw."""
+        return as_json((await audit_report(self._client)).as_json())
 
     async def flush_cache(self, request: Request) -> Response:
         """Empty the prefix cache; 400 if something still runs after `timeout` seconds, of the query (default: 0)."""

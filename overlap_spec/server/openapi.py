@@ -57,6 +57,7 @@ ENDPOINTS = {
     "/get_model_info": Endpoint(),
     "/server_info": Endpoint(),
     "/get_server_info": Endpoint(),
+    "/audit": Endpoint(),
     "/flush_cache": Endpoint(answer=str, media=(TEXT,)),
     "/reset_prefix_cache": Endpoint(answer=str, media=(TEXT,)),
     "/health": Endpoint(media=()),

@@ -13,7 +13,7 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 from overlap_spec.server.bodies import convert, read_json
 from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
-from overlap_spec.server.info import newest_stats
+from overlap_spec.server.info import audit_report, newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
 from overlap_spec.server.prompts import read_ids
 from overlap_spec.server.running import EngineRequest, Group, Runner
@@ -73,7 +73,8 @@ class Operations:
 
     async def metrics(self, request: Request) -> Response:
         """All counters, in Prometheus' text format."""
-        text = self._metrics.render(await newest_stats(self._client))
+        audit = await audit_report(self._client)
+        text = self._metrics.render(await newest_stats(self._client), audit.figures)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def abort(self, request: Request) -> Response:

@@ -34,7 +34,8 @@ class Verification:
 
     `flags`: those that ask for it; none: it runs where no flag asks for another. `name`: what start table, log and
     `/server_info` call it; none: the text of `AcceptSettings`. `is_lossy`: it changes the output's distribution, which
-    the name is then followed by.
+    the name is then followed by. `draws_plainly`: it commits the very tokens that plain decoding draws, so that audits
+    can compare them.
     """
 
     make: Callable[[VerifierInputs], Verifier]
@@ -42,6 +43,7 @@ class Verification:
     name: str | None = None
     is_lossy: bool = False
     judges_trees: bool = False
+    draws_plainly: bool = False
 
     def describe(self, accept: AcceptSettings) -> str:
         """How log, start table and `/server_info` name it."""
@@ -81,7 +83,7 @@ def _by_rejection(inputs: VerifierInputs) -> Verifier:
     return ResidualVerifier(Rejection(inputs.probs), inputs.token_ids)
 
 
-MATCH = Verification(_matching, judges_trees=True)
+MATCH = Verification(_matching, judges_trees=True, draws_plainly=True)
 GREEDY_MATCH = Verification(_greedy_matching, (FORCE_GREEDY_NGRAM,), judges_trees=True)
 THRESHOLDS = Verification(
     _by_thresholds,

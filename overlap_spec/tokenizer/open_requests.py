@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
@@ -12,13 +13,17 @@ from overlap_spec.tokenizer.output import Output
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted."""
+    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted.
+
+    `transcript`: of a request that is to be audited.
+    """
 
     uid: int
     client: int
     request_id: str
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
+    transcript: Transcript | None = None
     log_probs: RequestLogProbs | None = None  # where they are asked for
     opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
 

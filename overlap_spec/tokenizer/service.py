@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import assert_never
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
+from overlap_spec.config import AuditSettings
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
+    Audited,
+    AuditReply,
     Cancel,
     ChatPrompt,
     Detokenize,
@@ -28,6 +31,7 @@ from overlap_spec.messages import (
     Flush,
     Flushed,
     Generate,
+    GetAudit,
     GetStats,
     LogProbs,
     Ping,
@@ -46,6 +50,11 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
+from overlap_spec.tokenizer.audit.auditor import Auditor
+from overlap_spec.tokenizer.audit.fault_file import FaultFile
+from overlap_spec.tokenizer.audit.noise import BatchNoise
+from overlap_spec.tokenizer.audit.transcripts import Transcript
+from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
@@ -76,6 +85,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
+        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, scheduler, clients)
         self._requests = OpenRequests()
@@ -109,12 +119,15 @@ class TokenizerService:
                 self._add_tokens(message)
             case EngineLimits():
                 self._checks.limits = message
+                self.auditor.num_slots = message.audit_slots
             case Refused():
                 self._refused(message)
             case Flushed():
                 self._queries.flushed(message)
             case Stats():
                 self._queries.reported(message)
+            case Audited():
+                self.auditor.audited(message)
             case Shutdown():
                 self._shut_down(message.drain)
             case _:
@@ -134,6 +147,8 @@ class TokenizerService:
             piece = self._push(request, request.output, tokens, finish)
             if piece is None:
                 continue
+            if request.transcript is not None:
+                self._keep(request.transcript, message.step_id, piece)
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
@@ -151,6 +166,12 @@ class TokenizerService:
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+
+    def _keep(self, transcript: Transcript, step_id: int, piece: Piece) -> None:
+        """What an audit will compare: the tokens that are served."""
+        transcript.add(step_id, piece.token_ids)
+        if piece.finish is not None:
+            self.auditor.finished(transcript, piece.finish)
 
     def _push(self, request: OpenRequest, output: Output, tokens: list[int], finish: Finish | None) -> Piece | None:
         """Add a run to an output. None: a stop pattern took too long, and the request has ended with that error."""
@@ -202,6 +223,8 @@ class TokenizerService:
                 task.add_done_callback(self._reading.discard)
             case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
                 await self._attempt(client, message)
+            case GetAudit():
+                self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
             case Cancel():
                 self._cancel(client, message)
             case Ping():
@@ -237,7 +260,8 @@ class TokenizerService:
             cuts = message.sampling.truncate_prompt_tokens is not None
             ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
             ids = truncated(ids, message.sampling, limits)
-            sampling = self._checks.settle(message.sampling, ids, limits)
+            worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
+            sampling = self._checks.settle(worded, ids, limits)
             if (reasoning := sampling.reasoning) is not None:
                 opening = opening_of(message.prompt, ids, reasoning, self._codec)
                 sampling = with_budget(sampling, reasoning, opening, self._codec)
@@ -259,7 +283,9 @@ class TokenizerService:
             request.open_output(sampling, len(ids), decoder)
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
-            self._scheduler.send(Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at))
+            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at)
+            request.transcript = self.auditor.opened(request.request_id, admit)
+            self._scheduler.send(admit)
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:

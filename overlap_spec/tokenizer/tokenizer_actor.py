@@ -1,11 +1,16 @@
 """The tokenizer process: loads the codec, binds both links, and serves."""
 
+import secrets
 from pathlib import Path
 
 from overlap_spec.config import Settings
 from overlap_spec.grammar import GrammarVocabulary
-from overlap_spec.messages import TokenizerFacts, ToTokenizer
+from overlap_spec.ipc.transport import Outlet
+from overlap_spec.messages import TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.tokenizer.audit.auditor import Auditor
+from overlap_spec.tokenizer.audit.fault_file import FaultFile
+from overlap_spec.tokenizer.audit.noise import FLOORS, BatchNoise
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
@@ -20,8 +25,10 @@ async def main(context: ActorContext) -> None:
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
-        service = TokenizerService(codec, checks, context.outlet("scheduler"), endpoint.router, context.send_supervisor)
+        scheduler: Outlet[ToScheduler] = context.outlet("scheduler")
+        service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
+        service.auditor = make_auditor(settings, scheduler)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
 
@@ -32,6 +39,15 @@ def make_codec(settings: Settings) -> Codec:
     if settings.skip_tokenizer_init or directory is None:
         return IdsOnly()
     return load_codec(Path(directory), settings.model.files.chat_template)
+
+
+def make_auditor(settings: Settings, scheduler: Outlet[ToScheduler]) -> Auditor:
+    """The audit that the flags ask for."""
+    audit, seed = settings.audit, settings.scheduler.seed
+    noise = BatchNoise(FLOORS[settings.model.dtype])
+    auditor = Auditor(audit, noise, FaultFile(audit.file, settings), scheduler.send)
+    auditor.key = secrets.token_bytes(8) if seed is None else seed.to_bytes(8, "little")
+    return auditor
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:

@@ -17,6 +17,7 @@ from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
+from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
@@ -25,11 +26,13 @@ from overlap_spec.spec.methods import method_of
 from overlap_spec.spec.verification import VerifierInputs
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.worker.audit import AuditStep
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.grammars import Grammars
 from overlap_spec.worker.masking import Masking
+from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
@@ -100,8 +103,8 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    processors = LogitProcessors(target.vocab_size, pool, own_processors, *_kept_of_slots(grammars, geometry, place))
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors)
+    processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors, geometry.num_audits)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,
@@ -118,25 +121,37 @@ def build_executor(
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
     draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
-    token_ids = torch.arange(target.vocab_size, device=place)
+    device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
     inputs = VerifierInputs(accept, token_ids, tree is not None, draw, shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    device = _device(place)
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
     proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # other rules ask who made a guess
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
-    return Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
+    executor = Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
+    return executor.with_audits(AuditStep(slots, target, geometry.page_size))
+
+
+def _processors(
+    vocab_size: int,
+    pool: TokenPool,
+    geometry: Geometry,
+    own: tuple[LogitProcessor, ...],
+    grammars: Grammars | None,
+) -> LogitProcessors:
+    place = pool.tokens.device
+    lists = SlotLists.allocate(geometry.num_slots + 1 + geometry.num_audits, vocab_size, WORDS, place)
+    return LogitProcessors(vocab_size, pool, lists, own, *_kept_of_slots(grammars, geometry, place))
 
 
 def _kept_of_slots(
     grammars: Grammars | None, geometry: Geometry, place: torch.device
 ) -> tuple[TokenMasks | None, ThinkingBudgets]:
-    """What the processors keep of each slot, the dummy's included."""
-    num_rows = geometry.num_slots + 1
+    """What the processors keep of each slot, those of the dummy and of audits included."""
+    num_rows = geometry.num_slots + 1 + geometry.num_audits
     budgets = ThinkingBudgets.allocate(num_rows, place)
     if grammars is None:
         return None, budgets

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
@@ -82,12 +83,23 @@ class Executor:
         self.device = device
         self._decoder: Decoder = decode_step
         self._prefiller: Prefiller = prefill_step
+        self.audit_step: AuditStep | None = None
+        self._auditor: Auditor | None = None
         self._chunk_slots: ChunkSlots | None = None
         self._before: DeviceTimes | None = None
 
     def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
         """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
         self._decoder, self._prefiller = decoder, prefiller
+
+    def with_audits(self, step: AuditStep) -> "Executor":
+        """Also run audits."""
+        self.audit_step = self._auditor = step
+        return self
+
+    def audit_by(self, auditor: Auditor) -> None:
+        """Run the decode steps of audits by this from now on."""
+        self._auditor = auditor
 
     def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
         """Begin to enqueue a step; the one before must be enqueued. Sync: never. Raises: what the step raises.
@@ -121,6 +133,7 @@ class Executor:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
         self.use(self.decode_step, self.prefill_step)
+        self._auditor = self.audit_step
         if self.masking is not None:
             self.masking.grammars.close()
 
@@ -129,7 +142,8 @@ class Executor:
         if self.masking is not None:
             constrained, cleared = self.masking.owners(handle.plan)
             self.masking.clear(cleared)
-        step = self._decode if handle.plan.phase is Phase.DECODE else self._prefill
+        decode = self._audit if handle.plan.audit else self._decode
+        step = decode if handle.plan.phase is Phase.DECODE else self._prefill
         yield from step(handle, on_published, constrained)
         handle.device.end = self.device.now()
         handle.host.launch_end = time.monotonic()
@@ -172,7 +186,20 @@ class Executor:
         if self.masking is not None:
             self.masking.launched(handle, completed)
         on_published(handle)
-        prefiller.draft(prefilled, sampling)
+        if not handle.plan.audit:
+            prefiller.draft(prefilled, sampling)
+
+    def _audit(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
+        """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
+        assert self._auditor is not None and not constrained
+        work, auditor = handle.plan.work, self._auditor
+        size = auditor.size_for(max(len(work), handle.plan.padded_to))
+        (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
+        replayed = auditor.forward(packed)
+        published = auditor.judge(replayed, self.slots.sampling_work(work))
+        self._publish(handle, Published(published, COLUMNS))
+        on_published(handle)
+        yield from ()
 
     def _seated(self, handle: StepHandle) -> ChunkSlots:
         """The step's slots on the device, which most often they are already."""
@@ -193,17 +220,18 @@ class Executor:
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
         pages = [value for item in work if item.new_pages for value in self.slots.pack_pages(item)]
-        listed = self.slots.pack_listed(work)
+        listed, lists = self.slots.pack_listed(work), self.slots.pack_lists(work)
         if not (resets or pages or runs):
             handle.device.begin = self.device.now()
             return []
-        for run in (resets, pages, listed, *runs):
+        for run in (resets, pages, listed, lists.fills, lists.biases, lists.words, *runs):
             packer.add(run)
         handle.device.begin = self.device.now()  # packing is not the device's work
-        on_device_resets, on_device_pages, on_device_listed, *loaded = packer.upload(self.device)
-        self.slots.apply(on_device_resets, on_device_pages)
+        reset_rows, page_rows, listed_rows, fills, biases, words, *loaded = packer.upload(self.device)
+        self.slots.apply(reset_rows, page_rows)
+        self.slots.apply_lists(fills, biases, words)
         if listed:
-            self.slots.apply_listed(on_device_listed)
+            self.slots.apply_listed(listed_rows)
         return loaded
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:

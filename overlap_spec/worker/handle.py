@@ -1,12 +1,13 @@
 """A launched step: its tokens, and when what happened to it."""
 
 import time
+from array import array
 from dataclasses import dataclass
 from typing import TypedDict
 
 from overlap_spec_kernels import PublishedColumns
 
-from overlap_spec.messages import StepPlan, StepResult
+from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.worker.devices import DeviceEvent, Download
 from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
 
@@ -69,6 +70,7 @@ class StepHandle:
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
             **_width_columns(rows, columns),
+            leads=_leads(rows) if self.plan.audit and self.plan.phase is Phase.DECODE else [],
             **self._log_probs(tokens),
         )
 
@@ -93,6 +95,11 @@ class StepHandle:
 def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:
     run = columns.tokens
     return [[token for token in row[run] if token >= 0] for row in rows]
+
+
+def _leads(rows: list[list[int]]) -> list[float]:
+    """The last column of an audit's rows, whose bits are a float64's."""
+    return list(array("d", array("q", (row[-1] for row in rows)).tobytes()))
 
 
 class WidthColumns(TypedDict, total=False):

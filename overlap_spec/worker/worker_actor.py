@@ -66,6 +66,9 @@ def worker_ready(
         method=models.method.name,
         num_steps=_num_steps(geometry, executor),
         step_widths=geometry.step_widths,
+        first_audit_slot=executor.slots.dummy + 1,
+        audit_slots=geometry.num_audits,
+        control_slots=geometry.num_controls,
     )
 
 

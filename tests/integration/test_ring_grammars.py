@@ -304,5 +304,14 @@ def test_generated_schemas(method: str, topk: int, temperature: float) -> None:
 
 def test_a_slot_is_unconstrained_once_its_grammar_is_gone(codec: TextCodec, oracle: GrammarOracle) -> None:
     """The next request of the slot has none, beside another that has one."""
-    requests = [sampling(LONG), sampling(TINY_GRAMMARS["choice"]), sampling(None)]
-    run(replace(CONFIG, num_slots=2, depth=1), codec, oracle, requests)
+    long = msgspec.structs.replace(sampling(LONG), max_new_tokens=120)
+    requests = [long, sampling(TINY_GRAMMARS["choice"]), msgspec.structs.replace(sampling(None), max_new_tokens=16)]
+
+    async def serve() -> None:
+        async with running(tiny_loaded(0, 3), replace(CONFIG, num_slots=2, depth=1), codec) as ring:
+            beside = asyncio.create_task(ring.ask(PROMPT, requests[0]))
+            found = [await ring.ask(PROMPT, each) for each in requests[1:]]
+            assert not beside.done()
+            check(oracle, requests, [await beside, *found], "one after another")
+
+    asyncio.run(serve())

@@ -16,6 +16,7 @@ from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
+    Audited,
     Finish,
     FinishKind,
     Flushed,
@@ -120,6 +121,8 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.last_step + 1, "steps out of order"
         self.last_step = plan.step_id
+        if plan.audit:
+            return self._audit(plan)
         slots = [work.slot for work in plan.work]
         assert len(slots) == len(set(slots)) and slots
         assert plan.width == self.ready.width or (plan.phase is Phase.DECODE and 1 <= plan.width < self.ready.width)
@@ -136,6 +139,25 @@ class FakeDevice:
             return StepResult(plan.step_id, tokens, num_guesses, 0.001)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
         return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
+
+    def _audit(self, plan: StepPlan) -> StepResult:
+        """Plain decoding draws what was served; the KV of the positions before is the audit's own."""
+        assert plan.phase is Phase.PREFILL or plan.width == 1
+        for work in plan.work:
+            assert work.slot > self.ready.num_slots, "an audit has a slot of requests, or the dummy"
+            if work.reset is not None:
+                self.rows[work.slot] = Row(work, [], list(work.new_pages))
+            row, chunk = self.rows[work.slot], array("i", work.prompt_chunk).tolist()
+            assert work.start == len(row.tokens) and work.next_token >= 0, "an audit leaves a gap"
+            for position, token in enumerate(row.tokens):
+                assert self._read(row, position) == (token, ("audit",)), "its KV is another's"
+            row.tokens += chunk
+            for position in range(work.start, len(row.tokens)):
+                self._write(row, position, (row.tokens[position], ("audit",)))
+        if plan.phase is Phase.PREFILL:
+            return StepResult(plan.step_id, [[] for _ in plan.work], [0] * len(plan.work), 0.001)
+        drawn = [[work.next_token] for work in plan.work]
+        return StepResult(plan.step_id, drawn, [0] * len(drawn), 0.001, leads=[1.0] * len(drawn))
 
     def _path(self, run: list[int], num_guesses: int) -> list[int]:
         """A path of any columns: this device keeps no tree."""
@@ -266,6 +288,7 @@ class Bench:
         self.closed: set[int] = set()  # by the tokenizer, on a stop string
         self.flushed: list[bool] = []
         self.stats: list[Stats] = []
+        self.audited: list[Audited] = []
 
     # --- events
 
@@ -328,6 +351,8 @@ class Bench:
                 self.flushed.append(message.success)
             case Stats():
                 self.stats.append(message)
+            case Audited():
+                self.audited.append(message)
 
     def check_streams(self) -> None:
         """Every request got exactly its tokens; an aborted one, the beginning of them."""

@@ -19,6 +19,7 @@ import httpx
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
+    AuditReport,
     ChatPrompt,
     Finish,
     FinishKind,
@@ -33,6 +34,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
+from support.audit_reports import NOTHING_AUDITED
 
 MAX_LEN = 256
 INFO = ServerInfo(
@@ -141,6 +143,9 @@ class FakeClient:
 
     async def flush_cache(self) -> bool:
         return self.flushable
+
+    async def audit(self) -> AuditReport:
+        return NOTHING_AUDITED
 
     async def stats(self) -> Stats:
         return self.statistics

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from overlap_spec.config import AcceptSettings, AttentionSettings, CacheSettings, SchedulerSettings, SpecSettings
+from overlap_spec.config import (
+    AcceptSettings,
+    AttentionSettings,
+    AuditSettings,
+    CacheSettings,
+    SchedulerSettings,
+    SpecSettings,
+)
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Cancel,
@@ -29,6 +36,9 @@ from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
+from overlap_spec.tokenizer.audit.auditor import Auditor
+from overlap_spec.tokenizer.audit.fault_file import FaultFile
+from overlap_spec.tokenizer.audit.noise import FLOORS, BatchNoise
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
@@ -106,6 +116,9 @@ class RingConfig:
     attention: AttentionSettings | None = None  # what runs it; None: what is fastest
     processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
+    audit: AuditSettings = AuditSettings()
+    audit_slots: int = 3
+    audit_share: int = 3  # of so many steps one is an audit's, while requests run
     grammars: bool = False  # requests may have grammars
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
@@ -128,6 +141,8 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
+            num_audits=self.audit_slots if self.audit.rate else 0,
+            num_controls=2 * self.audit_slots if self.audit.rate else 0,
         )
 
 
@@ -168,12 +183,18 @@ class Ring:
         )
         if config.widths_seed is not None:
             self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
+        self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         checked = GrammarChecks(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None
         checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
+        floor = FLOORS[str(config.dtype).removeprefix("torch.")]
+        faults = FaultFile(config.audit.file)
+        self.auditor = Auditor(config.audit, BatchNoise(floor), faults, self.to_scheduler.send)
+        self.auditor.num_slots = checks.limits.audit_slots
+        self.tokenizer.auditor = self.auditor
 
     def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
         """Send a request."""
@@ -193,9 +214,9 @@ class Ring:
         return answer
 
     async def idle(self) -> None:
-        """Wait until nothing runs and no step is in flight."""
+        """Wait until nothing runs, no step is in flight and no request is left to audit."""
         async with asyncio.timeout(TIMEOUT_S):
-            while self.scheduler.inflight or not self.scheduler.queues.idle:
+            while self.scheduler.inflight or not self.scheduler.queues.idle or self.auditor.report().figures.backlog:
                 await asyncio.sleep(0.001)
 
     def _device_lengths(self) -> dict[int, int]:

@@ -109,12 +109,12 @@ class SentLengths:
         self._work: dict[int, list[SlotWork]] = {}  # by step
 
     def planned(self, plan: StepPlan) -> None:
-        """A plan leaves for the worker."""
-        self._work[plan.step_id] = plan.work
+        """A plan leaves for the worker. Audits commit nothing."""
+        self._work[plan.step_id] = [] if plan.audit else plan.work
 
     def sent(self, result: StepResult) -> None:
         """A result leaves the worker."""
-        for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=True):
+        for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=False):
             before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
             self.lengths[work.slot] = before + len(tokens)
 
@@ -213,6 +213,9 @@ class WatchedPlans:
         self._lengths = lengths
         self.sent: list[int] = []
         self.chunk_splits = 0
+        self.audits: Counter[Phase] = Counter()  # steps
+        self.audits_between = 0  # steps of requests that follow an audit's
+        self._last_audit = False
         self.widths: Counter[int] = Counter()  # of decode steps
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
@@ -220,7 +223,12 @@ class WatchedPlans:
         if isinstance(message, StepPlan):
             self.sent.append(message.step_id)
             self._lengths.planned(message)
-            if message.phase is Phase.PREFILL:
+            self.audits[message.phase] += message.audit
+            self.audits_between += not message.audit and self._last_audit
+            self._last_audit = message.audit
+            if message.audit:
+                pass
+            elif message.phase is Phase.PREFILL:
                 self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
             else:
                 self.widths[message.width] += 1

@@ -23,6 +23,7 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
     check_steps(scheduler, placed)
     check_pages(scheduler, placed)
     check_cache(scheduler, placed)
+    check_audits(scheduler)
     for request in placed:
         check_request(scheduler, request)
         if request.prefilled_len == request.target:
@@ -91,6 +92,9 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     """Allocated + cached + free = total; every page has the holders that the pool counts."""
     pool, cache = scheduler.queues.memory.pool, scheduler.queues.memory.cache
     held = [page for request in placed for page in request.pages]
+    lent = [page for run in scheduler.queues.audits.running for page in run.pages]
+    assert len(lent) == len(set(lent)) and not set(lent) & set(held), "an audit uses a page of another"
+    held += lent
     cached = [page for node in cache.nodes() for page in node.pages]
     holders = Counter(held) + Counter(cached)
     assert len(cached) == len(set(cached)) == cache.num_pages, "a page is cached twice"
@@ -102,6 +106,21 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     assert cached_only == cache.num_evictable, "a cached page is locked without a request, or evictable in use"
     tables = Counter(page for request in placed for page in request.pages[request.num_shared :])
     assert not tables.keys() & set(cached) and all(count == 1 for count in tables.values()), "a private page is shared"
+
+
+def check_audits(scheduler: Scheduler) -> None:
+    """Audits have slots of their own, all their pages at once, and at most one step in flight."""
+    audits, limits = scheduler.queues.audits, scheduler.limits
+    slots = [run.slot for run in audits.running] + audits.free_slots
+    own = range(limits.first_audit_slot, limits.first_audit_slot + limits.audit_slots)
+    assert sorted(slots) == list(own), f"slots of audits lost or shared: {slots}"
+    assert limits.first_audit_slot > limits.num_slots or not own, "audits have a slot of requests, or the dummy"
+    assert sum(step.plan.audit for step in scheduler.inflight) <= 1
+    for run in audits.running:
+        assert len(run.pages) == limits.pages_for(len(run.tokens)) <= limits.max_table_pages
+        assert run.request.prompt_len <= len(run.tokens) and run.planned_len < len(run.tokens)
+        assert len(run.drawn) == len(run.leads) <= max(run.planned_len - run.request.prompt_len + 1, 0)
+    assert all(not run.pages and run.slot < 0 and not run.planned_len for run in audits.waiting)
 
 
 def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:

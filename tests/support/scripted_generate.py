@@ -12,7 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from overlap_spec.client.calls import Delta
-from overlap_spec.messages import Finish, FinishKind, SamplingParams, Stats, Usage
+from overlap_spec.messages import AuditReport, Finish, FinishKind, SamplingParams, Stats, Usage
+from support.audit_reports import NOTHING_AUDITED
 
 DEADLINE_S = 10.0  # real seconds
 
@@ -164,6 +165,9 @@ class ScriptedClient:
     async def flush_cache(self) -> bool:
         self.heard.append("flush")
         return True
+
+    async def audit(self) -> AuditReport:
+        return NOTHING_AUDITED
 
     async def stats(self) -> Stats:
         return self.totals

@@ -24,6 +24,7 @@ import torch
 
 from overlap_spec.config import NGRAM
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
+from overlap_spec.tokenizer.audit.auditor import GIVEN_UP
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
@@ -35,10 +36,17 @@ from support.tiny.tokenizer import write_tokenizer
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
 FILTERS: dict[str, tuple[float, ...]] = {"top_k": (1, 2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
-CHANGES: dict[str, tuple[float, ...]] = {
-    "repetition_penalty": (0.8, 1.3, 2.0),
-    "presence_penalty": (-1.0, 0.5, 2.0),
-    "frequency_penalty": (-0.3, 0.4, 1.5),
+CHANGES: dict[str, Callable[[random.Random], Any]] = {
+    "repetition_penalty": lambda rng: rng.choice((0.8, 1.3, 2.0)),
+    "presence_penalty": lambda rng: rng.choice((-1.0, 0.5, 2.0)),
+    "frequency_penalty": lambda rng: rng.choice((-0.3, 0.4, 1.5)),
+    "logit_bias": lambda rng: {token: rng.choice((-100, -0.7, 0.3, 4)) for token in rng.sample(range(128), 30)},
+    "allowed_token_ids": lambda rng: tuple(rng.sample(range(128), 60)),
+    "bad_word_ids": lambda rng: (
+        *((token,) for token in rng.sample(range(128), 20)),
+        *((token, rng.randrange(20)) for token in range(128)),
+        *((token, rng.randrange(128), rng.randrange(128)) for token in range(30)),
+    ),
 }
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
@@ -56,6 +64,9 @@ MUST_HAPPEN = (
     "steps_of_plain_requests",
     *CATCH_UPS,
     "decided_by_penalties",
+    "decided_by_logit_bias",
+    "decided_by_allowed_token_ids",
+    "decided_by_bad_words",
     "decided_by_thinking_budgets",
     *STRICTEST,
 )
@@ -155,10 +166,10 @@ def random_thinking(rng: random.Random) -> Thinking | None:
     return Thinking(rng.randint(0, 12), rng.random() < 0.8, opening, closing) if rng.random() < 0.3 else None
 
 
-def random_changes(rng: random.Random) -> dict[str, float]:
+def random_changes(rng: random.Random) -> dict[str, Any]:
     """Of logits: none for half of the requests, else one parameter or several."""
     names = rng.sample(list(CHANGES), rng.choice([0, 0, 1, len(CHANGES)]))
-    return {name: rng.choice(CHANGES[name]) for name in names}
+    return {name: CHANGES[name](rng) for name in names}
 
 
 def random_filters(rng: random.Random) -> dict[str, float]:
@@ -233,6 +244,7 @@ async def serve(
             await asyncio.gather(*tasks)
             await ring.idle()
         count(ring, seen)
+        check_audit(ring, seen)
         assert_nothing_leaked(ring)
     return answers
 
@@ -261,6 +273,19 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
     seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
     seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)
+
+
+def check_audit(ring: Ring, seen: Counter[str]) -> None:
+    """In float64 a token that is not plain decoding's is a fault; every request was audited, if any were."""
+    report = ring.auditor.report()
+    figures = report.figures
+    assert not report.recent and not figures.faults, report.recent
+    assert not figures.control_differences and not figures.backlog
+    seen["audited_requests"] += figures.requests
+    seen["audited_tokens"] += figures.tokens
+    seen["audits_given_up"] += report.dropped_because.get(GIVEN_UP, 0)
+    seen["audits_begun_again"] += ring.scheduler.queues.audits.num_restarts
+    seen["audit_steps_between_others"] += ring.plans.audits_between
 
 
 def assert_nothing_leaked(ring: Ring) -> None:

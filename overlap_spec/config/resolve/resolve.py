@@ -22,6 +22,7 @@ from overlap_spec.config import (
     Settings,
 )
 from overlap_spec.config.resolve.attention import resolve_attention
+from overlap_spec.config.resolve.audit import resolve_audit
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.speculation import SpeculationFlags
@@ -42,7 +43,6 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
     notes: list[str] = []
     spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
-    depth = 1 if config.disable_overlap_schedule else 2
     running = config.max_running_requests
     if running is None:
         running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
@@ -63,7 +63,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         cache=_resolve_cache(config),
         scheduler=SchedulerSettings(
             max_running_requests=running,
-            depth=depth,
+            depth=1 if config.disable_overlap_schedule else 2,
             chunk_tokens=_resolve_chunk(config),
             seed=config.random_seed,
             width_rules=rules,
@@ -85,6 +85,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,
         logit_processor=config.logit_processor,
+        audit=resolve_audit(config, spec),
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
@@ -257,6 +258,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "device": settings.model.device,
         "context_length": settings.model.max_len,
         "mem_fraction_static": settings.cache.mem_fraction,
+        "audit_rate": settings.audit.rate,
         "max_running_requests": settings.scheduler.max_running_requests,
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,

@@ -46,7 +46,9 @@ class DeferredRows:
         return self.tokens.shape[1]
 
     def put(self, batch: SlotBatch, output: TargetOutput, tokens: Tensor) -> None:
-        """Keep the row at `batch.lengths`, one per slot. Shapes: tokens [B] i64."""
+        """Keep the row at `batch.lengths`, one per slot, if anything is kept. Shapes: tokens [B] i64."""
+        if self.most == 0:
+            return
         places = batch.lengths % self.most
         self.aux_hidden[batch.slots, places] = output.aux_hidden
         self.tokens[batch.slots, places] = tokens

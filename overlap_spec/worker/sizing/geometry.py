@@ -1,6 +1,7 @@
 """The sizes that everything in the worker agrees on, settled once the weights are in memory."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -18,6 +19,8 @@ MAX_DEPTH = 2  # steps in flight that tables and rings are made for
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a number for every head, row and key
 MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
+CPU_AUDITS, GPU_AUDITS = 8, 32  # at once
+MOST_CONTROLS = 128  # rows of a step of controls
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
 
@@ -43,6 +46,8 @@ class Geometry:
     max_chunk: int  # prompt tokens in a prefill step, at most
     dtype: torch.dtype
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
+    num_audits: int = 0  # slots that audits have beside the others
+    num_controls: int = 0  # slots that a step of controls is padded to
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -65,6 +70,13 @@ class Geometry:
         return -(-self.num_positions // self.page_size)
 
 
+class AuditSizes(TypedDict):
+    """Those of `Geometry`."""
+
+    num_audits: int
+    num_controls: int
+
+
 def settle_geometry(settings: Settings, models: LoadedModels, device: torch.device) -> Geometry:
     """Size the KV pool from what is left. Raises: ConfigError saying what is missing and which flag to turn."""
     dtype = torch_dtype(settings.model.dtype)
@@ -80,7 +92,22 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
+        **audit_sizes(settings, models, device),
     )
+
+
+def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:
+    """Audits at once, as many as one step holds at little more than the price of one; controls differ clearly in size.
+
+    On a GPU a control has as many rows as a verify step of many requests, so that it meets the same kernels.
+    """
+    slots, on_cpu = settings.scheduler.max_running_requests, device.type == "cpu"
+    verification = models.method.verification(settings.spec.accept)
+    if settings.audit.rate == 0 or not verification.draws_plainly:
+        return AuditSizes(num_audits=0, num_controls=0)
+    num_audits = min(slots, CPU_AUDITS if on_cpu else GPU_AUDITS)
+    rows = 0 if on_cpu else min(slots * settings.spec.width, MOST_CONTROLS)
+    return AuditSizes(num_audits=num_audits, num_controls=max(rows, 2 * num_audits))
 
 
 def bytes_per_token(models: LoadedModels, dtype: torch.dtype) -> int:
@@ -129,6 +156,7 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
         "of workspace": demand.workspace,
         "for trees": demand.scratch,
         "of draft probabilities": demand.draft_probs,
+        "of biases and bad words": demand.lists,
         "of CUDA graphs": graph_bytes,
     }
     return CudaFacts(
@@ -143,7 +171,8 @@ def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:
     if device.type == "cpu":
         return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
     in_order = ", ".join(map(str, savings(demand)))
-    return cuda_budget(settings.cache, demand.workspace + demand.scratch + demand.draft_probs, in_order)
+    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
+    return cuda_budget(settings.cache, beside, in_order)
 
 
 def _max_chunk(settings: Settings) -> int:

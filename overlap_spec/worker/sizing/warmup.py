@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from overlap_spec.messages import LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.worker.audit import GraphAuditor
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
@@ -41,6 +42,8 @@ EVERYTHING = SamplingParams(
     min_p=0.01,
     min_new_tokens=1,
     repetition_penalty=1.1,
+    logit_bias={1: 1.0},
+    bad_word_ids=((2, 3),),
     seed=0,
     log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
 )  # which compiles what every other kind of sampling needs
@@ -103,8 +106,19 @@ def capture_graphs(
     decoder.capture(recorder)
     prefiller.capture(recorder)
     executor.use(decoder, prefiller)
+    if executor.audit_step is not None:
+        auditor = GraphAuditor(executor.audit_step, slots.dummy, audit_batches(geometry))
+        auditor.capture(recorder, slots.length.device)
+        executor.audit_by(auditor)
     _run_uncaptured(executor, geometry)
     return Captures(decoder, prefiller, recorder.counts, time.perf_counter() - started)
+
+
+def audit_batches(geometry: Geometry) -> tuple[int, ...]:
+    """Batch sizes of audits that are captured: few, because a larger batch takes hardly longer."""
+    if not geometry.num_audits:
+        return ()
+    return tuple(sorted({max(geometry.num_audits // 4, 1), geometry.num_audits, geometry.num_controls}))
 
 
 def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:

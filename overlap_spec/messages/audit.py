@@ -1,0 +1,137 @@
+"""The live audit: finished requests are run again by plain decoding, and compared with the tokens that were served.
+
+    tokenizer --Audit--> scheduler --StepPlan(audit)--> worker     one token a step, along the served tokens
+    tokenizer <-Audited- scheduler <--StepResult(leads)- worker    what plain decoding would have drawn, and how clearly
+
+A *lead* belongs to one served token: by how much the logits would have to change for plain decoding to draw another
+token. It is negative where plain decoding draws another one; its size is then the margin of the difference.
+"""
+
+from typing import Any
+
+import msgspec
+
+from overlap_spec.messages.base import Message
+from overlap_spec.messages.ring import Admit
+
+# --- tokenizer -> scheduler -------------------------------------------------------------------------------
+
+
+class Audit(Message, frozen=True):
+    """Run a finished request again. `output`: the tokens that were served, int32, little-endian.
+
+    `control`: in steps that are padded to a larger batch, to learn what the shape of a batch changes.
+    """
+
+    admit: Admit
+    output: bytes
+    control: bool = False
+
+
+class StopSpeculating(Message, frozen=True):
+    """Decode plainly from now on: every later decode step is one column wide."""
+
+
+# --- scheduler -> tokenizer -------------------------------------------------------------------------------
+
+
+class Audited(Message, frozen=True):
+    """An audit has ended: for each served token, the one that plain decoding draws (int32) and the lead (float64).
+
+    Both are empty if the audit was given up because requests needed its pages again and again.
+    """
+
+    uid: int
+    drawn: bytes = b""
+    leads: bytes = b""
+
+
+# --- tokenizer -> client ----------------------------------------------------------------------------------
+
+
+class AuditFigures(Message, frozen=True):
+    """What the audit has counted since start; `bound`: margins up to it are the noise of batch shapes, in logits."""
+
+    requests: int = 0
+    tokens: int = 0
+    near_ties: int = 0
+    faults: int = 0
+    control_tokens: int = 0  # of requests that were run twice, at two batch sizes
+    control_differences: int = 0  # tokens at which the two runs differ
+    backlog: int = 0  # requests that wait or are run
+    dropped: int = 0
+    skipped: int = 0
+    bound: float = 0.0
+    speculating: bool = True  # False once a fault has switched speculation off
+
+    @property
+    def near_ties_per_10k(self) -> float:
+        """Between the served tokens and plain decoding."""
+        return _per_10k(self.near_ties, self.tokens)
+
+    @property
+    def control_per_10k(self) -> float:
+        """Between plain decoding and plain decoding in batches of another size."""
+        return _per_10k(self.control_differences, self.control_tokens)
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """A served token that plain decoding does not draw. Margins are in logits; None: the token was forbidden.
+
+    `position`: in prompt and output. `control_margin`: of the second run, at another batch size; negative if that one
+    draws the served token; None without a second run.
+    """
+
+    request_id: str
+    position: int
+    step_id: int  # that committed it
+    served: int
+    drawn: int
+    margin: float | None
+    control_margin: float | None
+    bound: float
+    is_fault: bool
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/audit` shows. `recent`: the newest differences, faults first."""
+
+    rate: float
+    action: str
+    why_off: str
+    figures: AuditFigures
+    near_ties_per_10k: float
+    control_per_10k: float
+    typical_noise: float | None  # half of all leads change by less than this between two batch sizes, in logits
+    dropped_because: dict[str, int]
+    skipped_because: dict[str, int]
+    fault_file: str | None
+    faults_written: int
+    recent: list[Difference]
+
+    def as_json(self) -> dict[str, Any]:
+        """As a JSON object with named figures."""
+        return msgspec.structs.asdict(self) | {
+            "figures": msgspec.structs.asdict(self.figures),
+            "recent": [msgspec.structs.asdict(difference) for difference in self.recent],
+        }
+
+
+class GetAudit(Message, frozen=True):
+    """Ask for the `AuditReport`."""
+
+    request_id: str
+
+
+class AuditReply(Message, frozen=True):
+    """Answer to GetAudit."""
+
+    request_id: str
+    report: AuditReport
+
+
+BOUNDLESS = 1e20  # logits: a larger lead is that of a forbidden token, or of the only one that is not
+
+
+def _per_10k(count: int, of: int) -> float:
+    return 1e4 * count / of if of else 0.0

@@ -1,0 +1,199 @@
+"""Audits in the scheduler: finished requests that are run again in slots of their own, when the device has time.
+
+An audit knows all its tokens before it begins, so it needs all its pages at once and never grows:
+
+    positions    0 ............ P - 1 | P ............ P + N - 1        P prompt tokens, N served ones
+    prefill      [ chunks of P - 1 ]    (no prefix cache, no draft)
+    decode                      [ one position a step: N of them, from the prompt's last token on ]
+
+It holds pages that no request needs. When one does, the youngest audit loses its pages and starts again later. Pages
+are handed on while an audit's step is in flight: the next owner's steps come after it on the device.
+"""
+
+from array import array
+from collections import deque
+
+from msgspec.structs import replace
+
+from overlap_spec.messages import Audit, Audited, Phase, SlotWork, StepPlan, StepResult
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.request_pages import RequestPages
+from overlap_spec.scheduler.requests import Request, unpack_tokens
+
+SHARE = 64  # of so many steps one is an audit's, while requests run
+CHUNK_BUDGET = 1 / 8  # of a prefill step: what an audit's chunk may keep a request waiting for
+MOST_STARTS = 4  # an audit that has lost its pages so often is given up
+
+
+class AuditRun:
+    """One audit: what is planned of it, and what it has found."""
+
+    def __init__(self, audit: Audit, request: Request) -> None:
+        self.audit = audit
+        self.request = request  # how tokens are drawn; it is in no queue
+        self.tokens = request.tokens + unpack_tokens(audit.output)
+        self.num_starts = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was run."""
+        self.slot = -1
+        self.pages: list[int] = []
+        self.is_new = True  # no step of it has been planned
+        self.planned_len = 0  # positions whose KV is written, or will be by the step in flight
+        self.drawn = array("i")
+        self.leads = array("d")
+
+    @property
+    def prefills(self) -> bool:
+        """Whether prompt tokens before the last are left."""
+        return self.planned_len < self.request.prompt_len - 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every served token has been drawn."""
+        return len(self.drawn) == len(self.tokens) - self.request.prompt_len
+
+    def work(self, end: int) -> SlotWork:
+        """Run the positions up to `end`."""
+        start, self.planned_len = self.planned_len, end
+        is_new, self.is_new = self.is_new, False
+        return SlotWork(
+            self.slot,
+            new_pages=list(self.pages) if is_new else [],
+            start=start,
+            prompt_chunk=self.tokens[start:end].tobytes(),
+            next_token=self.tokens[end],
+            reset=self.request.reset() if is_new else None,
+        )
+
+
+class Audits:
+    """Owner of the audits' slots and pages. At most one step of theirs is in flight."""
+
+    def __init__(self, memory: RequestPages, limits: Limits) -> None:
+        self.waiting: deque[AuditRun] = deque()
+        self.running: list[AuditRun] = []  # oldest first
+        self._memory = memory
+        self._limits = limits
+        self.free_slots = [limits.first_audit_slot + i for i in reversed(range(limits.audit_slots))]
+        self._in_step: list[AuditRun] | None = None
+        self._controls_next = False
+        self.share = SHARE
+        self.num_restarts = 0
+        self._num_others = 0  # steps since the last one of an audit
+        self._given_up: list[Audited] = []
+        memory.borrower = self
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that requests can have back at once."""
+        return sum(len(run.pages) for run in self.running)
+
+    def give_back(self) -> None:
+        """Take the youngest audit's pages from it."""
+        run = self.running.pop()
+        self._memory.pool.drop(reversed(run.pages))
+        self._leave_slot(run)
+        run.reset()
+        self.num_restarts += 1
+        if run.num_starts < MOST_STARTS:
+            self.waiting.appendleft(run)
+        else:
+            self._given_up.append(Audited(run.audit.admit.uid))
+
+    def add(self, audit: Audit) -> None:
+        """Queue an audit."""
+        sampling = replace(audit.admit.sampling, log_probs=None)  # tokens are compared, and nothing else
+        request = Request(replace(audit.admit, sampling=sampling), 0, self._memory.cache.root)
+        self.waiting.append(AuditRun(audit, request))
+
+    def given_up(self) -> list[Audited]:
+        """Those that were given up since the last call."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    # --- planning -------------------------------------------------------------------------------------------
+
+    def note_other_step(self) -> None:
+        """A step of requests has been planned."""
+        self._num_others += 1
+
+    def next_plan(self, step_id: int, idle: bool) -> StepPlan | None:
+        """Plan a step if it is the audits' turn, or no request wants one (`idle`), and an audit has room."""
+        if self._in_step is not None or not (idle or self._num_others >= self.share):
+            return None
+        self._start_waiting()
+        if not self.running:
+            return None
+        self._num_others = 0
+        return self._prefill(step_id) or self._decode(step_id)
+
+    def _start_waiting(self) -> None:
+        """Give slots and pages to those that wait, while there are any that no request holds."""
+        while self.waiting and self.free_slots:
+            pages = self._memory.borrow(self._limits.pages_for(len(self.waiting[0].tokens)))
+            if not pages:
+                return
+            run = self.waiting.popleft()
+            run.pages, run.slot = pages, self.free_slots.pop()
+            run.num_starts += 1
+            run.request.target = run.request.prompt_len
+            self.running.append(run)
+
+    def _prefill(self, step_id: int) -> StepPlan | None:
+        budget = CHUNK_BUDGET
+        runs: list[AuditRun] = []
+        work: list[SlotWork] = []
+        for run in self.running:
+            if not run.prefills:
+                continue
+            most = max(self._limits.affordable(budget, run.planned_len), 0 if work else 1)
+            if most == 0:
+                break
+            end = min(run.planned_len + most, run.request.prompt_len - 1)
+            budget = max(budget - self._limits.chunk_cost(run.planned_len, end - run.planned_len), 0.0)
+            work.append(run.work(end))
+            runs.append(run)
+        if not work:
+            return None
+        self._in_step = runs
+        return StepPlan(step_id, Phase.PREFILL, work, self._limits.width, audit=True)
+
+    def _decode(self, step_id: int) -> StepPlan:
+        """All that are prefilled; controls and the others take turns, because only controls' steps are padded."""
+        kinds = {run.audit.control for run in self.running}
+        control = self._controls_next if len(kinds) > 1 else kinds.pop()
+        self._controls_next = not control
+        self._in_step = [run for run in self.running if run.audit.control == control]
+        work = [run.work(run.planned_len + 1) for run in self._in_step]
+        padded_to = self._limits.control_slots if control else 0
+        return StepPlan(step_id, Phase.DECODE, work, 1, audit=True, padded_to=padded_to)
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    def settle(self, plan: StepPlan, result: StepResult) -> list[Audited]:
+        """Apply a result. Returns the audits that it ends. One that has lost its pages meanwhile takes nothing."""
+        assert self._in_step is not None and plan.step_id == result.step_id, "one step of audits is in flight"
+        runs, self._in_step = self._in_step, None
+        if plan.phase is Phase.PREFILL:
+            return []
+        ended: list[Audited] = []
+        for run, work, drawn, lead in zip(runs, plan.work, result.tokens, result.leads, strict=True):
+            if run.planned_len != work.start + 1:
+                continue  # it has lost its pages since, and begins again
+            run.drawn.extend(drawn)
+            run.leads.append(lead)
+            if run.is_done:
+                ended.append(self._end(run))
+        return ended
+
+    def _end(self, run: AuditRun) -> Audited:
+        self.running.remove(run)
+        self._memory.pool.drop(reversed(run.pages))
+        self._leave_slot(run)
+        return Audited(run.audit.admit.uid, run.drawn.tobytes(), run.leads.tobytes())
+
+    def _leave_slot(self, run: AuditRun) -> None:
+        self.free_slots.append(run.slot)
+        run.slot, run.pages = -1, []

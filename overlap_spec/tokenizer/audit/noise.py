@@ -1,0 +1,64 @@
+"""What the shape of a batch changes: the noise that a difference must exceed to be a fault.
+
+Some requests are run twice by plain decoding, in batches of different sizes. Their leads would be the same if rounding
+did not depend on the shape of a batch. The bound is `FACTOR` times what all but one in a thousand of them change by;
+before so many have been seen, `FACTOR` times the largest change; never less than the dtype's `FLOORS`.
+"""
+
+import math
+from array import array
+from collections import Counter
+
+from overlap_spec.messages import BOUNDLESS
+
+ENOUGH = 1000  # leads, for a quantile of one in a thousand
+TAIL = 1e-3
+FACTOR = 3.0
+FINENESS = 32  # intervals of the histogram in a factor of 10: an interval's ends differ by 7%
+
+# Logits: a few units in the last place of a logit of 32, a large one. Below, nothing can be told from rounding.
+FLOORS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
+
+
+class BatchNoise:
+    """A histogram of how much leads change. `floor`: the least bound."""
+
+    def __init__(self, floor: float) -> None:
+        self._floor = floor
+        self._counts: Counter[int] = Counter()
+        self._largest = 0.0
+        self.num_leads = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the bound rests on enough leads."""
+        return self.num_leads >= ENOUGH
+
+    @property
+    def bound(self) -> float:
+        """Margins up to this are noise, in logits."""
+        tail = self.quantile(1 - TAIL) if self.is_measured else self._largest
+        return max(self._floor, FACTOR * (tail or 0.0))
+
+    def add(self, first: "array[float]", second: "array[float]") -> None:
+        """Learn from two runs of a request."""
+        for one, other in zip(first, second, strict=True):
+            if max(abs(one), abs(other)) > BOUNDLESS:
+                continue
+            change = abs(one - other)
+            self._largest = max(self._largest, change)
+            self._counts[_interval(change)] += 1
+            self.num_leads += 1
+
+    def quantile(self, share: float) -> float | None:
+        """What this share of leads changes by at most, to 7%; None without any."""
+        left = share * self.num_leads
+        for interval in sorted(self._counts):
+            left -= self._counts[interval]
+            if left <= 0:
+                return min(10 ** ((interval + 1) / FINENESS), self._largest)
+        return None
+
+
+def _interval(change: float) -> int:
+    return math.floor(math.log10(max(change, 1e-18)) * FINENESS)

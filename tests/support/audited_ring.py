@@ -1,0 +1,76 @@
+"""Serves random requests in a ring with audits, until a fault is found or enough tokens are served."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from overlap_spec.config import AuditSettings
+from overlap_spec.messages import AuditReport, SamplingParams
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.worker.executor import Executor
+from support.ring import Ring, RingConfig, running, tiny_loaded
+
+BATCH = 32
+Plant = Callable[[Executor], None]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was served until the end, and what the audit found."""
+
+    tokens: int
+    committed_tokens: int
+    report: AuditReport
+
+
+def audited_config(rate: float, **engine: object) -> RingConfig:
+    """Larger than a storm's ring, so that most steps have a full batch."""
+    config = RingConfig(num_slots=BATCH, num_pages=800, page_size=16, max_len=200, chunk_tokens=1024, num_steps=3)
+    return replace(config, audit=AuditSettings(rate), audit_slots=BATCH, audit_share=1, **engine)  # type: ignore[arg-type]
+
+
+def serve_audited(
+    config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant = lambda executor: None
+) -> Served:
+    """`most_tokens`: served tokens after which it ends without a fault."""
+    return asyncio.run(_serve(config, codec, seed, most_tokens, plant))
+
+
+async def _serve(config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant) -> Served:
+    models = tiny_loaded(seed, config.num_steps, config.dtype, config.place, config.method, config.family, config.topk)
+    rng = random.Random(seed)
+    async with running(models, config, codec) as ring:
+        ring.inbox.scheduler = None  # invariants are for storms: they take longer than the steps
+        plant(ring.executor)
+        tokens = 0
+
+        async def client(number: int) -> None:
+            nonlocal tokens
+            count = 0
+            while tokens < most_tokens and not ring.auditor.report().figures.faults:
+                count += 1
+                answer = await _ask(ring, f"{number}-{count}", rng)
+                tokens += answer
+
+        await asyncio.gather(*(client(number) for number in range(config.num_slots)))
+        served = tokens
+        while ring.auditor.report().figures.backlog and not ring.auditor.report().figures.faults:
+            await asyncio.sleep(0.01)
+        stats = ring.scheduler.reporter.snapshot()
+        return Served(served, stats.committed_tokens_total, ring.auditor.report())
+
+
+async def _ask(ring: Ring, request_id: str, rng: random.Random) -> int:
+    prompt = [rng.randrange(6, 128) for _ in range(rng.randint(1, 24))]
+    filters = rng.choice([{}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}])
+    sampling = SamplingParams(
+        max_new_tokens=rng.randint(20, 100),
+        temperature=rng.choice([0.0, 0.7, 1.0]),
+        seed=rng.randrange(1 << 40),
+        ignore_eos=True,
+        **filters,
+    )
+    answer = ring.start(request_id, prompt, sampling)
+    await asyncio.wait_for(answer.done.wait(), 60)
+    return len(answer.token_ids)
