@@ -15,8 +15,10 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, l
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
+from overlap_spec_kernels.logits.penalize import Penalized, penalize
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
@@ -49,6 +51,7 @@ from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Ver
 
 __all__ = [
     "BUDGET_WIDTH",
+    "IN_PROMPT",
     "MASK_BITS",
     "MAX_CHAIN_WIDTH",
     "MAX_TOP_TOKENS",
@@ -64,6 +67,7 @@ __all__ = [
     "NgramLog",
     "Norm",
     "Normed",
+    "Penalized",
     "TokenRows",
     "TopTokens",
     "Published",
@@ -74,6 +78,7 @@ __all__ = [
     "allocate_log",
     "cache_rows",
     "clear_log",
+    "count_tokens",
     "decode_attention",
     "draft_input",
     "expand_tree",
@@ -97,6 +102,7 @@ __all__ = [
     "norm_heads",
     "normalised",
     "paged_attention",
+    "penalize",
     "place_guesses",
     "mask_logits",
     "mix64",

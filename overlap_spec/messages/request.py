@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +12,9 @@ from overlap_spec.messages.speculation import Speculative
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
 MAX_STOP_STRINGS = 16
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_WORD_TOKENS = 8  # of a bad word
 MAX_MARKER_TOKENS = 8  # of a marker of reasoning: the width of the worker's rows
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
@@ -131,6 +135,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_regex: tuple[str, ...] = ()
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the context holds
+    logit_bias: dict[int, float] = {}  # by token id
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # as tokens; the tokenizer process adds those of `bad_words`
 
     def __post_init__(self) -> None:
         if self.grammar is not None:
@@ -151,12 +159,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for field, value in ends.items():
             if value:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which ends its output by EOS")
+        allowed, words = self.allowed_token_ids, self.bad_words or self.bad_word_ids
+        for field, given in {"allowed_token_ids": allowed is not None, "bad_words": bool(words)}.items():
+            if given:
+                raise RequestError(field, f"{field} cannot be used with a grammar, which may allow nothing else")
+
+    def _list_ranges(self) -> Iterator[tuple[str, object, bool, str]]:
+        bias, allowed, words = self.logit_bias, self.allowed_token_ids, self.bad_words
+        yield ("logit_bias", f"{len(bias)} of them", len(bias) <= MAX_BIASES, f"at most {MAX_BIASES} biases")
+        fits = all(0 <= token < MOST and -100 <= value <= 100 for token, value in bias.items())
+        yield ("logit_bias", bias, fits, "token ids >= 0, with a bias in [-100, 100] each")
+        fits = allowed is None or (len(allowed) > 0 and all(0 <= token < MOST for token in allowed))
+        yield ("allowed_token_ids", allowed, fits, "at least one token id, each >= 0")
+        yield ("bad_words", f"{len(words)} of them", len(words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} words")
+        yield ("bad_words", words, all(word.strip() for word in words), "words that are not blank")
+        tokens, most = self.bad_word_ids, MAX_WORD_TOKENS
+        fits = len(tokens) <= 2 * MAX_BAD_WORDS and all(1 <= len(ids) <= most and min(ids) >= 0 for ids in tokens)
+        yield ("bad_word_ids", tokens, fits, f"at most {2 * MAX_BAD_WORDS} words of 1 to {most} token ids")
 
     def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
         least, most = self.min_new_tokens, self.max_new_tokens
         keep = self.truncate_prompt_tokens
         integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
         return (
+            *self._list_ranges(),
             *((name, value, -MOST <= (value or 0) < MOST, "a 64-bit integer") for name, value in integers.items()),
             ("max_new_tokens", most, most is None or most >= 0, "at least 0"),
             ("min_new_tokens", least, least >= 0, "at least 0"),
@@ -202,8 +228,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def changes_logits(self) -> bool:
         """True if a logit processor has work with this request."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        lists = self.biases_logits or bool(self.bad_word_ids)
         works = self.grammar is not None or self.thinking is not None
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or works
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or lists or works
+
+    @property
+    def biases_logits(self) -> bool:
+        """True if tokens have a bias, or only some are allowed."""
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

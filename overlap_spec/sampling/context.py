@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from overlap_spec_kernels import count_tokens
 from torch import Tensor
 
 from overlap_spec.sampling.types import Sampling
-
-IN_PROMPT = 1 << 30  # in counts of tokens
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,13 @@ class History:
 
     @cached_property
     def counts(self) -> Tensor:
-        """How often each token is in the output, plus `IN_PROMPT` where it is in the prompt.
+        """How often each token is in the output, plus `IN_PROMPT` where it is in the prompt. Sync: never.
 
         Shapes: -> [B, V] i32.
         """
-        tokens = self.committed
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        is_output, index = positions >= self.sampling.output_from[:, None], tokens.clamp(min=0)
-        counts = torch.zeros(len(tokens), self.sampling.processors.vocab_size, dtype=torch.int32, device=tokens.device)
-        in_prompt = torch.where((tokens >= 0) & ~is_output, IN_PROMPT, 0).int()
-        counts.scatter_reduce_(1, index, in_prompt, "amax")
-        return counts.scatter_add_(1, index, ((tokens >= 0) & is_output).int())
+        processors = self.sampling.processors
+        rows = processors.pool.rows_of(self.page_table)
+        return count_tokens(rows, self.roots + 1, self.sampling.output_from, processors.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,13 @@ class DrawContext:
     @cached_property
     def guesses(self) -> Tensor:
         """The guesses before each row, in order; -1 before the first of them. Shapes: -> [B, R, depth] i64."""
-        if self.depth == 0:
+        path, tokens = self.path, self._guesses()
+        if tokens is None or self.depth == 0:
             return self.rows.new_empty(*self.rows.shape, 0)
+        if path.parents is None and path.nodes is None:  # a chain: those up to the row's
+            last = torch.arange(tokens.shape[1] - self.rows.shape[1], tokens.shape[1], device=tokens.device)
+            node = last[:, None] + torch.arange(1 - self.depth, 1, device=tokens.device)
+            return tokens[:, node.clamp(min=0)].masked_fill(node <= path.root, -1)
         levels = self.positions - (self.history.roots + 1)[:, None]  # guesses before the row
         behind = torch.arange(self.depth, 0, -1, device=self.rows.device)
         return self.recent(self.depth).masked_fill(behind > levels[:, :, None], -1)

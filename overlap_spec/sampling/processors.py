@@ -1,9 +1,9 @@
 """Changes logits before tokens are drawn from them: one path for every row of targets and drafts, chains and trees.
 
-Order: an engine's own processors (`--logit-processor`), then what a request's parameters ask for: penalties, then
-min_new_tokens, the thinking budget, then the masks of grammars, which are for the target's rows alone. What forbids
-tokens comes last, so nothing lets a token through that a request forbids. Temperature, filters and noise come after
-(`sampler.py`).
+Order: an engine's own processors (`--logit-processor`), then what a request's parameters ask for: penalties; logit_bias
+and allowed_token_ids; bad_words; min_new_tokens; the thinking budget; the masks of grammars, which are for the target's
+rows alone. What forbids tokens comes last, so nothing lets a token through that a request forbids. Temperature, filters
+and noise come after (`sampler.py`).
 
 A processor is a function of a row's position and of the tokens before it, and of nothing else. Then the tokens that are
 committed are plain decoding's, whatever is guessed: the target draws after each guess as if the guess were committed.
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.sampling.bad_words import forbid_words
 from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.penalties import penalize
+from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
@@ -41,6 +43,7 @@ class LogitProcessors:
 
     vocab_size: int  # of the target
     pool: TokenPool
+    lists: SlotLists
     own: tuple[LogitProcessor, ...] = ()  # for every request
     masks: TokenMasks | None = None  # of grammars; None: no grammar can be followed
     budgets: ThinkingBudgets | None = None  # of the slots; None: no slots that have any
@@ -56,6 +59,8 @@ class LogitProcessors:
         if not context.sampling.work.processed:
             return logits
         logits = penalize(logits, context)  # a copy, which is changed from here on
+        if context.sampling.work.worded:
+            forbid_words(logits, context)
         logits = keep_going(logits, context)
         if self.budgets is not None:
             logits = self.budgets.end_reasoning(logits, context)

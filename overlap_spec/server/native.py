@@ -15,7 +15,8 @@ from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculativ
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.grammars import GRAMMAR_FIELDS, GrammarFields
+from overlap_spec.server.grammars import GRAMMAR_FIELDS
+from overlap_spec.server.lists import ListFields
 from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
@@ -41,7 +42,7 @@ class GenerateRequest(NativeLogProbFields, kw_only=True):
     return_spec_tokens_details: bool = False
 
 
-class NativeSampling(GrammarFields, kw_only=True):
+class NativeSampling(ListFields, kw_only=True):
     """`sampling_params`. Names and defaults are SGLang's; the seed has two names."""
 
     n: int = 1
@@ -159,6 +160,7 @@ class NativeGenerate:
             "stop_token_ids": tuple(read.stop_token_ids),
             "no_stop_trim": read.no_stop_trim or read.include_stop_str_in_output,
             "grammar": read.grammar(self._info),
+            **read.lists(self._info),
             "speculative": asked_speculation(read.speculative, read.return_spec_tokens_details),
         }
         try:

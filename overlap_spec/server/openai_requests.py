@@ -14,7 +14,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.grammars import GrammarFields
+from overlap_spec.server.lists import ListFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class CommonRequest(GrammarFields, kw_only=True):
+class CommonRequest(ListFields, kw_only=True):
     """Fields of both endpoints."""
 
     model: str = "default"
@@ -178,6 +178,7 @@ def sampling_params(
             spaces_between_special_tokens=request.spaces_between_special_tokens,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             grammar=request.grammar(info),
+            **request.lists(info),
             speculative=asked_speculation(request.speculative, request.return_spec_tokens_details),
         )
     except RequestError as error:

@@ -14,9 +14,6 @@ from overlap_spec.server.problems import Problem
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # how tokens are drawn
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "use_beam_search": (False,),
     "custom_logit_processor": ("",),
     "custom_params": ({},),

@@ -73,7 +73,7 @@ class RequestChecks:
     def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
         _check_prompt(prompt, limits)
-        check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+        _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         if sampling.log_probs is not None:
             _check_log_probs(sampling.log_probs, len(prompt), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
@@ -98,6 +98,24 @@ def truncated(ids: list[int], sampling: SamplingParams, limits: EngineLimits) ->
     if keep == -1:
         keep = min(limits.max_len, limits.max_total_tokens) - max(1, sampling.max_new_tokens or 0)
     return ids[-max(keep, 1) :]
+
+
+def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
+    """Raises: RequestError naming the list with a token that the model lacks, or lists that leave no token."""
+    allowed = sampling.allowed_token_ids
+    listed = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": tuple(sampling.logit_bias),
+        "allowed_token_ids": () if allowed is None else allowed,
+        "bad_words": tuple(token for word in sampling.bad_word_ids for token in word),
+    }
+    for field, ids in listed.items():
+        check_ids(field, ids, vocab_size)
+    forbidden = {word[0] for word in sampling.bad_word_ids if len(word) == 1}
+    if sampling.min_new_tokens:
+        forbidden.update(stop_ids)
+    if allowed is not None and forbidden.issuperset(allowed):
+        raise RequestError("allowed_token_ids", "allowed_token_ids: bad_words or min_new_tokens forbid all of them")
 
 
 def at_least_one(sampling: SamplingParams) -> SamplingParams:

@@ -54,6 +54,7 @@ from overlap_spec.tokenizer.audit.auditor import Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
+from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
@@ -259,7 +260,8 @@ class TokenizerService:
             cuts = message.sampling.truncate_prompt_tokens is not None
             ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
             ids = truncated(ids, message.sampling, limits)
-            sampling = self._checks.settle(message.sampling, ids, limits)
+            worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
+            sampling = self._checks.settle(worded, ids, limits)
             if (reasoning := sampling.reasoning) is not None:
                 opening = opening_of(message.prompt, ids, reasoning, self._codec)
                 sampling = with_budget(sampling, reasoning, opening, self._codec)

@@ -17,6 +17,7 @@ from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
+from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
@@ -31,6 +32,7 @@ from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.grammars import Grammars
 from overlap_spec.worker.masking import Masking
+from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
@@ -101,7 +103,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings())
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    processors = LogitProcessors(target.vocab_size, pool, own_processors, *_kept_of_slots(grammars, geometry, place))
+    processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors, geometry.num_audits)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -131,6 +133,18 @@ def build_executor(
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     executor = Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
     return executor.with_audits(AuditStep(slots, target, geometry.page_size))
+
+
+def _processors(
+    vocab_size: int,
+    pool: TokenPool,
+    geometry: Geometry,
+    own: tuple[LogitProcessor, ...],
+    grammars: Grammars | None,
+) -> LogitProcessors:
+    place = pool.tokens.device
+    lists = SlotLists.allocate(geometry.num_slots + 1 + geometry.num_audits, vocab_size, WORDS, place)
+    return LogitProcessors(vocab_size, pool, lists, own, *_kept_of_slots(grammars, geometry, place))
 
 
 def _kept_of_slots(

@@ -220,17 +220,18 @@ class Executor:
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
         pages = [value for item in work if item.new_pages for value in self.slots.pack_pages(item)]
-        listed = self.slots.pack_listed(work)
+        listed, lists = self.slots.pack_listed(work), self.slots.pack_lists(work)
         if not (resets or pages or runs):
             handle.device.begin = self.device.now()
             return []
-        for run in (resets, pages, listed, *runs):
+        for run in (resets, pages, listed, lists.fills, lists.biases, lists.words, *runs):
             packer.add(run)
         handle.device.begin = self.device.now()  # packing is not the device's work
-        on_device_resets, on_device_pages, on_device_listed, *loaded = packer.upload(self.device)
-        self.slots.apply(on_device_resets, on_device_pages)
+        reset_rows, page_rows, listed_rows, fills, biases, words, *loaded = packer.upload(self.device)
+        self.slots.apply(reset_rows, page_rows)
+        self.slots.apply_lists(fills, biases, words)
         if listed:
-            self.slots.apply_listed(on_device_listed)
+            self.slots.apply_listed(listed_rows)
         return loaded
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:

@@ -33,10 +33,12 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.thinking import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
+from overlap_spec.worker.packed_lists import PackedLists
 
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps; temperature, top_p,
-# min_p and the penalties as doubles; the stop ids; the thinking budget.
-_RESET_INTS = 6
+# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps, whether it has
+# biases, and bad words; temperature, top_p, min_p and the penalties as doubles; the stop ids; the thinking
+# budget.
+_RESET_INTS = 8
 _RESET_FLOATS = 6
 _BUDGET = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
 RESET_WIDTH = _BUDGET + len(NO_BUDGET)
@@ -98,6 +100,14 @@ class SlotRows:
         self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0, _most_steps(reset))
         return _pack_reset(work.slot, reset)
 
+    def pack_lists(self, work: list[SlotWork]) -> PackedLists:
+        """What the resets of a step list."""
+        lists = PackedLists()
+        for each in work:
+            if each.reset is not None:
+                lists.add(each.slot, each.reset.sampling)
+        return lists
+
     def steps_of(self, slot: int) -> int:
         """Guesses in a row that a slot's windows have at most."""
         return self._host[slot].most_steps
@@ -138,6 +148,7 @@ class SlotRows:
             slots = rows[:, 0]
             self.page_table.index_fill_(0, slots, 0)
             self._ints[slots] = rows[:, :_RESET_INTS]
+            self.processors.lists.has[slots] = rows[:, 6:_RESET_INTS]
             self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
             self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS : _BUDGET]
             if self.processors.budgets is not None:
@@ -145,6 +156,13 @@ class SlotRows:
         if pages.numel():
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
+
+    def apply_lists(self, fills: Tensor, biases: Tensor, words: Tensor) -> None:
+        """Write packed lists into the processors' rows. Sync: never. Shapes: flat i64."""
+        if fills.numel():
+            self.processors.lists.write_bias(fills.view(-1, 2), biases.view(-1, 3))
+        if words.numel():
+            self.processors.lists.write_words(words.view(-1, 3))
 
     def apply_listed(self, listed: Tensor) -> None:
         """Write what `pack_listed` has packed. Sync: never. Shapes: flat i64."""
@@ -165,7 +183,7 @@ class SlotRows:
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
-        _, seed, stop_from, top_k, output_from, _ = self._ints[slots].unbind(1)
+        _, seed, stop_from, top_k, output_from, *_ = self._ints[slots].unbind(1)
         read = slots if work.sampled or work.processed else slots[:0]
         floats, stop_ids = self._floats[read], self._stop_ids[read]
         temperature, top_p, min_p = floats[:, :3].unbind(1)
@@ -215,7 +233,11 @@ class SlotRows:
 def _asked_work(asked: SamplingParams) -> SamplingWork:
     filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
     return SamplingWork(
-        not asked.greedy, filters and not asked.greedy, asked.changes_logits, asked.log_probs is not None
+        sampled=not asked.greedy,
+        filtered=filters and not asked.greedy,
+        processed=asked.changes_logits,
+        log_probs=asked.log_probs is not None,
+        worded=bool(asked.bad_word_ids),
     )
 
 
@@ -233,7 +255,8 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    ints = [slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset)]
+    has_lists = int(sampling.biases_logits), int(bool(sampling.bad_word_ids))
+    ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *has_lists
     return [*ints, *floats, *stops, *_pack_budget(sampling)]
 
 

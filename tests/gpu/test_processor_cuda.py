@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.given_logits import GivenLogits
+from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.storm import run_seeds
 
@@ -45,7 +46,7 @@ def window_on_gpu(size: int, rows: int) -> Window:
 @pytest.mark.parametrize("way", ["match", "thresholds", "children"])
 def test_the_allocator_sees_no_more_than_the_budget(way: str, shape: tuple[int, int, int]) -> None:
     size, rows, vocab = shape
-    batch = batch_on_gpu(shape, LogitProcessors(vocab, TokenPool.allocate(9, 16, CUDA)))
+    batch = batch_on_gpu(shape, no_processors(vocab, 9, 16, CUDA))
     ids = torch.arange(vocab, device=CUDA)
     window = window_on_gpu(size, rows)
     scores = GivenLogits(torch.randn(size * rows, vocab, device=CUDA))
@@ -77,7 +78,7 @@ def test_a_processor_runs_in_graphs(codec: TextCodec, method: str, topk: int) ->
 def test_nothing_waits_for_the_device() -> None:
     shape = (4, 4, 1000)
     own = (OWN_PROCESSORS[WHOLE].in_tensors,)
-    batch = batch_on_gpu(shape, LogitProcessors(1000, TokenPool.allocate(9, 16, CUDA), own))
+    batch = batch_on_gpu(shape, LogitProcessors(1000, TokenPool.allocate(9, 16, CUDA), no_lists(1000, CUDA), own))
     window = window_on_gpu(4, 4)
     scores = GivenLogits(torch.randn(16, 1000, device=CUDA))
     verifier = ChainVerifier(torch.arange(1000, device=CUDA))

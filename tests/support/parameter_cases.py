@@ -120,12 +120,35 @@ CASES: dict[str, tuple[Case, ...]] = {
     "return_text_in_logprobs": (Case({"return_text_in_logprobs": True}, GENERATE, {"return_logprob": True}),),
 }
 
+CASES |= {
+    "logit_bias": (
+        Case({"logit_bias": {"75": 100}}, beside={"temperature": 0}),
+        Case({"logit_bias": {str(token): -100 for token in range(0, 128, 2)}}, CHAT),
+        Case({"logit_bias": {"90": 2.5, "91": 2.5}}, GENERATE),
+    ),
+    "allowed_token_ids": (
+        Case({"allowed_token_ids": list(range(71, 91))}),
+        Case({"allowed_token_ids": [80, 75], "logit_bias": {"75": 0.5}}, beside={"temperature": 0}),
+    ),
+    "stop_regex": (Case({"stop_regex": "[a-h]"}), Case({"stop_regex": ["[0-9]", "[a-f]"]}, CHAT)),
+    "include_stop_str_in_output": (
+        Case({"include_stop_str_in_output": True}, beside={"stop": list("abcdefghijkl0123")}),
+    ),
+    "truncate_prompt_tokens": (Case({"truncate_prompt_tokens": 1}, beside={"temperature": 0.1}),),
+    "return_token_ids": (Case({"return_token_ids": True}),),
+    "bad_words": (
+        Case({"bad_words": [*"etaoinshrdlu", "no", " yes"]}, beside={"temperature": 0}),
+        Case({"bad_words": ["ah"]}, beside={"allowed_token_ids": [71, 78], "temperature": 5}),  # a and h
+    ),
+}
+
 # Other names of parameters with a row.
 ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
+    "bad_word_ids": "bad_words",
     "best_of": "n",  # it must be n
     "log_probs": "logprobs",
     "grammar": "response_format",  # whichever field asks for it
@@ -133,13 +156,16 @@ ALIASES = {
 
 # Fields that are no parameters of the tokens, and why.
 OUTSIDE = {
-    **dict.fromkeys(("model", "rid", "request_id"), "names"),
+    **dict.fromkeys(
+        ("model", "rid", "request_id", "user", "metadata", "safety_identifier", "prompt_cache_key"), "names"
+    ),
     **dict.fromkeys(("stream", "stream_options"), "how a reply is sent"),
     **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
     **dict.fromkeys(
         ("speculative", "return_spec_tokens_details"), "what is guessed and reported: test_ring_speculation.py"
     ),
     **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
+    **dict.fromkeys(("chat_template", "continue_final_message", "add_special_tokens"), "the prompt"),
     **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning"), "how the answer's text is read"),
     **dict.fromkeys(("shown_tokens", "reasoning", "thinking"), "how the answer's text is read"),
     "tool_choice": "a grammar of the answer",
@@ -147,7 +173,9 @@ OUTSIDE = {
 
 # Read and checked, with no row yet. A field leaves this when its row comes.
 # A thinking budget needs a server that reads reasoning: `tests/integration/test_ring_thinking.py` has every method.
-PENDING = frozenset(("thinking_budget", "max_thinking_tokens", "thinking_token_budget"))
+PENDING = frozenset(
+    ("spaces_between_special_tokens", "max_thinking_tokens", "thinking_budget", "thinking_token_budget")
+)
 
 # Fields of replies that may differ: names, times, and what speculation and the cache did.
 VOLATILE = frozenset(

@@ -5,9 +5,10 @@ every token that it draws by temperature is drawn again from the same logits by 
 code with it.
 """
 
+import struct
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,7 +172,7 @@ class PlainOracle:
     def _drawn_by_hand(self, reset: ResetSlot, before: list[int]) -> int:
         """The token after these, from the logits that the executor has just computed."""
         sampling, logits = reset.sampling, self._target.logits()
-        logits = self._penalized(logits, sampling, before, reset.prompt_len)
+        logits = self._changed(logits, sampling, before, reset.output_from)
         if len(before) < reset.stop_from:
             logits = masked(logits, reset.stop_ids)
         forbidden = set() if self._processor is None else self._processor.forbidden(before, reset.prompt_len)
@@ -184,14 +185,15 @@ class PlainOracle:
         self.decided["thinking_budgets"] += due not in (-1, token)
         return token if due < 0 else due
 
-    def _penalized(
+    def _changed(
         self, logits: list[float], sampling: SamplingParams, before: list[int], prompt_len: int
     ) -> list[float]:
-        penalties = Penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-        new = penalties.applied(logits, before[:prompt_len], before[prompt_len:])
-        changed = self._chosen(new, sampling, len(before)) != self._chosen(logits, sampling, len(before))
-        self.decided["penalties"] += changed
-        return new
+        """By penalties, biases and bad words."""
+        position = len(before)
+        for name, new in changes(logits, sampling, before[:prompt_len], before[prompt_len:]):
+            self.decided[name] += self._chosen(new, sampling, position) != self._chosen(logits, sampling, position)
+            logits = new
+        return logits
 
     def _chosen(self, logits: list[float], sampling: SamplingParams, position: int) -> int:
         if sampling.greedy:
@@ -201,6 +203,24 @@ class PlainOracle:
         if len(filters.names) > 1:
             self.strictest.update(strictest(softmax(logits, sampling.temperature), filters))
         return drawn(logits, sampling.temperature, filters, sampling.seed, position)
+
+
+def changes(
+    logits: list[float], sampling: SamplingParams, prompt: list[int], output: list[int]
+) -> Iterator[tuple[str, list[float]]]:
+    """Logits after each kind of parameter that changes them, in order."""
+    logits = Penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty).applied(
+        logits, prompt, output
+    )
+    yield "penalties", logits
+    bias = sampling.logit_bias
+    logits = [logit + struct.unpack("f", struct.pack("f", bias.get(i, 0.0)))[0] for i, logit in enumerate(logits)]
+    yield "logit_bias", logits
+    if sampling.allowed_token_ids is not None:
+        logits = masked(logits, set(range(len(logits))).difference(sampling.allowed_token_ids))
+        yield "allowed_token_ids", logits
+    ends = (word for word in sampling.bad_word_ids if [*output, word[-1]][-len(word) :] == list(word))
+    yield "bad_words", masked(logits, {word[-1] for word in ends})
 
 
 def masked(logits: Sequence[float], forbidden: Collection[int]) -> list[float]:

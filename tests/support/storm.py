@@ -36,10 +36,17 @@ from support.tiny.tokenizer import write_tokenizer
 NUM_MODELS = 4
 CHARACTERS = "etaoin shrdlu,.EQZ0123"
 FILTERS: dict[str, tuple[float, ...]] = {"top_k": (1, 2, 4, 20), "top_p": (0.6, 0.8, 0.95), "min_p": (0.02, 0.1, 0.3)}
-CHANGES: dict[str, tuple[float, ...]] = {
-    "repetition_penalty": (0.8, 1.3, 2.0),
-    "presence_penalty": (-1.0, 0.5, 2.0),
-    "frequency_penalty": (-0.3, 0.4, 1.5),
+CHANGES: dict[str, Callable[[random.Random], Any]] = {
+    "repetition_penalty": lambda rng: rng.choice((0.8, 1.3, 2.0)),
+    "presence_penalty": lambda rng: rng.choice((-1.0, 0.5, 2.0)),
+    "frequency_penalty": lambda rng: rng.choice((-0.3, 0.4, 1.5)),
+    "logit_bias": lambda rng: {token: rng.choice((-100, -0.7, 0.3, 4)) for token in rng.sample(range(128), 30)},
+    "allowed_token_ids": lambda rng: tuple(rng.sample(range(128), 60)),
+    "bad_word_ids": lambda rng: (
+        *((token,) for token in rng.sample(range(128), 20)),
+        *((token, rng.randrange(20)) for token in range(128)),
+        *((token, rng.randrange(128), rng.randrange(128)) for token in range(30)),
+    ),
 }
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
@@ -57,6 +64,9 @@ MUST_HAPPEN = (
     "steps_of_plain_requests",
     *CATCH_UPS,
     "decided_by_penalties",
+    "decided_by_logit_bias",
+    "decided_by_allowed_token_ids",
+    "decided_by_bad_words",
     "decided_by_thinking_budgets",
     *STRICTEST,
 )
@@ -156,10 +166,10 @@ def random_thinking(rng: random.Random) -> Thinking | None:
     return Thinking(rng.randint(0, 12), rng.random() < 0.8, opening, closing) if rng.random() < 0.3 else None
 
 
-def random_changes(rng: random.Random) -> dict[str, float]:
+def random_changes(rng: random.Random) -> dict[str, Any]:
     """Of logits: none for half of the requests, else one parameter or several."""
     names = rng.sample(list(CHANGES), rng.choice([0, 0, 1, len(CHANGES)]))
-    return {name: rng.choice(CHANGES[name]) for name in names}
+    return {name: CHANGES[name](rng) for name in names}
 
 
 def random_filters(rng: random.Random) -> dict[str, float]:

@@ -9,6 +9,7 @@ TURNS = [{"role": "user", "content": "Name the capital of France."}]
 CITY = {"type": "string", "enum": ["Paris", "Oslo"]}
 GREEDY = {"extra_body": {"temperature": 0}}  # the package has dropped the parameter, the API has not
 SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}
+ONE = {"type": "any", "disable_parallel_tool_use": True}
 WEATHER = {"name": "get_weather", "description": "The weather of a city", "input_schema": SCHEMA}
 
 
@@ -52,7 +53,7 @@ def forced_tool() -> None:
 
 def forced_tool_streamed_and_its_result() -> None:
     asked = {"model": MODEL, "max_tokens": 60, "tools": [WEATHER]}
-    with API.messages.stream(**asked, messages=TURNS, tool_choice={"type": "any"}) as stream:
+    with API.messages.stream(**asked, messages=TURNS, tool_choice=ONE) as stream:
         final = stream.get_final_message()
     (block,) = [block for block in final.content if block.type == "tool_use"]
     assert block.input["city"] in ("Paris", "Oslo")

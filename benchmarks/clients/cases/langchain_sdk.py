@@ -37,7 +37,7 @@ def structured_output() -> None:
 
 
 def bound_tools_and_their_results() -> None:
-    bound = CHAT.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    bound = CHAT.bind_tools([weather], tool_choice="any", parallel_tool_calls=False, strict=True)
     asked = HumanMessage("How is the weather in Oslo?")
     answer = bound.invoke([asked])
     (call,) = answer.tool_calls

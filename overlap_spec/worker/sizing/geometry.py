@@ -156,6 +156,7 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
         "of workspace": demand.workspace,
         "for trees": demand.scratch,
         "of draft probabilities": demand.draft_probs,
+        "of biases and bad words": demand.lists,
         "of CUDA graphs": graph_bytes,
     }
     return CudaFacts(
@@ -170,7 +171,8 @@ def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:
     if device.type == "cpu":
         return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
     in_order = ", ".join(map(str, savings(demand)))
-    return cuda_budget(settings.cache, demand.workspace + demand.scratch + demand.draft_probs, in_order)
+    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
+    return cuda_budget(settings.cache, beside, in_order)
 
 
 def _max_chunk(settings: Settings) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from overlap_spec.messages import MemorySaving
+from overlap_spec.sampling.slot_lists import SlotLists
+from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.sizing.memory_budget import drawing_bytes, workspace_bytes
 
 FEW_REQUESTS = 4
@@ -63,10 +65,15 @@ class Demand:
         return (self.max_running_requests + 1) * (self.width - 1) * columns * 4
 
     @property
+    def lists(self) -> int:
+        """What biases and bad words are kept in, the dummy slot's too."""
+        return SlotLists.num_bytes(self.max_running_requests + 1, self.vocab_size, WORDS)
+
+    @property
     def num_bytes(self) -> int:
         """All but pages."""
         weights = self.target_weights + self.draft_weights
-        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs
+        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs + self.lists
 
 
 def savings(demand: Demand) -> list[MemorySaving]:

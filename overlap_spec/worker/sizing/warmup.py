@@ -42,6 +42,8 @@ EVERYTHING = SamplingParams(
     min_p=0.01,
     min_new_tokens=1,
     repetition_penalty=1.1,
+    logit_bias={1: 1.0},
+    bad_word_ids=((2, 3),),
     seed=0,
     log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
 )  # which compiles what every other kind of sampling needs

@@ -92,6 +92,9 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
         "presence_penalty": -2.0,
         "frequency_penalty": 0.5,
         "repetition_penalty": 2.0,
+        "logit_bias": {"7": 1.5, "9": -100},
+        "allowed_token_ids": [7, 9, 11],
+        "bad_words": ["x"],
         "seed": -3,
         "stop": ["x", "y"],
         "stop_token_ids": [4, 5],
@@ -103,7 +106,9 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
     ask(client, "POST", COMPLETIONS, json={"prompt": "a", "max_tokens": 9, "min_tokens": 2, **given})
     ask(client, "POST", CHAT, json={"messages": MESSAGES, "max_completion_tokens": 9, "min_tokens": 2, **given})
     ask(client, "POST", CHAT, json={"messages": MESSAGES, "max_tokens": 9, "min_tokens": 2, **given})
-    want = SamplingParams(max_new_tokens=9, min_new_tokens=2, **{**given, "stop": ("x", "y"), "stop_token_ids": (4, 5)})
+    lists = {"stop": ("x", "y"), "stop_token_ids": (4, 5), "logit_bias": {7: 1.5, 9: -100.0}}
+    lists |= {"allowed_token_ids": (7, 9, 11), "bad_words": ("x",)}
+    want = SamplingParams(max_new_tokens=9, min_new_tokens=2, **{**given, **lists})
     assert [sampling for _, _, sampling in client.asked] == [want] * 3
 
 

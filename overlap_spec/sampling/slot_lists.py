@@ -1,0 +1,52 @@
+"""What requests may list, a row for each slot: biases of tokens, tokens that are allowed, bad words.
+
+Written when a request that has a list takes a slot. The rows of other slots are stale, and `has` is 0 there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BIAS_BYTES, WORD_BYTES = torch.float32.itemsize, torch.int32.itemsize
+
+
+@dataclass(frozen=True)
+class SlotLists:
+    """S rows. Sync: never."""
+
+    has: Tensor  # [S, 2] i64: 1 where the slot has biases, and where it has bad words
+    bias: Tensor  # [S, V] f32, added to logits; -inf: not allowed
+    words: Tensor  # [S, words, M] i32: a word's last token is the last of its row, -1 is before its first
+
+    @staticmethod
+    def allocate(num_rows: int, vocab_size: int, words: tuple[int, int], device: torch.device) -> "SlotLists":
+        """`words`: how many a slot may have, of how many tokens."""
+        return SlotLists(
+            torch.zeros(num_rows, 2, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
+            torch.full((num_rows, *words), -1, dtype=torch.int32, device=device),
+        )
+
+    @staticmethod
+    def num_bytes(num_rows: int, vocab_size: int, words: tuple[int, int]) -> int:
+        """What they take."""
+        return num_rows * (vocab_size * BIAS_BYTES + words[0] * words[1] * WORD_BYTES)
+
+    def write_bias(self, fills: Tensor, entries: Tensor) -> None:
+        """Shapes: fills [n, 2] i64 (slot, the float of all tokens), entries [m, 3] i64 (slot, token, its float)."""
+        slots, values = fills.unbind(1)
+        self.bias[slots] = _floats(values)[:, None]
+        slots, tokens, values = entries.unbind(1)
+        self.bias[slots, tokens] = _floats(values)
+
+    def write_words(self, entries: Tensor) -> None:
+        """Shapes: entries [n, 3] i64 (slot, place in the slot's words, token)."""
+        slots, places, tokens = entries.unbind(1)
+        self.words.index_fill_(0, slots, -1)
+        self.words.flatten(1)[slots, places] = tokens.int()
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """32-bit floats from their bits. Shapes: i64 -> f32."""
+    return bits.int().view(torch.float32)
