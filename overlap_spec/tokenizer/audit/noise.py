@@ -17,7 +17,7 @@ FACTOR = 3.0
 FINENESS = 32  # intervals of the histogram in a factor of 10: an interval's ends differ by 7%
 
 # Logits: a few units in the last place of a logit of 32, a large one. Below, nothing can be told from rounding.
-FLOORS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.05, "bfloat16": 0.25}
+FLOORS = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 
 
 class BatchNoise:
