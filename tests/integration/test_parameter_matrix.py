@@ -34,8 +34,10 @@ from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.bench.age import reasons
 from overlap_spec.messages import SamplingParams
+from overlap_spec.server.anthropic.requests import MessagesRequest
 from overlap_spec.server.native import GenerateRequest, NativeSampling
 from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
+from overlap_spec.server.openai_responses.requests import ResponsesRequest
 from overlap_spec.server.parsers.formats import call_format, reasoning_format
 from overlap_spec.server.unsupported import UNSUPPORTED
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
@@ -43,6 +45,7 @@ from overlap_spec.tokenizer.codec import TextCodec, load_codec
 MODELS_SEED = 10
 RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "parameter_matrix.json"
 PLAIN = RingConfig(grammars=True, num_steps=0, num_slots=1, depth=1, prefix_cache=False, max_len=200)
+SHAPES = (ChatRequest, CompletionRequest, GenerateRequest, NativeSampling, MessagesRequest, ResponsesRequest)
 READS_ALL = msgspec.structs.replace(
     INFO, call_format=call_format("pythonic", ""), reasoning_format=reasoning_format("qwen3", "")
 )
@@ -154,7 +157,7 @@ def test_a_value_that_means_nothing_here_is_refused_by_name(note_cell: Note, row
 def test_every_parameter_has_a_row() -> None:
     """A new field of the APIs, or of the engine's own parameters, is a row, another name of one, or outside."""
     known = CASES.keys() | ALIASES.keys() | OUTSIDE.keys() | UNSUPPORTED.keys()
-    for shape in (SamplingParams, ChatRequest, CompletionRequest, GenerateRequest, NativeSampling):
+    for shape in (SamplingParams, *SHAPES):
         missing = set(shape.__struct_fields__) - known
         assert not missing, f"{shape.__name__}: add cases to tests/support/parameter_cases.py for {sorted(missing)}"
     assert not CASES.keys() & UNSUPPORTED.keys(), "a parameter is honoured, or it is refused"

@@ -30,6 +30,7 @@ from support.tiny.methods import MULTI_LAYER
 
 Json = dict[str, Any]
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PROMPTS = ("the same the same", "of 12 and 12", "a")
 NUM_TOKENS = 10
 BOS, EOS, COMMA, LESS = "1", "2", "18", "34"  # ids of the tiny tokenizer, as keys of a logit_bias
@@ -38,6 +39,8 @@ BODIES: dict[str, Json] = {
     COMPLETIONS: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
     CHAT: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
     GENERATE: {"max_new_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    MESSAGES: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    RESPONSES: {"max_output_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
 }
 
 
@@ -202,6 +205,22 @@ CASES |= {
     ),
 }
 
+_FORMAT = {"type": "json_schema", "schema": _SCHEMA}
+_THINKING_HERE = {"chat_template": THINKS, "max_output_tokens": 15, "logit_bias": {LESS: 1}}
+CASES |= {  # of the APIs that are translated to chats
+    "stop_sequences": (Case({"stop_sequences": list("abcdefgh")}, MESSAGES),),
+    "system": (Case({"system": "be"}, MESSAGES),),
+    "thinking": (Case({"thinking": {"type": "enabled", "budget_tokens": 2}}, MESSAGES, _THINKING),),
+    "output_config": (Case({"output_config": {"format": _FORMAT}}, MESSAGES, _ENDS),),
+    "max_output_tokens": (Case({"max_output_tokens": 6}, RESPONSES),),
+    "instructions": (Case({"instructions": "be"}, RESPONSES),),
+    "text": (Case({"text": {"format": {**_FORMAT, "name": "a"}}}, RESPONSES, _ENDS),),
+    "reasoning": (
+        Case({"reasoning": {"effort": "low"}}, RESPONSES, {"chat_template": "{{ reasoning_effort }}" + SAID}),
+    ),
+    "include": (Case({"include": ["reasoning.encrypted_content"]}, RESPONSES, _THINKING_HERE),),
+}
+
 # Other names of parameters with a row.
 ALIASES = {
     "max_completion_tokens": "max_tokens",
@@ -212,8 +231,6 @@ ALIASES = {
     "best_of": "n",  # it must be n
     "log_probs": "logprobs",
     "grammar": "response_format",  # whichever field asks for it
-    "thinking": "thinking_budget",
-    "reasoning": "separate_reasoning",
     "shown_tokens": "tools",
 }
 
@@ -223,7 +240,9 @@ OUTSIDE = {
         ("model", "rid", "request_id", "user", "metadata", "safety_identifier", "prompt_cache_key"), "names"
     ),
     **dict.fromkeys(("stream", "stream_options", "stream_reasoning"), "how a reply is sent"),
-    **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
+    **dict.fromkeys(("prompt", "messages", "input", "input_ids", "sampling_params"), "what is asked"),
+    **dict.fromkeys(("cache_control", "prompt_cache_retention"), "every prefix is cached"),
+    **dict.fromkeys(("speed", "truncation"), "one value is accepted"),
 }
 
 # Refused by the value, or at an endpoint: a row, whose first word is the field, and where what is sent.
@@ -260,7 +279,11 @@ REPORTS = frozenset(
         "speculative_decoding",
     )
 )
-VOLATILE = REPORTS | {"id", "created", "e2e_latency", "cached_tokens", "prompt_tokens_details"}
+VOLATILE = REPORTS | {
+    *("id", "call_id", "created", "created_at", "completed_at", "e2e_latency"),
+    *("cached_tokens", "prompt_tokens_details"),
+    *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),  # Anthropic's are those not in the cache
+}
 
 # Columns: the method of `EVERY_METHOD`, and how guesses branch. Plain decoding is what the others are compared with.
 COLUMNS: dict[str, tuple[str, int]] = {
@@ -304,7 +327,9 @@ def with_prompt(endpoint: str, prompt: str, fields: Json) -> Json:
     """A body."""
     if endpoint == COMPLETIONS:
         return {"prompt": prompt, **fields}
-    if endpoint == CHAT:
+    if endpoint == RESPONSES:
+        return {"input": prompt, **fields}
+    if endpoint in (CHAT, MESSAGES):
         return {"messages": [{"role": "user", "content": prompt}], **fields}
     own = {name: value for name, value in fields.items() if name in GenerateRequest.__struct_fields__}
     sampling = {name: value for name, value in fields.items() if name not in own}
