@@ -8,6 +8,8 @@ from support.command_line import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHAT = [{"role": "user", "content": "Hello"}]
+# Every step is as wide, whatever pays on this machine: a fault that depends on the width comes again.
+SAME_WIDTH = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 LINES = (
     {"text": "Hello", "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}},
     {"messages": CHAT, "sampling_params": {"temperature": 0.9, "top_p": 0.9, "max_new_tokens": 40}},
@@ -36,13 +38,14 @@ def test_a_planted_fault_is_status_1_and_runs_again(tmp_path: Path, tiny_flags: 
     """`Can I trust it?` in docs/correctness.md has these commands."""
     prompts, report = write_prompts(tmp_path / "prompts.jsonl", LINES[1]), tmp_path / "report.json"
     planted = ("--logit-processor", "08_planted_fault:planted")
-    words = (*tiny_flags, "--output", str(report))
+    words = (*tiny_flags, *SAME_WIDTH, "--output", str(report))
     path = f"{EXAMPLES}:{Path.cwd()}:{EXAMPLES.parent}/tests"
     done = run_command(tmp_path, "verify", prompts, *words, *planted, PYTHONPATH=path)
     assert done.returncode == 1, done.stderr + done.stdout
     first = json.loads(report.read_bytes())
     fault = first["faults"][0]
-    assert "FAULT" in done.stdout and json.dumps(fault["run_again"]["input_ids"])[1:9] in done.stdout
+    shown = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert "FAULT " in done.stdout and shown == [fault["run_again"]]
     assert fault["output_ids"] and Path(first["audit"]["fault_file"]).is_file()
     again = write_prompts(tmp_path / "again.jsonl", fault["run_again"])
     done = run_command(tmp_path, "verify", again, *words, *planted, PYTHONPATH=path)
@@ -50,11 +53,3 @@ def test_a_planted_fault_is_status_1_and_runs_again(tmp_path: Path, tiny_flags: 
     second = json.loads(report.read_bytes())["faults"][0]
     assert second["output_ids"] == fault["output_ids"], "the line has all that makes the tokens"
     assert run_command(tmp_path, "verify", again, *words).returncode == 0, "the fault was the planted one"
-
-
-def test_bad_input_is_status_2_and_names_line_and_field(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
-    """The engine is not needed to see it."""
-    prompts = write_prompts(tmp_path / "prompts.jsonl", LINES[0], {"text": "Hi", "sampling_params": {"top_p": 2}})
-    done = run_command(tmp_path, "verify", prompts, *tiny_flags)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"overlap-spec: {prompts}, line 2: top_p must be in (0, 1], got 2.0\n"
