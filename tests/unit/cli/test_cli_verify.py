@@ -94,7 +94,7 @@ def test_a_fault_is_shown_with_all_that_runs_it_again(capsys: pytest.CaptureFixt
 
 
 class ScriptedClient:
-    """Answers at once; each report of the audit has one request less in its backlog."""
+    """Answers at once; each report of the audit has 150 requests less in its backlog."""
 
     def __init__(self, why_off: str = "", refusal: RequestError | None = None) -> None:
         self.why_off, self.refusal = why_off, refusal
@@ -110,7 +110,7 @@ class ScriptedClient:
         return ANSWER
 
     async def audit(self) -> AuditReport:
-        self.backlog = max(0, self.backlog - 200)
+        self.backlog = max(0, self.backlog - 150)
         return changed(ALL_RIGHT, why_off=self.why_off, figures=AuditFigures(backlog=self.backlog))
 
 
@@ -120,8 +120,8 @@ def audited(client: ScriptedClient, prompts: Sequence[VerifyPrompt]) -> tuple[li
 
 def test_audits_are_waited_for_and_few_wait_at_once() -> None:
     client = ScriptedClient()
-    answers, report = audited(client, [PROMPT] * (AT_ONCE + 10))
-    assert len(answers) == AT_ONCE + 10 and report.figures.backlog == client.backlog == 0
+    answers, report = audited(client, [PROMPT] * 2 * AT_ONCE)
+    assert len(answers) == 2 * AT_ONCE and report.figures.backlog == client.backlog == 0
     assert client.most_waiting == AT_ONCE, "more could overflow the audit's backlog"
 
 
