@@ -190,7 +190,8 @@ async def measure(arguments: argparse.Namespace) -> Json:
             found = summary(schemas, plain[temperature], plain[temperature])
             figures.append({"method": "NONE", "temperature": temperature, **found})
     times: Json = {}
-    for name, flags in WAYS.items():
+    for name in arguments.ways:
+        flags = WAYS[name]
         for kind in (Engine, UnforcedEngine):
             async with started(arguments, flags, kind) as engine:
                 for temperature in arguments.temperatures:
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--flags", default="{}", help="more of EngineConfig, as JSON")
     parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     parser.add_argument("--together", type=int, default=1, help="requests that run at once")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8], help="batch sizes to time; none: no times")

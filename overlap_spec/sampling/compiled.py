@@ -7,6 +7,7 @@ vocabulary, kernels of torch's own (and torch 2.11 cannot compile what follows t
 """
 
 import torch
+from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
 from overlap_spec.sampling.sampler import Draw, draw_columns
@@ -24,10 +25,17 @@ def compiled_draw(max_batch: int) -> Draw:
 
     _dynamo.config.recompile_limit = MOST_VARIANTS
     _dynamo.config.accumulated_recompile_limit = MOST_VARIANTS
-    compiled = torch.compile(draw_columns, fullgraph=True, dynamic=False)
+    compiled = torch.compile(_unfiltered, fullgraph=True, dynamic=False)
 
     def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
         run = compiled if len(logits) <= max_batch and not sampling.work.filtered else draw_columns
         return run(logits, positions, sampling, token_ids)
 
     return draw
+
+
+def _unfiltered(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+    """`draw_columns` without filters, in torch's operations: the compiler cannot look into a kernel's launch."""
+    if not sampling.work.sampled:
+        return logits.argmax(-1)
+    return gumbel_argmax_reference(logits, positions, sampling.temperature, sampling.seed, token_ids)

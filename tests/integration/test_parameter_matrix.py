@@ -5,12 +5,14 @@ With `--matrix FILE` the outcome of each cell is written, from which docs/correc
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from support.fake_engine_client import FakeClient, ask
+from support.fake_engine_client import INFO, FakeClient, ask
 from support.parameter_cases import (
     ALIASES,
     CASES,
@@ -18,33 +20,47 @@ from support.parameter_cases import (
     COLUMNS,
     COMPLETIONS,
     DEPTHS,
+    GENERATE,
     OUTSIDE,
-    PENDING,
+    REFUSED,
     Case,
     comparable,
+    reported,
+    with_prompt,
 )
 from support.ring import RingConfig, tiny_loaded
 from support.ring_server import serving
+from support.tiny.tokenizer import write_tokenizer
 
+from overlap_spec.bench.age import reasons
 from overlap_spec.messages import SamplingParams
+from overlap_spec.server.anthropic.requests import MessagesRequest
 from overlap_spec.server.native import GenerateRequest, NativeSampling
 from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
+from overlap_spec.server.openai_responses.requests import ResponsesRequest
+from overlap_spec.server.parsers.formats import call_format, reasoning_format
 from overlap_spec.server.unsupported import UNSUPPORTED
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 MODELS_SEED = 10
+RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "parameter_matrix.json"
 PLAIN = RingConfig(grammars=True, num_steps=0, num_slots=1, depth=1, prefix_cache=False, max_len=200)
+SHAPES = (ChatRequest, CompletionRequest, GenerateRequest, NativeSampling, MessagesRequest, ResponsesRequest)
+READS_ALL = msgspec.structs.replace(
+    INFO, call_format=call_format("pythonic", ""), reasoning_format=reasoning_format("qwen3", "")
+)
+Cases = dict[str, tuple[Case, ...]]
 Replies = dict[str, list[Any]]  # by parameter, case by case, prompt by prompt
 Note = Callable[[str, str, int, str], None]  # parameter, column, depth, what the cell says
 
 
-async def replies_to(http: httpx.AsyncClient, cases: dict[str, tuple[Case, ...]], with_fields: bool = True) -> Replies:
+async def replies_to(http: httpx.AsyncClient, cases: Cases, with_fields: bool = True) -> Replies:
     """All at once: the engine batches them as they come."""
 
     async def one(case: Case, body: dict[str, Any]) -> Any:
         reply = await http.post(case.endpoint, json=body)
         assert reply.status_code == 200, f"{body}: {reply.text}"
-        return comparable(reply.json())
+        return reply.json()
 
     async def all_of(of_parameter: tuple[Case, ...]) -> list[Any]:
         return await asyncio.gather(*(one(case, body) for case in of_parameter for body in case.bodies(with_fields)))
@@ -52,21 +68,27 @@ async def replies_to(http: httpx.AsyncClient, cases: dict[str, tuple[Case, ...]]
     return dict(zip(cases, await asyncio.gather(*map(all_of, cases.values())), strict=True))
 
 
-def replies_of(codec: TextCodec, method: str, topk: int, config: RingConfig, with_fields: bool = True) -> Replies:
-    """Of a ring with a method."""
+def replies_of(codec: TextCodec, config: RingConfig, cases: Cases = CASES, with_fields: bool = True) -> Replies:
+    """Of a server with a method, whose format of calls and of reasoning is known."""
 
     async def run() -> Replies:
-        models = tiny_loaded(MODELS_SEED, config.num_steps, method=method, topk=topk)
-        async with serving(models, config, codec) as http:
-            return await replies_to(http, CASES, with_fields)
+        models = tiny_loaded(MODELS_SEED, config.num_steps, method=config.method, topk=config.topk)
+        async with serving(models, config, codec, READS_ALL) as http:
+            return await replies_to(http, cases, with_fields)
 
     return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    """Of a tokenizer with special tokens that show."""
+    return load_codec(write_tokenizer(tmp_path_factory.mktemp("special"), minds_special=True))
+
+
+@pytest.fixture(scope="module")
 def plain(codec: TextCodec) -> Replies:
     """What every request gets alone, token by token."""
-    return replies_of(codec, "EAGLE3", 1, PLAIN)
+    return comparable(replies_of(codec, PLAIN))
 
 
 @pytest.mark.slow_but_every(13)
@@ -87,7 +109,7 @@ def test_replies_are_plain_decodings(
         num_pages=400,
         max_len=200,
     )
-    found = replies_of(codec, method, topk, config)
+    found = comparable(replies_of(codec, config))
     wrong = [name for name in CASES if found[name] != plain[name]]
     for name in CASES:
         note_cell(name, column, depth, "differs" if name in wrong else "equal")
@@ -97,34 +119,86 @@ def test_replies_are_plain_decodings(
 @pytest.mark.slow
 def test_every_case_has_an_effect(codec: TextCodec, plain: Replies) -> None:
     """Of its values: without them the replies are others."""
-    without = replies_of(codec, "EAGLE3", 1, PLAIN, with_fields=False)
-    for name, cases in CASES.items():
-        each = len(plain[name]) // len(cases)
-        for i, case in enumerate(cases):
-            part = slice(each * i, each * (i + 1))
-            assert plain[name][part] != without[name][part], f"{name}: {case.fields} changes nothing"
+    without = comparable(replies_of(codec, PLAIN, with_fields=False))
+    idle = [
+        (name, case.endpoint, case.fields)
+        for name, case, changed in _by_case(CASES, plain, without)
+        if not (changed or case.is_reported)
+    ]
+    assert not idle, "they change nothing"
 
 
-@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
-def test_what_has_no_row_of_its_own_is_refused_by_name(note_cell: Note, endpoint: str) -> None:
+def test_what_is_said_of_speculation_has_an_effect(codec: TextCodec) -> None:
+    """It is in what replies report of their steps. The tokens are compared in every column."""
+    cases = {name: part for name, of in CASES.items() if (part := tuple(case for case in of if case.is_reported))}
+    config = RingConfig(num_slots=8, num_pages=400, max_len=200)
+    asked, silent = (reported(replies_of(codec, config, cases, with_fields)) for with_fields in (True, False))
+    assert cases
+    for name, case, changed in _by_case(cases, asked, silent):
+        assert changed, f"{name}: {case.fields} changes nothing"
+
+
+def test_what_is_not_built_is_refused_by_name(note_cell: Note) -> None:
     """By the server, whatever the method."""
-    body = {"prompt": "a"} if endpoint == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
-    for name in UNSUPPORTED:
-        reply = ask(FakeClient(), "POST", endpoint, json={**body, name: {"asks": "something"}})
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == name, name
-        for column in COLUMNS:
-            for depth in DEPTHS:
-                note_cell(name, column, depth, "400")
+    asked = {name: {name: {"asks": "something"}} for name in UNSUPPORTED}
+    for name, fields in asked.items():
+        for endpoint in (COMPLETIONS, CHAT, GENERATE):
+            _check_refusal(name, endpoint, fields)
+        _note_refusal(note_cell, name)
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_a_value_that_means_nothing_here_is_refused_by_name(note_cell: Note, row: str) -> None:
+    endpoint, fields = REFUSED[row]
+    _check_refusal(row.split()[0], endpoint, fields)
+    _note_refusal(note_cell, row)
 
 
 def test_every_parameter_has_a_row() -> None:
     """A new field of the APIs, or of the engine's own parameters, is a row, another name of one, or outside."""
-    known = CASES.keys() | ALIASES.keys() | OUTSIDE.keys() | UNSUPPORTED.keys() | PENDING
-    for shape in (SamplingParams, ChatRequest, CompletionRequest, GenerateRequest, NativeSampling):
+    known = CASES.keys() | ALIASES.keys() | OUTSIDE.keys() | UNSUPPORTED.keys()
+    for shape in (SamplingParams, *SHAPES):
         missing = set(shape.__struct_fields__) - known
         assert not missing, f"{shape.__name__}: add cases to tests/support/parameter_cases.py for {sorted(missing)}"
     assert not CASES.keys() & UNSUPPORTED.keys(), "a parameter is honoured, or it is refused"
+    assert not (CASES.keys() | UNSUPPORTED.keys()) & REFUSED.keys()
     assert ALIASES.keys().isdisjoint(CASES) and set(ALIASES.values()) <= CASES.keys()
+
+
+def test_the_matrix_has_every_cell() -> None:
+    """The one that documents show, unless it is named as older than the code."""
+    matrix = json.loads((RESULTS / MATRIX).read_text())
+    outcomes = {
+        (name, column, depth): matrix["cells"].get(name, {}).get(column, {}).get(str(depth), "empty")
+        for name in (*CASES, *UNSUPPORTED, *REFUSED)
+        for column in COLUMNS
+        for depth in DEPTHS
+    }
+    rows = {name for name, _, _ in outcomes}
+    if MATRIX not in reasons(RESULTS):
+        assert matrix["cells"].keys() == rows
+        assert not {cell: outcome for cell, outcome in outcomes.items() if outcome not in ("equal", "400")}
+
+
+def _by_case(cases: Cases, some: Replies, others: Replies) -> Iterator[tuple[str, Case, bool]]:
+    """For each case its parameter, and whether its replies differ."""
+    for name, of in cases.items():
+        each = len(some[name]) // len(of)
+        for start, case in zip(range(0, len(some[name]), each), of, strict=True):
+            part = slice(start, start + each)
+            yield name, case, some[name][part] != others[name][part]
+
+
+def _check_refusal(field: str, endpoint: str, fields: dict[str, Any]) -> None:
+    body = {"text": "a", **fields} if endpoint == GENERATE else with_prompt(endpoint, "a", fields)
+    reply = ask(FakeClient(), "POST", endpoint, json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == field, (field, endpoint, reply.text)
+
+
+def _note_refusal(note_cell: Note, row: str) -> None:
+    for column in COLUMNS:
+        for depth in DEPTHS:
+            note_cell(row, column, depth, "400")
 
 
 def _difference(found: list[Any], plain: list[Any]) -> str:

@@ -70,7 +70,7 @@ def accepts(
     oracle: NearOracle, codec: TextCodec, prompt: list[int], sampling: SamplingParams, tokens: list[int]
 ) -> bool:
     usage = Usage(len(prompt), 0, len(tokens), 1)
-    answer = Answer(tokens, codec.decode(tokens, True), Finish(FinishKind.LENGTH), usage)
+    answer = Answer(tokens, text=codec.decode(tokens, True), finish=Finish(FinishKind.LENGTH), usage=usage)
     try:
         oracle.check(prompt, sampling, answer, "near the bound")
     except AssertionError as error:

@@ -96,8 +96,11 @@ def test_every_method(codec: TextCodec, oracle: GrammarOracle, method: str, topk
 
 
 def constrained(rng: random.Random, request: Request) -> Request:
-    """The same request with a grammar, two times in three."""
-    plain = msgspec.structs.replace(request.sampling, repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
+    """The same request with a grammar, two times in three, and without what the oracle of grammars leaves out."""
+    plain = msgspec.structs.replace(
+        request.sampling, repetition_penalty=1, presence_penalty=0, frequency_penalty=0, logit_bias={},
+        allowed_token_ids=None, bad_words=(), bad_word_ids=(), thinking=None,
+    )  # fmt: skip
     if rng.random() < 1 / 3:
         return replace(request, sampling=plain)
     grammar = rng.choice(list(TINY_GRAMMARS.values()))

@@ -6,6 +6,8 @@ leaves is drawn from in plain Python. So nothing is kept from token to token, an
 
 from array import array
 
+import msgspec
+
 from overlap_spec.grammar import GrammarCompiler
 from overlap_spec.messages import Grammar, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.tokenizer.codec import Codec
@@ -20,7 +22,7 @@ class GrammarOracle(PlainOracle):
     def __init__(self, seed: int, codec: Codec, **model: str) -> None:
         super().__init__(seed, codec, **model)
         self._compiler = GrammarCompiler(tiny_grammar_vocabulary(self._target.vocab_size))
-        self._known: dict[tuple[tuple[int, ...], SamplingParams], Expected] = {}
+        self._known: dict[bytes, Expected] = {}
 
     def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
         """As for other requests; one that was aborted while its grammar was compiled has no counts yet."""
@@ -31,7 +33,7 @@ class GrammarOracle(PlainOracle):
         """Decode until the request ends, token by token."""
         if sampling.grammar is None:
             return super().expected(prompt, sampling)
-        key = tuple(prompt), sampling
+        key = msgspec.json.encode((prompt, sampling))
         if key not in self._known:
             self._known[key] = self._constrained(prompt, sampling, sampling.grammar)
         return self._known[key]

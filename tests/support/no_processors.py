@@ -7,7 +7,7 @@ from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.worker.packed_lists import WORDS
 
-NUM_SLOTS = 260
+NUM_SLOTS = 400
 
 
 def no_processors(

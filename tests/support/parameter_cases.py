@@ -8,9 +8,11 @@ many requests in one batch. A reply must be what plain decoding replies to that 
 parameter's fields, and (`beside`) the fields that it needs, which are sent in both runs. Each body has the endpoint's
 fields of `BODIES`, once with every prompt of `PROMPTS`, and then the case's. The fields of `/generate` are those of
 `sampling_params`, unless `GenerateRequest` has them. If replies get a field that may differ with speculation, add it
-to `VOLATILE`. Another name of the same parameter goes into `ALIASES`. What changes no reply by its value goes into
-`OUTSIDE`, with the reason. A field that is read already, and whose row is still to come, waits in `PENDING`. What is
-refused needs no row: it has one for each name of `server/unsupported.py`, whose cells come from a test of the 400.
+to `VOLATILE`, and to `REPORTS` if a parameter of speculation changes it: such a case says `is_reported`. Another name
+of the same parameter goes into `ALIASES`. What changes no whole reply goes into `OUTSIDE`, with the reason.
+
+What is refused needs no row: each name of `server/unsupported.py` has one, whose cells come from a test of the 400.
+What is refused by its value, or at an endpoint, is a row of `REFUSED`.
 
 Then write the results: `python -m pytest tests/integration/test_parameter_matrix.py -m "" --matrix
 benchmarks/results/parameter_matrix.json`, and `python benchmarks/write_docs.py`.
@@ -21,18 +23,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.server.native import GenerateRequest
+from overlap_spec.server.native import OTHER_NAMES, GenerateRequest
+from overlap_spec.server.openai_requests import NATIVE_NAMES, THINKING_BUDGETS
+from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI
 from support.tiny.methods import MULTI_LAYER
 
 Json = dict[str, Any]
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 PROMPTS = ("the same the same", "of 12 and 12", "a")
 NUM_TOKENS = 10
+BOS, EOS, COMMA, LESS = "1", "2", "18", "34"  # ids of the tiny tokenizer, as keys of a logit_bias
 
 BODIES: dict[str, Json] = {
     COMPLETIONS: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
     CHAT: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
     GENERATE: {"max_new_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    MESSAGES: {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    RESPONSES: {"max_output_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 3, "ignore_eos": True},
 }
 
 
@@ -43,17 +51,19 @@ class Case:
     fields: Json
     endpoint: str = COMPLETIONS
     beside: Json = field(default_factory=dict)
+    is_reported: bool = False  # the effect is in what a reply reports of its steps: no token may change
 
     def bodies(self, with_fields: bool = True) -> Iterator[Json]:
         """One for each prompt."""
         asked = BODIES[self.endpoint] | self.beside | (self.fields if with_fields else {})
         for prompt in PROMPTS:
-            yield _with_prompt(self.endpoint, prompt, asked)
+            yield with_prompt(self.endpoint, prompt, asked)
 
 
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
 _TAG = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<"]}
 _ENDS = {"ignore_eos": False}  # a grammar ends its output by EOS
+_TRIGGERS = {**_ENDS, "logit_bias": {LESS: 5}}
 GRAMMARS: dict[str, tuple[Json, ...]] = {  # values by field
     "response_format": (
         {"response_format": {"type": "json_object"}},
@@ -75,7 +85,11 @@ GRAMMARS: dict[str, tuple[Json, ...]] = {  # values by field
     "guided_json_object": ({"guided_json_object": True},),
 }
 OF_GRAMMARS = {
-    name: tuple(Case(fields, endpoint, _ENDS) for fields in cases for endpoint in (COMPLETIONS, CHAT, GENERATE))
+    name: tuple(
+        Case(fields, endpoint, _TRIGGERS if "structural_tag" in str(fields) else _ENDS)
+        for fields in cases
+        for endpoint in (COMPLETIONS, CHAT, GENERATE)
+    )
     for name, cases in GRAMMARS.items()
 }
 
@@ -93,10 +107,8 @@ CASES: dict[str, tuple[Case, ...]] = {
     "seed": (Case({"seed": -11}), Case({"seed": 2**62}, CHAT)),
     "stop": (Case({"stop": ["e", "1"]}), Case({"stop": list("abcdefgh")}, CHAT)),
     "stop_token_ids": (Case({"stop_token_ids": list(range(40, 72))}),),
-    "ignore_eos": (Case({"ignore_eos": False}, beside={"max_tokens": 100, "temperature": 100, "n": 2}),),
-    "skip_special_tokens": (
-        Case({"skip_special_tokens": False}, beside={"max_tokens": 100, "temperature": 100, "n": 2}),
-    ),
+    "ignore_eos": (Case({"ignore_eos": False}, beside={"logit_bias": {EOS: 6}}),),
+    "skip_special_tokens": (Case({"skip_special_tokens": False}, beside={"logit_bias": {EOS: 6}}),),
     "no_stop_trim": (Case({"no_stop_trim": True}, beside={"stop": list("abcdefghijkl0123")}),),
     "n": (Case({"n": 3}), Case({"n": 2}, CHAT), Case({"n": 2}, GENERATE)),
     "presence_penalty": (Case({"presence_penalty": 2}, beside={"temperature": 0}), Case({"presence_penalty": -2})),
@@ -142,6 +154,73 @@ CASES |= {
     ),
 }
 
+SAID = "{{ messages[0]['content'] }}"
+THINKS = SAID + "<think>"  # a template whose prompts end in the middle of reasoning
+_THINKING = {"chat_template": THINKS, "max_tokens": 15}
+_PARAMETERS = {"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}, "required": ["a"]}
+_TOOLS = [{"type": "function", "function": {"name": name, "parameters": _PARAMETERS}} for name in ("f", "go")]
+_CALLS = {"tools": _TOOLS, "max_tokens": 24, **_ENDS}
+_NAMED = {"type": "function", "function": {"name": "go"}}
+_COUNTED = {"speculative": {"metrics": "summary"}}
+
+OF_CONVERSATIONS: dict[str, Json] = {  # what becomes the prompt: fields, and those beside them
+    "chat_template": {"chat_template": SAID},
+    "add_generation_prompt": {"add_generation_prompt": False},
+    "continue_final_message": {"continue_final_message": True},
+}
+CASES |= {
+    name: (Case(fields, CHAT), Case(fields, CHAT, {"temperature": 0})) for name, fields in OF_CONVERSATIONS.items()
+}
+CASES |= {
+    "chat_template_kwargs": (Case({"chat_template_kwargs": {"a": "loud"}}, CHAT, {"chat_template": SAID + "{{ a }}"}),),
+    "reasoning_effort": (Case({"reasoning_effort": "low"}, CHAT, {"chat_template": SAID + "{{ reasoning_effort }}"}),),
+    "add_special_tokens": (Case({"add_special_tokens": False}),),
+    "spaces_between_special_tokens": (
+        Case(
+            {"spaces_between_special_tokens": False},
+            beside={"skip_special_tokens": False, "logit_bias": {BOS: 100, EOS: 100}},
+        ),
+    ),
+    "thinking_budget": (
+        Case({"thinking_budget": 3}, CHAT, _THINKING),
+        Case({"thinking_budget": 0}, CHAT, {**_THINKING, "temperature": 0}),
+    ),
+    "max_thinking_tokens": (Case({"max_thinking_tokens": 5}, CHAT, _THINKING),),
+    "thinking_token_budget": (Case({"thinking_token_budget": 1}, CHAT, _THINKING),),
+    "separate_reasoning": (Case({"separate_reasoning": False}, CHAT, {**_THINKING, "thinking_budget": 4}),),
+    "tools": (Case({"tools": _TOOLS}, CHAT, {"chat_template": SAID + "{{ tools is none }}"}),),
+    "tool_choice": (Case({"tool_choice": "required"}, CHAT, _CALLS), Case({"tool_choice": _NAMED}, CHAT, _CALLS)),
+    "parallel_tool_calls": (
+        Case({"parallel_tool_calls": False}, CHAT, {**_CALLS, "tool_choice": "required", "logit_bias": {COMMA: 9}}),
+    ),
+    "speculative": (
+        Case({"speculative": {"method": "none", "metrics": "summary"}}, beside=_COUNTED, is_reported=True),
+        Case({"speculative": {"num_steps": 0, "metrics": "detailed"}}, CHAT, _COUNTED, is_reported=True),
+        Case({"speculative": {"provenance": True}}, beside={"temperature": 0}, is_reported=True),
+        Case({"speculative": {"num_steps": 0}}, GENERATE, is_reported=True),
+    ),
+    "return_spec_tokens_details": tuple(
+        Case({"return_spec_tokens_details": True}, endpoint, is_reported=True)
+        for endpoint in (COMPLETIONS, CHAT, GENERATE)
+    ),
+}
+
+_FORMAT = {"type": "json_schema", "schema": _SCHEMA}
+_THINKING_HERE = {"chat_template": THINKS, "max_output_tokens": 15, "logit_bias": {LESS: 1}}
+CASES |= {  # of the APIs that are translated to chats
+    "stop_sequences": (Case({"stop_sequences": list("abcdefgh")}, MESSAGES),),
+    "system": (Case({"system": "be"}, MESSAGES),),
+    "thinking": (Case({"thinking": {"type": "enabled", "budget_tokens": 2}}, MESSAGES, _THINKING),),
+    "output_config": (Case({"output_config": {"format": _FORMAT}}, MESSAGES, _ENDS),),
+    "max_output_tokens": (Case({"max_output_tokens": 6}, RESPONSES),),
+    "instructions": (Case({"instructions": "be"}, RESPONSES),),
+    "text": (Case({"text": {"format": {**_FORMAT, "name": "a"}}}, RESPONSES, _ENDS),),
+    "reasoning": (
+        Case({"reasoning": {"effort": "low"}}, RESPONSES, {"chat_template": "{{ reasoning_effort }}" + SAID}),
+    ),
+    "include": (Case({"include": ["reasoning.encrypted_content"]}, RESPONSES, _THINKING_HERE),),
+}
+
 # Other names of parameters with a row.
 ALIASES = {
     "max_completion_tokens": "max_tokens",
@@ -152,35 +231,59 @@ ALIASES = {
     "best_of": "n",  # it must be n
     "log_probs": "logprobs",
     "grammar": "response_format",  # whichever field asks for it
+    "shown_tokens": "tools",
 }
 
-# Fields that are no parameters of the tokens, and why.
+# Fields that are no parameters of a whole reply, and why.
 OUTSIDE = {
     **dict.fromkeys(
         ("model", "rid", "request_id", "user", "metadata", "safety_identifier", "prompt_cache_key"), "names"
     ),
-    **dict.fromkeys(("stream", "stream_options"), "how a reply is sent"),
-    **dict.fromkeys(("prompt", "messages", "text", "input_ids", "sampling_params"), "what is asked"),
-    **dict.fromkeys(
-        ("speculative", "return_spec_tokens_details"), "what is guessed and reported: test_ring_speculation.py"
-    ),
-    **dict.fromkeys(("tools", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"), "the prompt"),
-    **dict.fromkeys(("chat_template", "continue_final_message", "add_special_tokens"), "the prompt"),
-    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning"), "how the answer's text is read"),
-    **dict.fromkeys(("shown_tokens", "reasoning", "thinking"), "how the answer's text is read"),
-    "tool_choice": "a grammar of the answer",
+    **dict.fromkeys(("stream", "stream_options", "stream_reasoning"), "how a reply is sent"),
+    **dict.fromkeys(("prompt", "messages", "input", "input_ids", "sampling_params"), "what is asked"),
+    **dict.fromkeys(("cache_control", "prompt_cache_retention"), "every prefix is cached"),
+    **dict.fromkeys(("speed", "truncation"), "one value is accepted"),
 }
 
-# Read and checked, with no row yet. A field leaves this when its row comes.
-# A thinking budget needs a server that reads reasoning: `tests/integration/test_ring_thinking.py` has every method.
-PENDING = frozenset(
-    ("spaces_between_special_tokens", "max_thinking_tokens", "thinking_budget", "thinking_token_budget")
-)
+# Refused by the value, or at an endpoint: a row, whose first word is the field, and where what is sent.
+REFUSED: dict[str, tuple[str, Json]] = {
+    "best_of other than n": (COMPLETIONS, {"best_of": 3}),
+    "logprobs true in completions": (COMPLETIONS, {"logprobs": True}),
+    "top_logprobs without logprobs": (CHAT, {"top_logprobs": 2}),
+    "prompt_logprobs in a stream": (CHAT, {"prompt_logprobs": 1, "stream": True}),
+    "add_special_tokens in chats": (CHAT, {"add_special_tokens": True}),
+    "continue_final_message with add_generation_prompt": (
+        CHAT,
+        {"continue_final_message": True, "add_generation_prompt": True},
+    ),
+    "thinking_budget in completions": (COMPLETIONS, {"thinking_budget": 1}),
+    **{f"{name} without a reasoning parser": (CHAT, {name: 1}) for name in THINKING_BUDGETS},
+    "tool_choice without a tool call parser": (CHAT, {"tools": _TOOLS, "tool_choice": "required"}),
+    **{f"{name} in completions": (COMPLETIONS, {name: "a"}) for name in OF_CHATS},
+    **{f"{name} in /generate": (GENERATE, {name: "a"}) for name in (*OF_CHATS, *OF_OPENAI, *OTHER_NAMES)},
+    **{f"{name} in OpenAI's API": (CHAT, {name: 1}) for name in NATIVE_NAMES},
+}
 
 # Fields of replies that may differ: names, times, and what speculation and the cache did.
-VOLATILE = frozenset(
-    ("id", "created", "e2e_latency", "spec_verify_ct", "spec_accept_length", "cached_tokens", "prompt_tokens_details")
+REPORTS = frozenset(
+    (
+        "metrics",
+        "provenance",
+        "sglext",
+        "spec_accept_length",
+        "spec_accept_rate",
+        "spec_correct_drafts_histogram",
+        "spec_num_correct_drafts",
+        "spec_num_proposed_drafts",
+        "spec_verify_ct",
+        "speculative_decoding",
+    )
 )
+VOLATILE = REPORTS | {
+    *("id", "call_id", "created", "created_at", "completed_at", "e2e_latency"),
+    *("cached_tokens", "prompt_tokens_details"),
+    *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),  # Anthropic's are those not in the cache
+}
 
 # Columns: the method of `EVERY_METHOD`, and how guesses branch. Plain decoding is what the others are compared with.
 COLUMNS: dict[str, tuple[str, int]] = {
@@ -210,10 +313,23 @@ def comparable(reply: Any) -> Any:
     return [comparable(value) for value in reply] if isinstance(reply, list) else reply
 
 
-def _with_prompt(endpoint: str, prompt: str, fields: Json) -> Json:
+def reported(reply: Any) -> Any:
+    """What a reply reports of its steps."""
+    if isinstance(reply, list):
+        return [reported(value) for value in reply]
+    if not isinstance(reply, dict):
+        return None
+    inner = {name: value if name in REPORTS else reported(value) for name, value in reply.items()}
+    return {name: value for name, value in inner.items() if value}
+
+
+def with_prompt(endpoint: str, prompt: str, fields: Json) -> Json:
+    """A body."""
     if endpoint == COMPLETIONS:
         return {"prompt": prompt, **fields}
-    if endpoint == CHAT:
+    if endpoint == RESPONSES:
+        return {"input": prompt, **fields}
+    if endpoint in (CHAT, MESSAGES):
         return {"messages": [{"role": "user", "content": prompt}], **fields}
     own = {name: value for name, value in fields.items() if name in GenerateRequest.__struct_fields__}
     sampling = {name: value for name, value in fields.items() if name not in own}

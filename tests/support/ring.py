@@ -187,7 +187,7 @@ class Ring:
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         checked = GrammarChecks(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None
-        checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked)
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked, trusts_templates=True)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
         floor = FLOORS[str(config.dtype).removeprefix("torch.")]

@@ -11,6 +11,7 @@ import msgspec
 from overlap_spec.client import Client
 from overlap_spec.messages import ToClient, ToTokenizerFromClient
 from overlap_spec.server.app import create_app
+from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.fake_engine_client import INFO, healthy
@@ -48,10 +49,12 @@ class RingClient(Client):
 
 
 @asynccontextmanager
-async def serving(models: LoadedModels, config: RingConfig, codec: Codec) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(
+    models: LoadedModels, config: RingConfig, codec: Codec, info: ServerInfo = INFO
+) -> AsyncIterator[httpx.AsyncClient]:
     """What sends bodies to a server, whose engine is a ring."""
     async with running(models, config, codec) as ring, RingClient(ring) as client:
-        info = msgspec.structs.replace(INFO, max_model_len=config.max_len)
+        info = msgspec.structs.replace(info, max_model_len=config.max_len, num_steps=config.num_steps)
         transport = httpx.ASGITransport(create_app(client, info, healthy))
         async with httpx.AsyncClient(transport=transport, base_url="http://ring", timeout=60) as http:
             yield http

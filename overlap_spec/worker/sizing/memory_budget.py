@@ -15,6 +15,7 @@ from overlap_spec.sampling.sampler import SLICE
 
 CPU_POOL_BYTES = 1024 * MIB
 LOGIT_BYTES = torch.float32.itemsize
+COUNT_BYTES = torch.int32.itemsize
 DRAWN_BYTES = 96  # of a logit in a slice: filters hold 48 in tensors of their own, and a sort on a GPU the rest
 HISTORY_BYTES = 48  # of a row and a token before it, in a logit processor of one's own
 OTHER_BYTES = 128 * MIB  # of libraries and attention
@@ -81,12 +82,14 @@ def num_pages(cache: CacheSettings, bytes_per_token: int, budget: Budget, least_
 def drawing_bytes(num_slots: int, rows: int, vocab_size: int, history: int = 0) -> int:
     """What drawing `rows` tokens of each slot takes, of processors, samplers and verifiers alike.
 
-    Logits in float32 and their processed copy; what a slice of them is drawn through. `history`: tokens before a row,
-    where a processor of one's own looks at them: it may hold as many logits again, and 48 bytes for each row and token.
+    Logits in float32 and their processed copy; what a slice of them is drawn through; how often each token is in a
+    slot's text, for penalties. `history`: tokens before a row, where a processor of one's own looks at them: it may
+    hold as many logits again, and 48 bytes for each row and token.
     """
     num_logits = num_slots * rows * vocab_size
     own = num_logits * LOGIT_BYTES + num_slots * rows * history * HISTORY_BYTES if history else 0
-    return num_logits * 2 * LOGIT_BYTES + max(SLICE, rows * vocab_size) * DRAWN_BYTES + own
+    counts = num_slots * vocab_size * COUNT_BYTES
+    return num_logits * 2 * LOGIT_BYTES + max(SLICE, rows * vocab_size) * DRAWN_BYTES + counts + own
 
 
 def workspace_bytes(chunk_bytes: int) -> int:

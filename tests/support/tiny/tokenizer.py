@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers.decoders import Fuse
+from tokenizers.decoders import Fuse, Replace, Sequence
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -27,14 +28,20 @@ def tiny_vocabulary(size: int = 128) -> list[str]:
     return [*known, *(f"w{index}" for index in range(len(known), size))][:size]
 
 
-def write_tokenizer(directory: Path, vocab_size: int = 128) -> Path:
-    """Write tokenizer.json and tokenizer_config.json (with a chat template) into a model's directory."""
+def write_tokenizer(directory: Path, vocab_size: int = 128, minds_special: bool = False) -> Path:
+    """Write tokenizer.json and tokenizer_config.json (with a chat template) into a model's directory.
+
+    `minds_special`: text begins with <s>, and </s> is decoded with a space before it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokens = tiny_vocabulary(vocab_size)
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    if minds_special:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.decoder = Sequence([Replace("</s>", " </s>"), Fuse()])
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
