@@ -36,6 +36,11 @@ COMMANDS = {
         "bench WHAT [flags]",
         "measure latency, throughput, the scheduler, a step or every method",
     ),
+    "verify": Command(
+        "overlap_spec.cli.verify",
+        "verify [PROMPTS.jsonl] [flags]",
+        "compare every token with plain decoding's: status 0 if all are the same",
+    ),
 }
 
 

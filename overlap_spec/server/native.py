@@ -134,39 +134,11 @@ class NativeGenerate:
         """For each prompt, how many choices it has and how they are drawn."""
         given, shared = body.sampling_params, {name: getattr(body, name) for name in EITHER}
         if isinstance(given, dict):
-            return [self._read_sampling(shared | given)] * count
+            return [read_sampling(shared | given, self._info)] * count
         if len(given) != count:
             text = f"sampling_params: {len(given)} for {count} prompts"
             raise Problem(400, text, "sampling_params", "invalid_value")
-        return [self._read_sampling(shared | (each or {})) for each in given]
-
-    def _read_sampling(self, given: Json) -> tuple[int, SamplingParams]:
-        fields = without_nulls(given)
-        refuse_unsupported(fields)
-        _refuse_other_names(fields)
-        if misplaced := BODY_ALONE & fields.keys():
-            name = min(misplaced)
-            raise Problem(400, f"{name} belongs beside sampling_params, not in it", name, "invalid_value")
-        read = convert(fields, NativeSampling)
-        if read.seed is not None and read.sampling_seed not in (None, read.seed):
-            raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
-        seed_name = "sampling_seed" if read.seed is None else "seed"
-        given_here = msgspec.structs.asdict(read)
-        values = {name: given_here[name] for name in SamplingParams.__struct_fields__ if name in given_here}
-        values |= {
-            "seed": given_here[seed_name],
-            "stop": stop_strings(read.stop, self._info),
-            "stop_regex": stop_strings(read.stop_regex, self._info, "stop_regex"),
-            "stop_token_ids": tuple(read.stop_token_ids),
-            "no_stop_trim": read.no_stop_trim or read.include_stop_str_in_output,
-            "grammar": read.grammar(self._info),
-            **read.lists(self._info),
-            "speculative": asked_speculation(read.speculative, read.return_spec_tokens_details),
-        }
-        try:
-            return read.n, SamplingParams(**values)
-        except RequestError as error:
-            raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
+        return [read_sampling(shared | (each or {}), self._info) for each in given]
 
     def _reply(self, request: EngineRequest, answer: Collected, body: GenerateRequest, arrived_at: float) -> Json:
         meta = _meta_info(request, answer, arrived_at)
@@ -192,6 +164,36 @@ class NativeGenerate:
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
+
+
+def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:
+    """`sampling_params`: how many choices, and how each is drawn. Raises: Problem or RequestError naming the field."""
+    fields = without_nulls(given)
+    refuse_unsupported(fields)
+    _refuse_other_names(fields)
+    if misplaced := BODY_ALONE & fields.keys():
+        name = min(misplaced)
+        raise Problem(400, f"{name} belongs beside sampling_params, not in it", name, "invalid_value")
+    read = convert(fields, NativeSampling)
+    if read.seed is not None and read.sampling_seed not in (None, read.seed):
+        raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
+    seed_name = "sampling_seed" if read.seed is None else "seed"
+    given_here = msgspec.structs.asdict(read)
+    values = {name: given_here[name] for name in SamplingParams.__struct_fields__ if name in given_here}
+    values |= {
+        "seed": given_here[seed_name],
+        "stop": stop_strings(read.stop, info),
+        "stop_regex": stop_strings(read.stop_regex, info, "stop_regex"),
+        "stop_token_ids": tuple(read.stop_token_ids),
+        "no_stop_trim": read.no_stop_trim or read.include_stop_str_in_output,
+        "grammar": read.grammar(info),
+        **read.lists(info),
+        "speculative": asked_speculation(read.speculative, read.return_spec_tokens_details),
+    }
+    try:
+        return read.n, SamplingParams(**values)
+    except RequestError as error:
+        raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 
 
 def _refuse_misplaced(fields: Json) -> None:

@@ -20,7 +20,13 @@ from overlap_spec.metrics.prometheus import COUNTERS, GAUGES, PREFIX, ServerMetr
 
 DOCUMENTS = documents()
 README, DOCS = ROOT / "README.md", ROOT / "docs"
-NOT_OURS = {"--dist", "--group", "--help", "--judge"}  # flags of pip, of pytest, and of scripts in benchmarks/
+NOT_OURS = {
+    "--dist",
+    "--group",
+    "--help",
+    "--judge",
+    "--matrix",
+}  # flags of pip, of pytest, and of scripts in benchmarks/
 MOST_LINES, MOST_COLUMNS = 150, 120
 MOST_FILES = 45  # that a chat request passes
 
