@@ -1,7 +1,7 @@
 """The grammars of requests, on the host: what each has consumed, and which tokens it allows after each guess.
 
 A grammar is compiled when its request is queued and kept until the request is gone, whichever slots it has had: a
-preempted request finds it as far as its output is. All work is done in threads, one task of a grammar at a time:
+preempted request finds it as far as its output is. A grammar has one task at a time, in the worker's loop or a thread:
 
     tokens of step N are on the host  ->  advance: consume them, find the tokens that must follow
     window of step N + 1 is there     ->  fill: a mask for the token after each column, children after their parents

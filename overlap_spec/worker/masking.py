@@ -4,12 +4,16 @@
     device | .. C of step N ..                | forced, A of step N + 1 ........................ | B, masked | C
 
 Only the launch of this step waits; the worker's loop goes on. Every wait is a function that tells whether it is over.
+
+Few grammars are followed by the loop itself, one between two looks at everything else: a mask takes some 10 to 100
+microseconds, and a thread gets Python's lock from a polling loop only after milliseconds. More grammars are followed in
+threads, and the loop lets go of the lock while it waits for them.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +30,9 @@ from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.slots import SlotRows
 
 Wait = Callable[[], bool]
+
+FEW = 8  # grammars that the loop follows itself
+LOOK_S = 50e-6  # how long a look at threads lets them run
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,11 @@ class Masking:
             handle, constrained = self._unread.popleft()
             tokens = handle.tokens()
             for each in constrained:
-                self._advancing.append(self.grammars.run(_advance(each.grammar, tokens[each.row])))
+                advance = _advance(each.grammar, tokens[each.row])
+                if len(constrained) > FEW:
+                    self._advancing.append(self.grammars.run(advance))
+                else:
+                    advance()
 
     def tokens_consumed(self, constrained: list[Constrained]) -> Iterator[Wait]:
         """Wait until every grammar knows the tokens of all steps before."""
@@ -149,6 +160,18 @@ class Masking:
             packer.add(slots)
             self._masks.clear(packer.upload(self._device)[0])
 
+    def _done(self, tasks: Sequence[Callable[[], None]]) -> Iterator[Wait]:
+        """Wait for tasks, one of each grammar."""
+        if len(tasks) > FEW:
+            futures = [self.grammars.run(task) for task in tasks]
+            yield lambda: _are_done(futures)
+            for future in futures:
+                future.result()
+            return
+        for task in tasks:
+            task()
+            yield _after_one_look()
+
     def _note_failures(self, constrained: Sequence[Constrained]) -> None:
         self._failed += self.grammars.failures([each.uid for each in constrained])
 
@@ -163,7 +186,7 @@ class Masking:
 
     def _is_up_to_date(self) -> bool:
         self.read_tokens()
-        return not self._unread and all(future.done() for future in self._advancing)
+        return not self._unread and _are_done(self._advancing)
 
     def _windows(self, constrained: list[Constrained], width: int) -> Tensor:
         slots = self._on_device(constrained)
@@ -177,16 +200,25 @@ class Masking:
     ) -> Iterator[Wait]:
         width, words = len(windows[0][0]), self.grammars.mask_words
         masks = torch.full((len(constrained), width, words), -1, dtype=torch.int32)  # all is allowed
-        filling = [
-            self.grammars.run(_fill(each.grammar, *window, masks[i]))
+        tasks = [
+            _fill(each.grammar, *window, masks[i])
             for i, (each, window) in enumerate(zip(constrained, windows, strict=True))
         ]
-        yield lambda: all(future.done() for future in filling)
-        for future in filling:
-            future.result()
+        yield from self._done(tasks)
         self._note_failures(constrained)
         handle.host.masks_end = time.monotonic()
         self._masks.write(self._on_device(constrained), self._device.upload(masks.view(-1).view(torch.int64)))
+
+
+def _are_done(futures: Sequence[Future[None]]) -> bool:
+    """Whether threads are through; lets them run for a while if they are not."""
+    return all(future.done() for future in futures) or not wait(futures, LOOK_S).not_done
+
+
+def _after_one_look() -> Wait:
+    """A wait that ends when the loop has looked at everything else once."""
+    looks = iter((False,))
+    return lambda: next(looks, True)
 
 
 def _advance(grammar: RequestGrammar, tokens: list[int]) -> Callable[[], None]:

@@ -33,17 +33,17 @@ DEMAND = Demand(
 
 
 def test_the_sum() -> None:
-    assert DEMAND.workspace == (8 * 32 + 512 + 24 * 16) * MIB
+    assert DEMAND.workspace == (8 * 32 + 512 + 24 * 16 + 4) * MIB  # counts of tokens take 4
     assert DEMAND.scratch == 9 * MIB, "the dummy slot's too"
     assert DEMAND.lists == 9 * (MIB // 2 + 256 * 8 * 4), "in float32, and 256 words of 8 tokens"
-    assert DEMAND.num_bytes == (1100 + 1152 + 9) * MIB + DEMAND.lists
+    assert DEMAND.num_bytes == (1100 + 1156 + 9) * MIB + DEMAND.lists
 
 
 def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
     assert {saving.flag: saving.num_bytes // MIB for saving in savings(DEMAND)} == {
         "--speculative-num-draft-tokens 16": 8 * 16,
         "--speculative-eagle-topk 1": 9,
-        "--max-running-requests 4": 4 * 32 + 4 + 2,  # logits, the trees' rows, biases and bad words
+        "--max-running-requests 4": 4 * 32 + 4 + 2 + 2,  # logits, the trees' rows, biases and bad words, counts
         "--dtype bfloat16": 550 + 192 + 4,  # half of the weights, the longest chunk and the trees' rows
         "--chunked-prefill-size 2048": 192,
         "--speculative-algorithm NONE": 100 + 8 * 31 + 9,
@@ -57,7 +57,7 @@ def test_a_shorter_log_of_n_grams_gives_nine_tenths_back() -> None:
     assert {saving.flag: saving.num_bytes // MIB for saving in savings(ngram)} == {
         "--speculative-num-draft-tokens 16": 8 * 16,
         "--speculative-ngram-capacity 1000000": 270,
-        "--max-running-requests 4": 4 * 32 + 2,
+        "--max-running-requests 4": 4 * 32 + 2 + 2,
         "--dtype bfloat16": 500 + 192,
         "--chunked-prefill-size 2048": 192,
         "--speculative-algorithm NONE": 300 + 8 * 31,
@@ -96,7 +96,7 @@ def test_a_gpu_that_is_too_small_says_what_to_turn_down(monkeypatch: pytest.Monk
 def test_the_table_says_what_memory_goes_to() -> None:
     facts = memory_facts(DEMAND, 50 * MIB).report()
     assert facts["memory"] == (
-        "1000 MiB of target weights, 100 MiB of draft weights, 1152 MiB of workspace, 9 MiB for trees,"
+        "1000 MiB of target weights, 100 MiB of draft weights, 1156 MiB of workspace, 9 MiB for trees,"
         " 4 MiB of biases and bad words, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token"
     )
     assert str(facts["to save memory"]).startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
