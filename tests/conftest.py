@@ -52,14 +52,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `slow_but_every(n)` the cases 0, n, 2n, .. are quick, and all others become `slow`."""
+    """Of a test marked `slow_but_every(n)` the cases 0, n, 2n, .. are quick, and all others become `slow`.
+
+    Of the slow cases of a test marked `full_but_every(n)`, likewise, all but those become `full`.
+    """
     cases: Counter[str] = Counter()
+    slow_cases: Counter[str] = Counter()
     for item in items:
         if (thinned := item.get_closest_marker("slow_but_every")) is not None:
             function = item.nodeid.partition("[")[0]
             if cases[function] % thinned.args[0]:
                 item.add_marker(pytest.mark.slow)
             cases[function] += 1
+        thinned = item.get_closest_marker("full_but_every")
+        if thinned is not None and item.get_closest_marker("slow") is not None:
+            function = item.nodeid.partition("[")[0]
+            if slow_cases[function] % thinned.args[0]:
+                item.add_marker(pytest.mark.full)
+            slow_cases[function] += 1
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ def test_every_request_of_a_storm_is_plain_decodings(codec: TextCodec) -> None:
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in TINY_METHODS if name != "EAGLE3"])
 def test_of_every_method(codec: TextCodec, method: str) -> None:

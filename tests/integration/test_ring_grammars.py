@@ -88,6 +88,7 @@ def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: fl
 CASES = [(method, topk) for method in EVERY_METHOD for topk in (1, 3) if topk == 1 or not method.startswith("NGRAM")]
 
 
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "topk"), CASES)

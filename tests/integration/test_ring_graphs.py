@@ -9,6 +9,7 @@ BATCH_SIZES = (1, 2, 4)  # of up to 6 slots: larger batches are launched operati
 NUM_SCHEDULES = 5
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize(
     ("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1), ("EAGLE3", 3), ("STANDALONE", 3), ("NGRAM", 1)]

@@ -85,6 +85,7 @@ def test_every_returned_token_has_its_log_probs(codec: TextCodec, oracle: Oracle
     check_ring(codec, oracle, SHAPES[kind])
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_log_probs_with_every_method(codec: TextCodec, oracle: Oracle, method: str) -> None:

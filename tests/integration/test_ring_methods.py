@@ -16,6 +16,7 @@ def test_3_schedules(codec: TextCodec, method: str) -> None:
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
 def test_storm_of_25_schedules(codec: TextCodec, method: str) -> None:

@@ -21,12 +21,14 @@ def assert_it_decided(seen: Counter[str]) -> None:
     assert seen["forbidden"] > 0 and seen["accepted"] > 0 and seen["rejected"] > 0, dict(seen)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(8), codec, {"method": method, "processor": WHOLE}))
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("method", GROWS_TREES)
 def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
