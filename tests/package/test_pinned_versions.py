@@ -41,7 +41,10 @@ def is_of_a_gpu(path: Path) -> bool:
     return "h200" in path.stem.split("_")
 
 
-FILES = sorted(path for path in RESULTS.rglob("*.json") if list(runs_in(json.loads(path.read_text()))))
+CLIENTS = RESULTS / "clients"  # checks by other packages, whose versions are pinned beside the script that runs them
+FILES = sorted(
+    path for path in RESULTS.rglob("*.json") if path.parent != CLIENTS and list(runs_in(json.loads(path.read_text())))
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
