@@ -85,8 +85,9 @@ def test_a_logit_processor_of_ones_own(tiny_model: Path, tmp_path: Path) -> None
     assert "tokens are those of plain decoding: True" in output
 
 
-def test_every_example_is_short_and_run_here() -> None:
-    run_here = set(re.findall(r'run_example\("([^"]+)"', Path(__file__).read_text()))
-    names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == run_here
-    assert all(len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES for name in names)
+def test_every_example_is_short_and_run_in_some_test() -> None:
+    """Named as a file, or as a module that a flag loads: `08_planted_fault:planted`."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_e2e_*.py"))
+    examples = {path.stem: path for path in EXAMPLES.glob("*.py")}
+    assert set(examples) == set(re.findall(r'"(\d\d_\w+)[.:]\w+"', tests))
+    assert all(len(path.read_text().splitlines()) <= MAX_LINES for path in examples.values())
