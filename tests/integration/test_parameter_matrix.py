@@ -91,7 +91,7 @@ def plain(codec: TextCodec) -> Replies:
     return comparable(replies_of(codec, PLAIN))
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(13)
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("column", COLUMNS)
