@@ -9,7 +9,7 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -35,9 +35,9 @@ class Expected:
     token_ids: list[int]
     text: str
     finish: Finish
-    num_forbidden: int
-    decided: Counter[str]
-    strictest: Counter[str]
+    num_forbidden: int = 0
+    decided: Counter[str] = field(default_factory=Counter)
+    strictest: Counter[str] = field(default_factory=Counter)
 
 
 # By the engine and the request. Storms of every method ask the same, and plain decoding is most of their time.
