@@ -134,6 +134,7 @@ class PlainOracle:
         self._executor: Executor = build_executor(
             replace(models, target=self._target), self._geometry, place, own_processors=own
         )
+        self._begin()
         self.num_forbidden = 0
         self.decided: Counter[str] = Counter()
         self.strictest: Counter[str] = Counter()
@@ -171,7 +172,7 @@ class PlainOracle:
 
     def _decoded(self, prompt: list[int], sampling: SamplingParams) -> Expected:
         """Decode until the request ends, token by token: stop id, stop string, length."""
-        self._num_forbidden, self._decided, self._strictest = 0, Counter[str](), Counter[str]()
+        self._begin()
         stop_ids = self._endings.stop_ids(sampling)
         first = len(prompt)
         reset = ResetSlot(sampling, first, stop_ids, first + sampling.min_new_tokens, first)
@@ -183,6 +184,10 @@ class PlainOracle:
             tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1), reset, prompt + tokens)
         text = self._endings.text(tokens, finish, sampling)
         return Expected(tokens, text, finish, self._num_forbidden, self._decided, self._strictest)
+
+    def _begin(self) -> None:
+        """Count anew what decides a request's tokens."""
+        self._num_forbidden, self._decided, self._strictest = 0, Counter[str](), Counter[str]()
 
     def _step(self, plan: StepPlan, reset: ResetSlot, before: list[int]) -> list[int]:
         """One token, after these of prompt and answer."""
