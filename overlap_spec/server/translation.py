@@ -17,7 +17,7 @@ from overlap_spec.server.grammars import GRAMMAR_FIELDS
 from overlap_spec.server.openai_requests import ChatRequest, check_openai
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import EngineRequest, renamed
-from overlap_spec.server.unsupported import UNSUPPORTED
+from overlap_spec.server.unsupported import OF_COMPLETIONS, UNSUPPORTED, refuse_unsupported
 
 # Fields of chat completions that these APIs have no name for, and that leave the shape of the answer as it is.
 EXTENSIONS = frozenset(
@@ -64,6 +64,7 @@ def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: 
 
     Raises: Problem or RequestError naming the body's field.
     """
+    refuse_unsupported(given, OF_COMPLETIONS)
     extensions = _extensions(given, dialect)
     with naming(dialect.names):
         body = check_openai({**extensions, **made}, ChatRequest, info)
