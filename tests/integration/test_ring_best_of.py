@@ -49,11 +49,8 @@ def test_the_best_of_plain_decodings_answers_are_returned(codec: TextCodec, rank
 
     async def ask() -> Any:
         async with serving(tiny_loaded(MODELS_SEED, config.num_steps, topk=config.topk), config, codec) as http:
-            quiet, told = (
-                await http.post("/v1/completions", json={**body, "return_token_ids": True, **more})
-                for more in ({}, {"logprobs": 0})
-            )
-            return quiet.json(), told.json()
+            asked = ({**body, "return_token_ids": True, **more} for more in ({}, {"logprobs": 0}))
+            return [(await http.post("/v1/completions", json=each)).json() for each in asked]
 
     quiet, told = asyncio.run(ask())
     expected = [each for of_prompt in ranked for each in of_prompt[:2]]
