@@ -97,7 +97,8 @@ class Soak:
         while self._served < self._num_tokens:
             seed, prompt = next(numbered)
             sampling = SamplingParams(max_new_tokens=ANSWER, temperature=float(seed % 2), seed=seed, ignore_eos=True)
-            self._served += len((await self._engine.client.complete(prompt, sampling)).token_ids)
+            answer = await self._engine.client.complete(prompt, sampling)
+            self._served += len(answer.token_ids)  # read after the wait: others have added to it
 
     async def report(self) -> dict[str, Any]:
         """What is known now."""

@@ -38,7 +38,7 @@ class StopSpeculating(Message, frozen=True):
 class Audited(Message, frozen=True):
     """An audit has ended: for each served token, the one that plain decoding draws (int32) and the lead (float64).
 
-    They end early where it was given up: `dropped` says why.
+    They end early where it was given up, for the reason `dropped`.
     """
 
     uid: int

@@ -32,7 +32,7 @@ every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
 def test_every_request_of_a_storm_is_plain_decodings(codec: TextCodec) -> None:
     """Among preemptions, aborts and prefix hits."""
-    seen = run_seeds(range(5), codec, {"audit": ALL})
+    seen = run_seeds(range(3), codec, {"audit": ALL})
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
@@ -52,7 +52,7 @@ def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_to
 @every_plant
 def test_a_planted_error_is_a_fault(codec: TextCodec, plant: Plant) -> None:
     """Errors are frequent, so that few requests are enough."""
-    served = planted(codec, plant, Chance(20), 0.5, 6000)
+    served = serve_audited(audited_config(1.0, num_slots=8), codec, 0, 6000, partial(plant, chance=Chance(20)))
     assert served.report.figures.faults > 0, served
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_found_in_200_000_tokens(codec: TextCodec, record_summary: Ca
     assert figures.tokens >= 200_000 and not served.report.recent and not figures.control_differences
 
 
-LETTERS = Grammar(GrammarKind.REGEX, r"([a-z]{3}[0-9])*")
+LETTERS = Grammar(GrammarKind.REGEX, r"([ab]{3}[01]){20}")  # longer than its replies
 Change = Callable[[Ring], None]
 
 
@@ -116,14 +116,15 @@ async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change,
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("method", ["EAGLE3", "NGRAM", "STANDALONE"])
 def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> None:
-    report = asyncio.run(constrained(codec, [*TINY_GRAMMARS.values()], lambda ring: None, method))
-    assert report.figures.requests == 2 * len(TINY_GRAMMARS) and report.figures.tokens > 200
+    grammars = [*TINY_GRAMMARS.values()][:: 2 if method == "EAGLE3" else 1]
+    report = asyncio.run(constrained(codec, grammars, lambda ring: None, method))
+    assert report.figures.requests == 2 * len(grammars) and report.figures.tokens > 20 * len(grammars)
     assert not report.recent and not report.skipped_because and not report.dropped_because
 
 
 def test_a_wrong_mask_is_a_fault(codec: TextCodec) -> None:
     """It forbids a token that the grammar allows, so every reply is still valid."""
-    report = asyncio.run(constrained(codec, [LETTERS] * 4, lambda ring: forbid_a_token(ring.executor, Chance(2))))
+    report = asyncio.run(constrained(codec, [LETTERS], lambda ring: forbid_a_token(ring.executor, Chance(2))))
     assert report.figures.faults > 0 and not report.dropped_because
 
 

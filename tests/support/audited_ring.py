@@ -54,7 +54,8 @@ async def _serve(config: RingConfig, codec: Codec, seed: int, most_tokens: int, 
         async def client() -> None:
             nonlocal tokens
             while tokens < most_tokens and not ring.auditor.report().figures.faults:
-                tokens += await _ask(ring, next(numbers), seed)
+                answered = await _ask(ring, next(numbers), seed)
+                tokens += answered  # read after the wait: others have added to it
 
         await asyncio.gather(*(client() for _ in range(config.num_slots)))
         while ring.auditor.report().figures.backlog and not ring.auditor.report().figures.faults:
