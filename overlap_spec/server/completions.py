@@ -76,9 +76,8 @@ class Completions:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
         if body.thinking_tokens is not None:
-            raise Problem(
-                400, "thinking_budget: only a chat has reasoning to limit", "thinking_budget", "invalid_value"
-            )
+            field = body.thinking_field
+            raise Problem(400, f"{field}: only a chat has reasoning to limit", field, "invalid_value")
         sampling = msgspec.structs.replace(sampling, log_probs=completion_params(body))
         cut = body.truncate_prompt_tokens is not None
         prompts, _ = read_prompts(body.prompt, "prompt", self._info, body.add_special_tokens, cut)

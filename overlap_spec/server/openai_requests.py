@@ -96,6 +96,11 @@ class CommonRequest(ListFields, kw_only=True):
             raise Problem(400, f"{names} differ: give one", next(reversed(given)), "invalid_value")
         return next(iter(given.values()), None)
 
+    @property
+    def thinking_field(self) -> str:
+        """The name by which a thinking budget is given. Raises: StopIteration if none is."""
+        return next(name for name in THINKING_BUDGETS if getattr(self, name) is not None)
+
 
 class ChatRequest(CommonRequest, kw_only=True):
     """Body of `/v1/chat/completions`."""
