@@ -191,15 +191,16 @@ class Executor:
 
     def _audit(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
-        assert self._auditor is not None and not constrained
+        assert self._auditor is not None
         work, auditor = handle.plan.work, self._auditor
         size = auditor.size_for(max(len(work), handle.plan.padded_to))
         (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
         replayed = auditor.forward(packed)
+        if self.masking is not None and constrained:
+            yield from self.masking.replayed_masks(handle, constrained)
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)
-        yield from ()
 
     def _seated(self, handle: StepHandle) -> ChunkSlots:
         """The step's slots on the device; uploaded only if they are others than those of the last decode step."""

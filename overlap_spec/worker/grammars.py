@@ -36,6 +36,13 @@ class RequestGrammar:
         self._ended = False  # EOS was drawn: what follows is cut off
         self._find_forced()
 
+    def restart(self) -> None:
+        """Go back to the beginning of the output."""
+        self.failure = ""
+        self._ended = False
+        self._matcher.reset()
+        self._find_forced()
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Consume committed tokens."""
         for token in tokens:
@@ -140,6 +147,11 @@ class Grammars:
     def of(self, uid: int) -> RequestGrammar:
         """A grammar that is ready."""
         return self._by_uid[uid].result()
+
+    def restart(self, uid: int) -> None:
+        """Follow a grammar from the beginning again. No step in flight has it."""
+        self.of(uid).restart()
+        self._told.discard(uid)
 
     def run(self, task: Callable[[], None]) -> Future[None]:
         """Run a task of one grammar in a thread."""
