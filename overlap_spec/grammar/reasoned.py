@@ -26,6 +26,10 @@ class Matcher(Protocol):
         """Forget the last tokens."""
         ...
 
+    def reset(self) -> object:
+        """Forget all tokens."""
+        ...
+
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> object:
         """Write the mask of the next token."""
         ...
@@ -81,6 +85,12 @@ class ReasonedMatcher:
             self._tokens.pop()
             self._parts.pop()
             self._forget(self._given.pop())
+
+    def reset(self) -> None:
+        self._answer.reset()
+        self._tokens.clear()
+        self._given.clear()
+        del self._parts[1:]
 
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
         match self._part:
