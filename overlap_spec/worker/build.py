@@ -129,8 +129,7 @@ def build_executor(
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
-    # Other rules of acceptance need the probability that a guess was drawn with.
-    proposes_forced &= accept.asked_by is None and simulated_accept_len is None
+    proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # others ask how a guess was drawn
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     executor = Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
     return executor.with_audits(AuditStep(slots, target, geometry.page_size))
