@@ -36,7 +36,7 @@ def after_gap(rules: str) -> str:
 
 
 def _around(lark: str, rules: str) -> str:
-    """Two grammars as one: `lark`, in which `@answer` stands for `rules`."""
+    """Two grammars as one: `lark`, in which `@answer` is `rules`."""
     inner = json.loads(rules)["grammars"] if rules.startswith("{") else [{"lark_grammar": rules}]
     inner[0]["name"] = ANSWER
     return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
