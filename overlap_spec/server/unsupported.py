@@ -55,8 +55,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
 }
 
-# Parameters of other endpoints: of chats, where a prompt is none, and of OpenAI's API, in `/generate`.
+# Parameters of other endpoints: of chats, where a prompt is none; of completions, elsewhere; and of OpenAI's API, in
+# `/generate`.
 OF_CHATS: dict[str, tuple[Any, ...]] = {"continue_final_message": (False,), "chat_template": ("",)}
+OF_COMPLETIONS: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
 OF_OPENAI: dict[str, tuple[Any, ...]] = {"return_token_ids": (False,), "add_special_tokens": (True,)}
 
 

@@ -13,15 +13,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
+from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 MAX_THREADS = 8
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
@@ -30,7 +27,7 @@ MAX_FORCED = 64  # tokens that are looked at: more than a window has
 class RequestGrammar:
     """One request's grammar. Only one thread at a time may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_bytes: int) -> None:
+    def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int], mask_bytes: int) -> None:
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.failure = ""  # why it cannot go on
         self._matcher = matcher
@@ -166,7 +163,9 @@ class Grammars:
         self._compile_threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        matcher = self._compiler.compile(message.grammar)
+        matcher: Matcher = self._compiler.compile(message.grammar)
+        if (thinking := message.grammar.thinking) is not None:
+            matcher = ReasonedMatcher(matcher, thinking, self._eos, self.vocabulary.vocab_size)
         return RequestGrammar(matcher, self._eos, 4 * -(-self.vocabulary.vocab_size // 32))
 
 
