@@ -24,7 +24,7 @@ from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
 from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
-from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI, refuse_unsupported
+from overlap_spec.server.unsupported import OF_CHATS, OF_COMPLETIONS, OF_OPENAI, refuse_unsupported
 
 
 class GenerateRequest(NativeLogProbFields, kw_only=True):
@@ -95,7 +95,7 @@ class NativeGenerate:
         arrived_at = time.perf_counter()
         fields = await read_json(request, self._info.max_body_bytes)
         refuse_unsupported(fields)
-        refuse_unsupported(fields, OF_CHATS | OF_OPENAI)
+        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
         _refuse_misplaced(fields)
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
@@ -170,6 +170,7 @@ def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:
     """`sampling_params`: how many choices, and how each is drawn. Raises: Problem or RequestError naming the field."""
     fields = without_nulls(given)
     refuse_unsupported(fields)
+    refuse_unsupported(fields, OF_COMPLETIONS)
     _refuse_other_names(fields)
     if misplaced := BODY_ALONE & fields.keys():
         name = min(misplaced)

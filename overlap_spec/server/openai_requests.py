@@ -19,7 +19,7 @@ from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
 from overlap_spec.server.speculation import asked_speculation
-from overlap_spec.server.unsupported import OF_CHATS, refuse_unsupported
+from overlap_spec.server.unsupported import OF_CHATS, OF_COMPLETIONS, refuse_unsupported
 
 THINKING_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
 MOST_THINKING = 1 << 31
@@ -134,6 +134,11 @@ class CompletionRequest(CommonRequest, kw_only=True):
     logprobs: int | bool | None = None  # false asks for nothing
     echo: bool = False
 
+    @property
+    def num_candidates(self) -> int:
+        """Answers to each prompt that are made; the best `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
 
 R = TypeVar("R", bound=CommonRequest)
 
@@ -147,8 +152,7 @@ def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
     refuse_unsupported(fields)
     refuse_native_names(fields)
-    if shape is not ChatRequest:
-        refuse_unsupported(fields, OF_CHATS)
+    refuse_unsupported(fields, OF_COMPLETIONS if shape is ChatRequest else OF_CHATS)
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = without_nulls(options)
     body = convert(fields, shape)

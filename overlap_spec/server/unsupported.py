@@ -66,8 +66,10 @@ REFUSED: dict[str, dict[str, Neutral]] = {  # why -> field -> neutral values
 UNSUPPORTED = {name: neutral for fields in REFUSED.values() for name, neutral in fields.items()}
 REASONS = {name: reason for reason, fields in REFUSED.items() for name in fields}
 
-# Parameters of other endpoints: of chats, where a prompt is none, and of OpenAI's API, in `/generate`.
+# Parameters of other endpoints: of chats, where a prompt is none; of completions, elsewhere; and of OpenAI's API, in
+# `/generate`.
 OF_CHATS: dict[str, Neutral] = {"continue_final_message": (False,), "chat_template": ("",), "documents": ([],)}
+OF_COMPLETIONS: dict[str, Neutral] = {"best_of": (1,)}
 OF_OPENAI: dict[str, Neutral] = {"return_token_ids": (False,), "add_special_tokens": (True,)}
 
 

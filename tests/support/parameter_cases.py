@@ -115,6 +115,11 @@ CASES: dict[str, tuple[Case, ...]] = {
     "ignore_eos": (Case({"ignore_eos": False}, beside={"logit_bias": {EOS: 6}}),),
     "skip_special_tokens": (Case({"skip_special_tokens": False}, beside={"logit_bias": {EOS: 6}}),),
     "no_stop_trim": (Case({"no_stop_trim": True}, beside={"stop": list("abcdefghijkl0123")}),),
+    "best_of": (
+        Case({"best_of": 4}),
+        Case({"best_of": 3}, beside={"n": 2, "logprobs": 1}),
+        Case({"best_of": 2}, beside={"echo": True, "temperature": 1.5}),
+    ),
     "n": (Case({"n": 3}), Case({"n": 2}, CHAT), Case({"n": 2}, GENERATE)),
     "presence_penalty": (Case({"presence_penalty": 2}, beside={"temperature": 0}), Case({"presence_penalty": -2})),
     "frequency_penalty": (
@@ -236,7 +241,6 @@ ALIASES = {
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "bad_word_ids": "bad_words",
-    "best_of": "n",  # it must be n
     "log_probs": "logprobs",
     "grammar": "response_format",  # whichever field asks for it
     "shown_tokens": "tools",
@@ -255,7 +259,10 @@ OUTSIDE = {
 
 # Refused by the value, or at an endpoint: a row, whose first word is the field, and where what is sent.
 REFUSED: dict[str, tuple[str, Json]] = {
-    "best_of other than n": (COMPLETIONS, {"best_of": 3}),
+    "best_of below n": (COMPLETIONS, {"n": 3, "best_of": 2}),
+    "best_of in a stream": (COMPLETIONS, {"best_of": 3, "stream": True}),
+    "best_of in chats": (CHAT, {"best_of": 3}),
+    "best_of in /generate": (GENERATE, {"best_of": 3}),
     "logprobs true in completions": (COMPLETIONS, {"logprobs": True}),
     "top_logprobs without logprobs": (CHAT, {"top_logprobs": 2}),
     "prompt_logprobs in a stream": (CHAT, {"prompt_logprobs": 1, "stream": True}),
