@@ -9,6 +9,7 @@ A figure's comment follows it, because a line that begins with a comment would e
 """
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from documents.figures import FIGURES, Results
@@ -42,10 +43,15 @@ def fill(text: str, source: Source | None = None) -> str:
     Raises: KeyError for a name that is not known.
     """
     results = Results(ROOT)
-    for name, tables_of in (("flags", TABLES), ("list", LISTS)):
-        text = MARKED[name].sub(lambda match, made=tables_of: f"{match[1]}{made[match[2]]()}\n{match[3]}", text)
+    text = _filled(text, "flags", TABLES)
+    text = _filled(text, "list", LISTS)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
     return tables.fill(text, ROOT, source)
+
+
+def _filled(text: str, kind: str, tables_of: Mapping[str, Callable[[], str]]) -> str:
+    """The text with the tables of one kind, by name."""
+    return MARKED[kind].sub(lambda match: f"{match[1]}{tables_of[match[2]]()}\n{match[3]}", text)
 
 
 def prose(text: str) -> str:
