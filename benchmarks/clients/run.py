@@ -108,6 +108,7 @@ def write(name: str, result: dict[str, object]) -> None:
         "client": name,
         "what": WHAT[name],
         "model": "SmolLM2-135M-Instruct",
+        "server_flags": SERVER_FLAGS.get(name, ()),
         **result,
         **describe_source().describe(),
     }

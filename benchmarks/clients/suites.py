@@ -7,7 +7,6 @@ from pathlib import Path
 
 from clients_table import MODEL, OPENAI_SDIST, SGLANG_WHEEL, Place
 from environments import environment, python_files, source_files, versions
-from reasons import REASONS
 from results_of import pytest_summary
 
 HERE = Path(__file__).resolve().parent
@@ -45,4 +44,4 @@ def _pytest(
     with log.open("w") as out:
         subprocess.run(command, cwd=folder, env=os.environ | own, stdout=out, timeout=SUITE_S)
     used = versions(python, ("openai", "anthropic", "pytest"))
-    return {"versions": used, **pytest_summary(log.read_text(), REASONS[suite])}
+    return {"versions": used, **pytest_summary(log.read_text())}
