@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Counts = dict[str, Any]
-OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED) ?(?:\[\d+\] )?(\S+)(?: - (.*))?$", re.M)
+OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED) ?(?:\[\d+\] )?(\S+?)(?:(?: -|:) (.*))?$", re.M)
 
 
 def requests_of(name: str, out: Path) -> Counts:

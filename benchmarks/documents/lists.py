@@ -17,15 +17,15 @@ CLIENTS = Path(__file__).parents[1] / "results/clients"
 
 def _clients() -> str:
     results = [json.loads(path.read_text()) for path in sorted(CLIENTS.glob("*.json"))]
-    rows = [(f"`{each['client']}`", _versions(each), each["what"], _outcome(each)) for each in results]
-    return "\n".join([_table(("", "version", "what it does", "passed"), rows), "", *_not_passed(results)])
+    rows = [(f"`{each['client']}`", _versions(each), each["what"], outcome(each)) for each in results]
+    return "\n".join([_table(("", "version", "what it does", "passed"), rows), "", *not_passed(results)])
 
 
 def _versions(result: Result) -> str:
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
 
 
-def _outcome(result: Result) -> str:
+def outcome(result: Result) -> str:
     """How much of it passed."""
     if "checks" in result:
         passed = sum(outcome == "ok" for outcome in result["checks"].values())
@@ -37,7 +37,7 @@ def _outcome(result: Result) -> str:
     return f"{result['succeeded']} of {result['succeeded'] + result['failed']} requests"
 
 
-def _not_passed(results: Sequence[Result]) -> list[str]:
+def not_passed(results: Sequence[Result]) -> list[str]:
     """A line for each reason for which something did not pass."""
     lines = []
     for result in results:
