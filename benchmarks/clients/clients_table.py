@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from results_of import NUM_REQUESTS
+
 MODEL = "smollm2"
 OPENAI_SDIST = "openai==3.52.0"
 SGLANG_WHEEL = "sglang==0.5.23"
@@ -60,7 +62,7 @@ def sglang_bench(backend: str) -> Benchmark:
     arguments = (
         *("--backend", backend, "--base-url", "{url}", "--model", "{model}", "--tokenizer", "{tokenizer}"),
         *("--dataset-name", "random-ids", "--random-input-len", "24", "--random-output-len", "8"),
-        *("--random-range-ratio", "1", "--num-prompts", "6", "--max-concurrency", "2", "--flush-cache"),
+        *("--random-range-ratio", "1", "--num-prompts", str(NUM_REQUESTS), "--max-concurrency", "2", "--flush-cache"),
         *("--output-file", "{out}/report.jsonl", "--disable-tqdm"),
     )
     return Benchmark("engine_bench", "sglang", ENGINE_BENCH, arguments, SGLANG_WHEEL)
@@ -71,7 +73,16 @@ def vllm_bench(backend: str, endpoint: str) -> Benchmark:
     arguments = (
         *("--backend", backend, "--endpoint", endpoint, "--base-url", "{url}", "--model", "{model}"),
         *("--tokenizer", "{tokenizer}", "--dataset-name", "random", "--random-input-len", "24"),
-        *("--random-output-len", "8", "--num-prompts", "6", "--max-concurrency", "2", "--temperature", "0"),
+        *(
+            "--random-output-len",
+            "8",
+            "--num-prompts",
+            str(NUM_REQUESTS),
+            "--max-concurrency",
+            "2",
+            "--temperature",
+            "0",
+        ),
         *("--save-result", "--result-dir", "{out}", "--result-filename", "report.json", "--disable-tqdm"),
     )
     return Benchmark("engine_bench", "vllm", ENGINE_BENCH, arguments, VLLM_WHEEL)

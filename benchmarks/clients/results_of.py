@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+NUM_REQUESTS = 6  # of the benchmarks
 Counts = dict[str, Any]
 OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED) ?(?:\[\d+\] )?(\S+?)(?:(?: -|:) (.*))?$", re.M)
 
@@ -44,7 +45,7 @@ def _aiperf(out: Path) -> tuple[int, int]:
 
 def _sglang(out: Path) -> tuple[int, int]:
     report = json.loads((out / "report.jsonl").read_text().splitlines()[-1])
-    return report["completed"], report["num_prompts"] - report["completed"]
+    return report["completed"], NUM_REQUESTS - report["completed"]
 
 
 def _vllm(out: Path) -> tuple[int, int]:
