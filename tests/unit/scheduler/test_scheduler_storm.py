@@ -36,6 +36,8 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         ready = replace(ready, step_costs=costs)
     options = {
         "widths_seed": seed if ready.max_deferred and not ready.step_costs.widths else None,
+        "chunks_seed": seed if seed % 5 == 0 else None,
+        "schedule_policy": "lpm" if seed % 3 == 0 else "fcfs",
         "branches": bool(ready.step_costs.widths) and seed % 8 == 1,
     }
     return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, **options)
