@@ -56,8 +56,8 @@ def test_what_is_always_so_is_granted_with_a_note() -> None:
         "--enable-metrics changes nothing: figures are always at /metrics",
         "--scheduling-policy changes nothing: requests run in the order of their arrival",
     ]
-    with pytest.raises(UsageError, match="--schedule-policy: .*give fcfs"):
-        parsed("--schedule-policy", "lpm")
+    with pytest.raises(UsageError, match="--scheduling-policy: .*give fcfs"):
+        parsed("--scheduling-policy", "priority")
 
 
 def test_names_of_vllm_are_understood() -> None:
