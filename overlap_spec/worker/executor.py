@@ -1,11 +1,11 @@
 """Runs plans, one step after another, on the device.
 
-One thread starts steps, which enqueues their work. On CUDA it never waits for the device; on a CPU it is the device.
-What a step needs of the one before it is in the slot rows. What the host would say again, it does not: a step on the
-slots of the step before uploads nothing.
+One thread starts all steps. On CUDA it enqueues their work and never waits for the device; on a CPU it does the work.
+What a step needs of the one before it is in the slot rows. A step on the same slots as the step before, without new
+requests and pages, uploads nothing.
 
-A step in which a request has a grammar needs the host in its middle (`masking.py`). So a launch is a generator that
-yields what it waits for; of all other steps it yields nothing, and is launched at once.
+If a request has a grammar, the host has work in the middle of the step (`masking.py`). So a launch is a generator that
+yields what it waits for. The launch of any other step yields nothing and is complete at once.
 """
 
 import time
@@ -43,7 +43,7 @@ class ChunkSlots:
 
 
 class Launch:
-    """A step that is being launched. `advance` until it is."""
+    """A step that is being launched. Call `advance` until it returns True."""
 
     def __init__(self, handle: StepHandle, parts: Iterator[Wait]) -> None:
         self.handle = handle
@@ -52,7 +52,7 @@ class Launch:
         self._since = 0.0
 
     def advance(self) -> bool:
-        """Enqueue what can be. Returns whether all is. Sync: never. Raises: what the step raises."""
+        """Enqueue as much as can be. Returns whether all of it is. Sync: never. Raises: what the step raises."""
         if self._wait is not None and not self._wait():
             return False
         if self._wait is not None:
@@ -191,18 +191,19 @@ class Executor:
 
     def _audit(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
-        assert self._auditor is not None and not constrained
+        assert self._auditor is not None
         work, auditor = handle.plan.work, self._auditor
         size = auditor.size_for(max(len(work), handle.plan.padded_to))
         (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
         replayed = auditor.forward(packed)
+        if self.masking is not None and constrained:
+            yield from self.masking.replayed_masks(handle, constrained)
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)
-        yield from ()
 
     def _seated(self, handle: StepHandle) -> ChunkSlots:
-        """The step's slots on the device, which most often they are already."""
+        """The step's slots on the device; uploaded only if they are others than those of the last decode step."""
         work = handle.plan.work
         slots = [item.slot for item in work]
         if self._chunk_slots is not None and self._chunk_slots.slots == slots and not handle.plan.catch_up:
@@ -235,7 +236,7 @@ class Executor:
         return loaded
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
-        """Start the copy out of the rows that are the plan's, and of log-probs where they are asked for."""
+        """Start to copy out the rows of the plan's slots, without padding, and the log-probs that are asked for."""
         handle.columns, num_slots = published.columns, len(handle.plan.work)
         beside = prompts
         if published.log_probs is not None:
