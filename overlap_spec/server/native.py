@@ -15,7 +15,7 @@ from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculativ
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.grammars import GRAMMAR_FIELDS
+from overlap_spec.server.grammars import READERS
 from overlap_spec.server.lists import ListFields
 from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
@@ -216,7 +216,7 @@ def _grammar_field(given: Json | list[Json | None]) -> str:
     """The field that asks for a grammar; for messages of the engine."""
     each = given if isinstance(given, list) else [given]
     return next(
-        (name for fields in each for name, value in (fields or {}).items() if name in GRAMMAR_FIELDS and value),
+        (name for fields in each for name, value in (fields or {}).items() if name in READERS and value),
         "grammar",
     )
 

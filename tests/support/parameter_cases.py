@@ -83,6 +83,7 @@ GRAMMARS: dict[str, tuple[Json, ...]] = {  # values by field
     "guided_choice": ({"guided_choice": ["left", "right"]},),
     "guided_grammar": ({"guided_grammar": 'root ::= "x" [0-9]'},),
     "guided_json_object": ({"guided_json_object": True},),
+    "guided_decoding": ({"guided_decoding": {"choice": ["up", "down"], "backend": "guidance"}},),
 }
 OF_GRAMMARS = {
     name: tuple(
@@ -95,6 +96,10 @@ OF_GRAMMARS = {
 
 CASES: dict[str, tuple[Case, ...]] = {
     **OF_GRAMMARS,
+    "guided_whitespace_pattern": tuple(
+        Case({"guided_whitespace_pattern": " {1,3}"}, endpoint, {**_ENDS, "guided_json": _SCHEMA})
+        for endpoint in (COMPLETIONS, GENERATE)
+    ),
     "max_tokens": (Case({"max_tokens": 7}), Case({"max_tokens": 1}, CHAT), Case({"max_new_tokens": 5}, GENERATE)),
     "min_tokens": (
         Case({"min_tokens": 6}, beside={"stop_token_ids": list(range(64, 96))}),
@@ -178,6 +183,9 @@ CASES |= {
 }
 CASES |= {
     "chat_template_kwargs": (Case({"chat_template_kwargs": {"a": "loud"}}, CHAT, {"chat_template": SAID + "{{ a }}"}),),
+    "documents": (
+        Case({"documents": [{"text": "far"}]}, CHAT, {"chat_template": SAID + "{{ documents[0].text if documents }}"}),
+    ),
     "reasoning_effort": (Case({"reasoning_effort": "low"}, CHAT, {"chat_template": SAID + "{{ reasoning_effort }}"}),),
     "add_special_tokens": (Case({"add_special_tokens": False}),),
     "spaces_between_special_tokens": (
@@ -245,8 +253,8 @@ OUTSIDE = {
     ),
     **dict.fromkeys(("stream", "stream_options", "stream_reasoning"), "how a reply is sent"),
     **dict.fromkeys(("prompt", "messages", "input", "input_ids", "sampling_params"), "what is asked"),
-    **dict.fromkeys(("cache_control", "prompt_cache_retention"), "every prefix is cached"),
-    **dict.fromkeys(("speed", "truncation"), "one value is accepted"),
+    **dict.fromkeys(("cache_control", "prompt_cache_retention", "prompt_cache_options"), "every prefix is cached"),
+    **dict.fromkeys(("speed", "truncation", "guided_decoding_backend"), "one value is accepted"),
 }
 
 # Refused by the value, or at an endpoint: a row, whose first word is the field, and where what is sent.
