@@ -36,7 +36,10 @@ class FlushCache(Message, frozen=True):
 
 
 class PrepareGrammar(Message, frozen=True):
-    """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed."""
+    """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed.
+
+    `uid`: of an audit, its request's negated: the two may overlap.
+    """
 
     uid: int
     grammar: Grammar

@@ -1,8 +1,8 @@
-"""The two machines a step can run on: how inputs get there, how results come back, what time it took.
+"""The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
 On CUDA everything is enqueued on one stream; inputs travel through a ring of pinned buffers, each guarded by an event,
-so the host never waits while it launches. Result buffers and events are used again when the last who could ask for them
-has let go. On a CPU a tensor is where it is and work is done when the call returns.
+so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
+them is gone. On a CPU nothing is copied, and work is done when its call returns.
 """
 
 import time
@@ -98,7 +98,7 @@ class CpuDownload:
 
 
 class CpuDevice:
-    """Plain torch in memory: the oracle."""
+    """Plain torch on the host. Tests compare CUDA with it."""
 
     torch_device = torch.device("cpu")
 
@@ -112,7 +112,7 @@ class CpuDevice:
         return CpuEvent()
 
     def finish(self) -> None:
-        """It is."""
+        """Nothing is left to wait for."""
 
 
 class CudaEvent:

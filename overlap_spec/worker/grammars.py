@@ -13,15 +13,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
+from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 MAX_THREADS = 8
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
@@ -30,13 +27,20 @@ MAX_FORCED = 64  # tokens that are looked at: more than a window has
 class RequestGrammar:
     """One request's grammar. Only one thread at a time may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_bytes: int) -> None:
+    def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int], mask_bytes: int) -> None:
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.failure = ""  # why it cannot go on
         self._matcher = matcher
         self._eos = eos_token_ids
         self._mask_bytes = mask_bytes
         self._ended = False  # EOS was drawn: what follows is cut off
+        self._find_forced()
+
+    def restart(self) -> None:
+        """Go back to the beginning of the output."""
+        self.failure = ""
+        self._ended = False
+        self._matcher.reset()
         self._find_forced()
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -144,6 +148,11 @@ class Grammars:
         """A grammar that is ready."""
         return self._by_uid[uid].result()
 
+    def restart(self, uid: int) -> None:
+        """Follow a grammar from the beginning again. No step in flight has it."""
+        self.of(uid).restart()
+        self._told.discard(uid)
+
     def run(self, task: Callable[[], None]) -> Future[None]:
         """Run a task of one grammar in a thread."""
         return self._threads.submit(task)
@@ -154,7 +163,9 @@ class Grammars:
         self._compile_threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        matcher = self._compiler.compile(message.grammar)
+        matcher: Matcher = self._compiler.compile(message.grammar)
+        if (thinking := message.grammar.thinking) is not None:
+            matcher = ReasonedMatcher(matcher, thinking, self._eos, self.vocabulary.vocab_size)
         return RequestGrammar(matcher, self._eos, 4 * -(-self.vocabulary.vocab_size // 32))
 
 

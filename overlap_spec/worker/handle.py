@@ -1,4 +1,4 @@
-"""A launched step: its tokens, and when what happened to it."""
+"""A launched step: its tokens, and the times of its stages."""
 
 import time
 from array import array
@@ -14,13 +14,13 @@ from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
 
 @dataclass(slots=True)
 class HostTimes:
-    """Readings of time.monotonic(), in seconds. 0: not yet."""
+    """Readings of time.monotonic(), in seconds; 0 before the event."""
 
     received: float
     launch_begin: float
     launch_end: float = 0.0
     published: float = 0.0
-    waited: float = 0.0  # seconds of the launch in which it waited for tokens, windows or masks of grammars
+    waited: float = 0.0  # seconds that the launch waited for tokens, windows or masks of grammars
     masks_begin: float = 0.0
     masks_end: float = 0.0
 
@@ -38,7 +38,7 @@ class DeviceTimes:
 class StepHandle:
     """A launched step. Its tokens leave as soon as they are copied out, while the draft still works.
 
-    `before`: the step before; what the device did after its tokens left is accounted to this one.
+    `before`: the step before. Its draft works after its tokens have left, and that time counts as this step's.
     """
 
     def __init__(self, plan: StepPlan, host: HostTimes, before: DeviceTimes | None) -> None:
@@ -113,7 +113,7 @@ class WidthColumns(TypedDict, total=False):
 
 
 def _width_columns(rows: list[list[int]], columns: PublishedColumns) -> WidthColumns:
-    """Those that the step has."""
+    """The columns that this kind of step publishes."""
     found = WidthColumns()
     if columns.is_tree:
         path, last_guess = columns.path, columns.last_guess

@@ -72,6 +72,8 @@ class Masking:
                     cleared.append(work.slot)
                 if work.reset.grammar:
                     self._uids[work.slot] = work.reset.grammar
+                    if plan.audit:
+                        self.grammars.restart(work.reset.grammar)
             if uid := self._uids.get(work.slot, 0):
                 found.append(Constrained(row, work.slot, uid, self.grammars.of(uid)))
         return found, cleared
@@ -147,6 +149,13 @@ class Masking:
         yield from self.tokens_consumed(constrained)
         handle.host.masks_begin = time.monotonic()
         yield from self._write(handle, constrained, [([-1], None)] * len(constrained))
+
+    def replayed_masks(self, handle: StepHandle, constrained: list[Constrained]) -> Iterator[Wait]:
+        """Those of an audit's tokens. The grammars then consume what was served, which is in the plan."""
+        handle.host.masks_begin = time.monotonic()
+        yield from self._write(handle, constrained, [([-1], None)] * len(constrained))
+        for each in constrained:
+            each.grammar.advance([handle.plan.work[each.row].next_token])
 
     def take_failed(self) -> list[GrammarFailed]:
         """Grammars that cannot go on, which the scheduler has not been told."""

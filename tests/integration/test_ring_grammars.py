@@ -146,7 +146,7 @@ LONG = Grammar(GrammarKind.REGEX, r"([a-z ]{3}[0-9][.,])*")
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_preempted_request_goes_on_where_its_output_ends(codec: TextCodec, oracle: GrammarOracle, depth: int) -> None:
-    config = replace(CONFIG, depth=depth, page_size=1, num_pages=112, prefix_cache=False)
+    config = replace(CONFIG, depth=depth, page_size=1, num_pages=102, prefix_cache=False)
     ring = run(
         config, codec, oracle, [sampling(LONG), sampling(LONG, 1.0), sampling(TINY_GRAMMARS["schema"]), sampling(None)]
     )

@@ -17,10 +17,12 @@ from overlap_spec.messages import (
     AbortReason,
     Admit,
     Audited,
+    DropGrammar,
     Finish,
     FinishKind,
     Flushed,
     Phase,
+    PrepareGrammar,
     Refused,
     SamplingParams,
     SlotWork,
@@ -289,6 +291,7 @@ class Bench:
         self.flushed: list[bool] = []
         self.stats: list[Stats] = []
         self.audited: list[Audited] = []
+        self.grammars: list[PrepareGrammar | DropGrammar] = []  # that the worker was told to prepare, and to forget
 
     # --- events
 
@@ -319,8 +322,10 @@ class Bench:
         check_invariants(self.scheduler, self.device.lengths())
         assert self.scheduler.inflight or self.scheduler.queues.idle, "work is left and nothing in flight"
         sent = self.worker.drain()
-        self.plans += sent
-        self.all_plans += sent
+        plans = [each for each in sent if isinstance(each, StepPlan)]
+        self.plans += plans
+        self.all_plans += plans
+        self.grammars += [each for each in sent if isinstance(each, PrepareGrammar | DropGrammar)]
         for message in self.tokenizer.drain():
             self._receive(message)
 

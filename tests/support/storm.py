@@ -24,7 +24,7 @@ import torch
 
 from overlap_spec.config import NGRAM
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
-from overlap_spec.tokenizer.audit.auditor import GIVEN_UP
+from overlap_spec.scheduler.audits import PAGES_NEEDED
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
@@ -283,7 +283,7 @@ def check_audit(ring: Ring, seen: Counter[str]) -> None:
     assert not figures.control_differences and not figures.backlog
     seen["audited_requests"] += figures.requests
     seen["audited_tokens"] += figures.tokens
-    seen["audits_given_up"] += report.dropped_because.get(GIVEN_UP, 0)
+    seen["audits_given_up"] += report.dropped_because.get(PAGES_NEEDED, 0)
     seen["audits_begun_again"] += ring.scheduler.queues.audits.num_restarts
     seen["audit_steps_between_others"] += ring.plans.audits_between
 
