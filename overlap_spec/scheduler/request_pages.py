@@ -78,7 +78,7 @@ class RequestPages:
         request.target = len(request.tokens)
 
     def match_again(self, request: Request) -> None:
-        """Let a request of which nothing has been planned start from the longer prefix that others have cached since."""
+        """Let a request of which nothing is planned yet start from the longer prefix that others have cached."""
         match = self.match(request)
         if len(match.pages) <= request.num_shared:
             return
