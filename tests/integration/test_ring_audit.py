@@ -122,6 +122,26 @@ def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> No
     assert not report.recent and not report.skipped_because and not report.dropped_because
 
 
+def test_a_grammar_begins_again_where_its_audit_does(codec: TextCodec) -> None:
+    """After the audit has lost its pages."""
+
+    async def serve() -> AuditReport:
+        config = RingConfig(grammars=True, max_len=200, audit=ALL)
+        async with running(tiny_loaded(0, config.num_steps), config, codec) as ring:
+            audits = ring.scheduler.queues.audits
+            await ring.ask([11, 40, 71, 9], SamplingParams(max_new_tokens=48, temperature=1, seed=7, grammar=LETTERS))
+            async with asyncio.timeout(30):
+                while not (audits.running and len(audits.running[0].drawn) > 3):
+                    await asyncio.sleep(0)
+            audits.give_back()
+            await ring.idle()
+            assert audits.num_restarts == 1
+            return ring.auditor.report()
+
+    report = asyncio.run(serve())
+    assert report.figures.tokens == 48 and not report.recent and not report.dropped_because
+
+
 def test_a_wrong_mask_is_a_fault(codec: TextCodec) -> None:
     """It forbids a token that the grammar allows, so every reply is still valid."""
     report = asyncio.run(constrained(codec, [LETTERS], lambda ring: forbid_a_token(ring.executor, Chance(2))))
