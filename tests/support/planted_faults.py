@@ -1,7 +1,8 @@
 """Errors of speculative decoding, planted into the verify steps of a ring: the live audit must find each kind.
 
-Plain steps, prefill and audits run through the same target and are left alone. Which windows an error goes into depends
-on their roots, and on nothing that time decides: the same requests have the same errors in any batches.
+Windows are chains. Plain steps, prefill and audits run through the same target and are left alone. Which windows an
+error goes into depends on their roots, and on nothing that time decides: the same requests have the same errors in any
+batches.
 """
 
 from collections.abc import Callable
