@@ -61,7 +61,7 @@ from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of, with_budget
+from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
@@ -268,6 +268,7 @@ class TokenizerService:
                 sampling = with_budget(sampling, reasoning, opening, self._codec)
                 sampling = after_reasoning(sampling, reasoning, opening)
                 request.opening = opening if reasoning.is_separate else ""
+            sampling = after_budget(sampling)
             await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:

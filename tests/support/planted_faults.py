@@ -119,10 +119,9 @@ class MasksOfOneLess(TokenMasks):
     chance: Chance
 
     def write(self, slots: Tensor, masks: Tensor) -> None:
-        rows = masks.view(torch.int32).view(len(slots), -1, self.bits.shape[2])
-        if rows.shape[1] > 1:  # audits write one column
-            for row in self.chance.picks(rows[:, 0].sum(1), rows[:, -1].sum(1)):
-                for column in rows[row]:
+        if masks.shape[1] > 1:  # audits write one column
+            for row in self.chance.picks(masks[:, 0].sum(1), masks[:, -1].sum(1)):
+                for column in masks[row]:
                     less, first = column.clone(), int(column.nonzero()[0])
                     less[first] &= less[first] - 1
                     column.copy_(less if less.any() else column)
