@@ -177,6 +177,7 @@ class WorkerReady(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
+    In decode [] is a slot that was left out, because the masks of its grammar were late: nothing of it has changed.
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
     this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
 

@@ -271,6 +271,7 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["device_ahead"] += ring.inbox.times_ahead
     seen["catch_ups_before_wide_steps"] += ring.plans.catch_ups[True]
     seen["catch_ups_of_full_rings"] += ring.plans.catch_ups[False]
+    seen["left_out"] += ring.inbox.sent.left_out
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
     seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
     seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)
