@@ -129,7 +129,7 @@ def test_random_schedules_give_every_request_its_tokens(capsys):
     with capsys.disabled():
         print(f"\n{NUM_SCHEDULES} schedules: {dict(seen)}")
     for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out"):
-        assert seen[what] > 20, what
+        assert seen[what] > 10, what
     assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
 
 
