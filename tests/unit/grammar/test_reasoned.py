@@ -15,7 +15,7 @@ from overlap_spec.messages import Grammar, GrammarKind, Reasoning, Thinking
 
 VOCAB_SIZE = 128
 ANSWER = "a{2,4}b"
-MARKERS = ((71,), (71, 72), (72, 72, 71))  # of "a" and "b", which the answer has too
+MARKERS = ((71,), (71, 72), (72, 72, 71), (72, 72))  # of "a" and "b", which the answer has too
 compiler = GrammarCompiler(tiny_grammar_vocabulary(VOCAB_SIZE))
 
 
