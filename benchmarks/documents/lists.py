@@ -22,6 +22,8 @@ def _clients() -> str:
 
 
 def _versions(result: Result) -> str:
+    if "tests_of" in result:
+        return str(result["tests_of"]).replace("==", " ")
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
 
 
@@ -33,7 +35,7 @@ def outcome(result: Result) -> str:
     if "tests" in result:
         failed = sum(test_reason is None for test_reason in _reasons(result).values())
         others = len(result["not_passed"]) - failed
-        return f"{result['passed']} of {result['tests']} tests; {others} are not applicable, {failed} fail"
+        return f"{result['passed']} of {result['tests']} tests; {others} are explained below, {failed} are not"
     return f"{result['succeeded']} of {result['succeeded'] + result['failed']} requests"
 
 
@@ -43,7 +45,7 @@ def not_passed(results: Sequence[Result]) -> list[str]:
     for result in results:
         client, why = result["client"], _reasons(result)
         known = Counter(reason for reason in why.values() if reason is not None)
-        lines += [f"- `{client}`, {count} not applicable: {reason}" for reason, count in known.items()]
+        lines += [f"- `{client}`, {count}: {reason}" for reason, count in known.items()]
         lines += [f"- `{client}`, `{test}` fails: {result['not_passed'][test]}" for test in why if why[test] is None]
         checks = result.get("checks", {}).items()
         lines += [f"- `{client}`, `{check}` fails: {outcome}" for check, outcome in checks if outcome != "ok"]

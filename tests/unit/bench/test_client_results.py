@@ -14,9 +14,9 @@ SKIPPED [1] tests/api/test_models.py:12: no client
 
 def test_every_test_is_counted_and_has_a_reason_or_failed() -> None:
     result = {"client": "openai_sdist", **pytest_summary(LOG)}
-    assert outcome(result) == "1 of 4 tests; 1 are not applicable, 2 fail"
+    assert outcome(result) == "1 of 4 tests; 1 are explained below, 2 are not"
     stored, failed, skipped = not_passed([result])
-    assert stored.startswith("- `openai_sdist`, 1 not applicable: nothing is stored")
+    assert stored.startswith("- `openai_sdist`, 1: nothing is stored")
     assert failed == "- `openai_sdist`, `api/test_completions.py::TestCompletions::test_create` fails: AssertionError"
     assert skipped == "- `openai_sdist`, `api/test_models.py:12` fails: no client"
 
