@@ -155,7 +155,7 @@ def _kept_of_slots(
     budgets = ThinkingBudgets.allocate(num_rows, place)
     if grammars is None:
         return None, budgets
-    return TokenMasks.allocate(num_rows, geometry.width, grammars.mask_words, place), budgets
+    return TokenMasks.allocate(num_rows, geometry.width, grammars.window_masks.words, place), budgets
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:

@@ -23,6 +23,10 @@ class DeviceEvent(Protocol):
         """Seconds from `earlier` to this event; both must have passed."""
         ...
 
+    def passed(self) -> bool:
+        """Whether the device has come to it. Sync: never."""
+        ...
+
 
 class Download(Protocol):
     """A device-to-host copy under way. `done`: when it is through."""
@@ -74,6 +78,9 @@ class CpuEvent:
     def since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CpuEvent)
         return self.at - earlier.at
+
+    def passed(self) -> bool:
+        return True
 
 
 class CpuDownload:
@@ -130,6 +137,9 @@ class CudaEvent:
         assert isinstance(earlier, CudaEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
+    def passed(self) -> bool:
+        return bool(self.event.query())
+
 
 class CudaDownload:
     """A copy into a pinned buffer lent by `pool`, and the event behind it.
@@ -158,7 +168,7 @@ class CudaDownload:
         self._pool.append(self._buffer)
 
     def ready(self) -> bool:
-        return bool(self._event.event.query())
+        return self._event.passed()
 
     def rows(self) -> list[list[int]]:
         self._event.event.synchronize()

@@ -27,6 +27,7 @@ from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.masking import Constrained, Masking, Wait
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.windows import Forwarded
 
 OnPublished = Callable[[StepHandle], None]
 POLL_S = 0.0001  # between looks at what a launch waits for, where there is nothing else to do
@@ -153,14 +154,15 @@ class Executor:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         masking, width = self.masking if constrained else None, handle.plan.width
         if masking is not None and masking.proposes(width):
-            yield from masking.tokens_consumed(constrained)
+            yield from masking.tokens_read()
         batch_slots, decoder = self._slots_on_device(handle), self._decoder
         if masking is not None:
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
         forwarded = decoder.forward(batch_slots.on_device, width)
         if masking is not None:
-            yield from masking.step_masks(handle, constrained, width)
+            yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
+        rows_left_out = self._leave_out(handle, forwarded)
         verdict = decoder.judge(forwarded, batch_slots.sampling)
         handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)  # tokens leave before the draft works
@@ -168,6 +170,29 @@ class Executor:
             masking.launched(handle, constrained)
         on_published(handle)
         decoder.draft(forwarded, batch_slots.sampling)
+        for row, slots in rows_left_out:
+            forwarded.batch.slots.index_copy_(0, row, slots)
+
+    def _may_leave_out(self, plan: StepPlan) -> bool:
+        """Whether a slot's part of a step can be done again: the scheduler counts the rows that a draft defers."""
+        defers = plan.width == 1 < self.slots.width and not self.is_self_drafting
+        return not (plan.catch_up or defers)
+
+    def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
+        """Let the dummy slot and the dummy page take the place of slots whose masks are late: theirs stay as they are.
+
+        All that is written for a slot are rows of its window, which its next step writes again. Returns rows and slots
+        to put back; page tables are gathered by every step.
+        """
+        if not handle.left_out:
+            return []
+        packer = Packer()
+        packer.add(handle.left_out)
+        packer.add(handle.left_out.values())
+        rows, slots = packer.upload(self.device)
+        forwarded.batch.slots.index_fill_(0, rows, self.slots.dummy)
+        forwarded.batch.page_table.index_fill_(0, rows, 0)
+        return [(rows, slots)]
 
     def _prefill(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
@@ -197,10 +222,11 @@ class Executor:
         (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
         replayed = auditor.forward(packed)
         if self.masking is not None and constrained:
-            yield from self.masking.replayed_masks(handle, constrained)
+            self.masking.replayed_masks(handle, constrained)
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)
+        yield from ()
 
     def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
         """The step's slots on the device; uploaded only if they are others than those of the last decode step."""

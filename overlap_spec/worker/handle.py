@@ -48,6 +48,7 @@ class StepHandle:
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
         self.scored = NOT_SCORED
+        self.left_out: dict[int, int] = {}  # rows whose masks were late, and their slots: they commit nothing
         self._before = before
 
     def ready(self) -> bool:
@@ -60,7 +61,7 @@ class StepHandle:
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin - self.host.waited
         self.host.published = time.monotonic()
-        tokens = _runs(rows, columns)
+        tokens = self._runs(rows)
         num_guesses = columns.num_guesses  # looked up once, not for every row
         return StepResult(
             self.plan.step_id,
@@ -76,7 +77,13 @@ class StepHandle:
 
     def tokens(self) -> list[list[int]]:
         """What the step committed, once it is ready; may be asked before `wait` too."""
-        return _runs(self.download.rows(), self.columns)
+        return self._runs(self.download.rows())
+
+    def _runs(self, rows: list[list[int]]) -> list[list[int]]:
+        runs = _runs(rows, self.columns)
+        for row in self.left_out:
+            runs[row] = []
+        return runs
 
     def _log_probs(self, tokens: list[list[int]]) -> LogProbColumns:
         if not self.scored.asked:

@@ -10,6 +10,7 @@ import random
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
@@ -40,6 +41,7 @@ from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from support.memory_link import MemoryLink
+from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
 from support.scheduler_invariants import check_invariants
 
@@ -72,7 +74,7 @@ def expected_stream(admit: Admit) -> tuple[list[int], Finish]:
     return tokens, Finish(FinishKind.LENGTH)
 
 
-def make_ready(**changes: int) -> WorkerReady:
+def make_ready(**changes: Any) -> WorkerReady:
     fields = {
         "num_slots": 8,
         "num_pages": 65,
@@ -105,11 +107,16 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths."""
+    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths.
 
-    def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False) -> None:
+    `leaves_out`: how often a slot is left out of a decode step, as one whose masks are late.
+    """
+
+    def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False, leaves_out: float = 0.0) -> None:
         self.ready = ready
         self.branches = branches
+        self.leaves_out = leaves_out
+        self.num_left_out = 0
         self.rng = rng
         self.rows: dict[int, Row] = {}
         self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
@@ -136,7 +143,8 @@ class FakeDevice:
             assert any(work.deferred for work in plan.work), "nothing to catch up with"
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
-        tokens = [self._decode(work, plan) for work in plan.work]
+        late = self._late(plan)
+        tokens = [self._leave_out(work, plan) if work in late else self._decode(work, plan) for work in plan.work]
         if not self.branches or plan.width == 1:
             return StepResult(plan.step_id, tokens, num_guesses, 0.001)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
@@ -161,9 +169,26 @@ class FakeDevice:
         drawn = [[work.next_token] for work in plan.work]
         return StepResult(plan.step_id, drawn, [0] * len(drawn), 0.001, leads=[1.0] * len(drawn))
 
+    def _late(self, plan: StepPlan) -> list[SlotWork]:
+        """Slots that are left out: never all, nor where deferred rows are counted."""
+        if not self.leaves_out or plan.catch_up or (plan.width == 1 and self.ready.max_deferred):
+            return []
+        late = [work for work in plan.work if self.rng.random() < self.leaves_out]
+        return late if len(late) < len(plan.work) else late[1:]
+
+    def _leave_out(self, work: SlotWork, plan: StepPlan) -> list[int]:
+        """Only the window's rows are written."""
+        row = self.rows[work.slot]
+        row.pages += work.new_pages
+        root = len(row.tokens) - 1
+        for position in range(root, root + plan.width):
+            self._write(row, position, GARBAGE)
+        self.num_left_out += 1
+        return []
+
     def _path(self, run: list[int], num_guesses: int) -> list[int]:
         """A path of any columns: this device keeps no tree."""
-        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1))
+        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1)) if run else []
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -267,18 +292,24 @@ class Bench:
 
     def __init__(self, ready: WorkerReady, depth: int = 2, seed: int = 0, **options) -> None:
         self.rng = random.Random(seed)
-        self.device = FakeDevice(ready, self.rng, options.pop("branches", False))
+        self.device = FakeDevice(ready, self.rng, options.pop("branches", False), options.pop("leaves_out", 0.0))
         self.now = 0.0
         self.inbox: MemoryLink = MemoryLink(ToScheduler)
         self.worker: MemoryLink = MemoryLink(ToWorker)
         self.tokenizer: MemoryLink = MemoryLink(ToTokenizer)
-        settings = SchedulerSettings(options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None)
+        settings = SchedulerSettings(
+            options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None,
+            max_gap_s=options.pop("max_gap_s", None), schedule_policy=options.pop("schedule_policy", "fcfs"),
+        )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
             self.scheduler.planner.widths.policy = RandomWidths(widths_seed, ready.width)
+        chunks_seed = options.pop("chunks_seed", None)
+        if chunks_seed is not None:
+            self.scheduler.planner.chunks = RandomChunks(chunks_seed, self.scheduler.limits)
         self.plans: deque[StepPlan] = deque()  # sent, not yet run
         self.results: deque[StepResult] = deque()  # run, not yet delivered
         self.all_plans: list[StepPlan] = []

@@ -40,8 +40,9 @@ class BatchWidths:
         return min(width, self._enough_for(most)) if self._narrows else width
 
     def observe(self, requests: Sequence[Request], result: StepResult) -> None:
-        """Learn from a settled decode step."""
-        rows = [row for row, request in enumerate(requests) if not request.is_limited]
+        """Learn from a settled decode step. Nothing is learnt from a slot that was left out."""
+        runs = result.tokens
+        rows = [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]
         if len(rows) == len(requests):
             self.policy.observe(result)
         elif rows:

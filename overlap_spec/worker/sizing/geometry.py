@@ -11,9 +11,9 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
-from overlap_spec.worker.grammars import mask_words
 from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
+from overlap_spec.worker.window_masks import mask_words
 
 MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class

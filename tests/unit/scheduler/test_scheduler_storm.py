@@ -36,6 +36,9 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         ready = replace(ready, step_costs=costs)
     options = {
         "widths_seed": seed if ready.max_deferred and not ready.step_costs.widths else None,
+        "chunks_seed": seed if seed % 5 == 0 else None,
+        "schedule_policy": "lpm" if seed % 3 == 0 else "fcfs",
+        "leaves_out": 0.3 if seed % 3 == 2 else 0.0,
         "branches": bool(ready.step_costs.widths) and seed % 8 == 1,
     }
     return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, **options)
@@ -98,6 +101,7 @@ def run_schedule(seed: int) -> Counter:
     seen["catch-ups of full rings"] = bench.device.num_catch_ups["full"]
     seen["catch-ups before wider steps"] = bench.device.num_catch_ups["wider"]
     seen["prefix hits"] = sum(usage.cached_tokens > 0 for usage in bench.usages.values())
+    seen["left out"] = bench.device.num_left_out
     seen["requests"] = uid
     seen["steps"] = bench.device.last_step
     check_counts(bench)
@@ -124,8 +128,8 @@ def test_random_schedules_give_every_request_its_tokens(capsys):
             raise AssertionError(f"schedule {seed}") from error
     with capsys.disabled():
         print(f"\n{NUM_SCHEDULES} schedules: {dict(seen)}")
-    for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts"):
-        assert seen[what] > 20, what
+    for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out"):
+        assert seen[what] > 10, what
     assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
 
 
