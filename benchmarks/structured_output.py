@@ -5,18 +5,24 @@
 
 The schemas are made from a seed: objects of one to five properties, nested up to three deep, with strings, numbers,
 enums, arrays, unions and constants; half of them without white space. Replies of plain decoding (NONE) and of every way
-to draft are parsed, validated with `jsonschema`, and compared token for token. On a GPU logits depend on the batch in
-their last bits, so all requests run alone, unless --together tells otherwise.
+to draft are parsed, validated with `jsonschema`, and compared token for token.
+
+On a GPU logits depend on the batch in their last bits. So every reply is audited: plain decoding follows its tokens one
+by one, with the same masks, and the audit tells a near-tie (a margin within the measured noise of batch shapes) from a
+fault. Where a reply differs from plain decoding's, one of the two has a token that the audit does not draw, at the
+first place where they differ; the report counts what the audit says of it.
 
 Accept lengths are measured with forced tokens proposed and without. Times are seconds a decode step: constrained, and
-unconstrained with as many tokens.
+unconstrained with as many tokens, in turns and several times, by an engine that audits nothing.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import statistics
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,7 +34,7 @@ from msgspec.structs import replace
 from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import Settings
-from overlap_spec.messages import ChatPrompt, FinishKind, Grammar, GrammarKind
+from overlap_spec.messages import ChatPrompt, Difference, FinishKind, Grammar, GrammarKind
 
 Json = dict[str, Any]
 WAYS: dict[str, Json] = {  # to draft: flags
@@ -37,6 +43,7 @@ WAYS: dict[str, Json] = {  # to draft: flags
     "NGRAM": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},
 }
 PLAIN: Json = {"speculative_algorithm": "NONE"}
+POLL_S = 0.05  # between looks at the backlog of audits
 NAMES = ("name", "age", "city", "email", "status", "items", "price", "unit", "note", "owner", "created_at", "score")
 WORDS = ("red", "green", "blue", "open", "closed", "in progress", "not yet known", "north-west")
 LONG_ARRAY = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 400}
@@ -89,6 +96,7 @@ class Reply:
     text: str
     tokens: list[int]
     has_ended: bool
+    num_prompt: int
     steps: int
     seconds: float  # from the first token to the last
 
@@ -101,27 +109,50 @@ class UnforcedEngine(Engine):
         return replace(settings, proposes_forced=False), notes
 
 
-async def ask(engine: Engine, prompt: ChatPrompt, sampling: SamplingParams) -> Reply:
+@dataclass(frozen=True)
+class Replies:
+    """Every schema's reply in one engine at one temperature, and what the audit has found in them."""
+
+    replies: list[Reply]
+    audited: int  # replies
+    tokens: int  # audited
+    bound: float  # margins up to it are noise, in logits
+    skipped: dict[str, int]  # replies that were not audited, by the reason
+    differences: dict[tuple[int, int], Difference]  # by request and position: what plain decoding does not draw
+
+
+async def ask(engine: Engine, prompt: ChatPrompt, sampling: SamplingParams, request_id: str | None = None) -> Reply:
     """The whole answer."""
     text, tokens, first, usage, finish = "", [], 0.0, None, None
-    async for delta in engine.generate(prompt, sampling):
+    async for delta in engine.generate(prompt, sampling, request_id):
         first = first or time.perf_counter()
         text, usage, finish = text + delta.text, delta.usage, delta.finish
         tokens += delta.token_ids
     assert usage is not None and finish is not None
     steps = usage.spec_verify_ct or len(tokens) - 1
-    return Reply(text, tokens, finish.kind is FinishKind.STOP, steps, time.perf_counter() - first)
+    seconds = time.perf_counter() - first
+    return Reply(text, tokens, finish.kind is FinishKind.STOP, usage.prompt_tokens, steps, seconds)
 
 
-async def ask_all(engine: Engine, schemas: list[Json], temperature: float, together: int) -> list[Reply]:
-    """Every schema's answer, so many at once."""
-    limit = asyncio.Semaphore(together)
+async def ask_all(engine: Engine, schemas: list[Json], temperature: float, together: int) -> Replies:
+    """Every schema's answer, so many at once, and what their audits say."""
+    limit, before = asyncio.Semaphore(together), (await engine.client.audit()).figures
 
     async def one(index: int, schema: Json) -> Reply:
         async with limit:
-            return await ask(engine, *request(schema, temperature, index))
+            return await ask(engine, *request(schema, temperature, index), f"{temperature}/{index}")
 
-    return await asyncio.gather(*(one(index, schema) for index, schema in enumerate(schemas)))
+    replies = await asyncio.gather(*(one(index, schema) for index, schema in enumerate(schemas)))
+    while (report := await engine.client.audit()).figures.backlog:
+        await asyncio.sleep(POLL_S)
+    after, skipped = report.figures, {**report.skipped_because, **report.dropped_because}
+    found = {place: each for each in report.recent if (place := _place(each, temperature)) is not None}
+    return Replies(replies, after.requests - before.requests, after.tokens - before.tokens, after.bound, skipped, found)
+
+
+def _place(difference: Difference, temperature: float) -> tuple[int, int] | None:
+    asked, index = difference.request_id.split("/")
+    return (int(index), difference.position) if float(asked) == temperature else None
 
 
 def is_valid(schema: Json, reply: Reply) -> bool:
@@ -133,16 +164,54 @@ def is_valid(schema: Json, reply: Reply) -> bool:
     return True
 
 
-def summary(schemas: list[Json], replies: list[Reply], plain: list[Reply]) -> Json:
+def summary(schemas: list[Json], found: Replies, plain: Replies) -> Json:
     """Counts, and committed tokens per verify step."""
-    steps = sum(reply.steps for reply in replies)
+    replies = found.replies
     return {
         "requests": len(replies),
         "ended": sum(reply.has_ended for reply in replies),
         "valid": sum(is_valid(*pair) for pair in zip(schemas, replies, strict=True)),
-        "equal_to_plain": sum(a.tokens == b.tokens for a, b in zip(replies, plain, strict=True)),
-        "accept_length": sum(len(reply.tokens) - 1 for reply in replies) / steps,
+        "equal_to_plain": sum(a.tokens == b.tokens for a, b in zip(replies, plain.replies, strict=True)),
+        "different": differences_from(plain, found),
+        "audit": {
+            "replies": found.audited,
+            "tokens": found.tokens,
+            "near_ties": sum(not each.is_fault for each in found.differences.values()),
+            "faults": sum(each.is_fault for each in found.differences.values()),
+            "bound": found.bound,
+            "not_audited": found.skipped,
+        },
+        "accept_length": sum(len(reply.tokens) - 1 for reply in replies) / sum(reply.steps for reply in replies),
     }
+
+
+def differences_from(plain: Replies, found: Replies) -> Json:
+    """What the audit says of each reply's first token that is not plain decoding's; margins in logits."""
+    verdicts: Counter[str] = Counter({"near_tie": 0, "fault": 0, "unexplained": 0})
+    largest = 0.0
+    for index, (reply, other) in enumerate(zip(found.replies, plain.replies, strict=True)):
+        place = first_difference(reply.tokens, other.tokens)
+        if place is None:
+            continue
+        position = (index, reply.num_prompt + place)
+        told = [each for run in (found, plain) if (each := run.differences.get(position)) is not None]
+        largest = max(largest, *(each.margin or 0.0 for each in told), 0.0)
+        verdicts[_verdict(told)] += 1
+    return {**verdicts, "largest_margin": largest}
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    """Where two replies first differ, one of them ending included."""
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _verdict(told: list[Difference]) -> str:
+    if not told:
+        return "unexplained"
+    return "fault" if any(each.is_fault for each in told) else "near_tie"
 
 
 async def step_seconds(engine: Engine, batch: int, constrained: bool, num_tokens: int) -> float:
@@ -157,16 +226,19 @@ async def step_seconds(engine: Engine, batch: int, constrained: bool, num_tokens
     return max(reply.seconds / reply.steps for reply in replies)
 
 
-async def costs(engine: Engine, batches: list[int], num_tokens: int) -> list[Json]:
-    """Constrained and unconstrained steps, the fastest of three each."""
+async def costs(engine: Engine, arguments: argparse.Namespace) -> list[Json]:
+    """Constrained and unconstrained steps in turns: the median of all repeats, and each."""
     found = []
-    for batch in batches:
-        times = {
-            constrained: min([await step_seconds(engine, batch, constrained, num_tokens) for _ in range(3)])
-            for constrained in (False, True)
-        }
-        row = {"batch": batch, "unconstrained_s": times[False], "constrained_s": times[True]}
-        found.append({**row, "ratio": times[True] / times[False]})
+    for batch in arguments.batches:
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for repeat in range(arguments.repeats + 1):  # the first compiles the grammar, and fills its caches
+            for constrained in times:
+                seconds = await step_seconds(engine, batch, constrained, arguments.tokens)
+                if repeat:
+                    times[constrained].append(seconds)
+        free, masked = (statistics.median(times[constrained]) for constrained in (False, True))
+        row = {"batch": batch, "unconstrained_s": free, "constrained_s": masked, "ratio": masked / free}
+        found.append({**row, "unconstrained_repeats_s": times[False], "constrained_repeats_s": times[True]})
     return found
 
 
@@ -178,32 +250,39 @@ async def started(arguments: argparse.Namespace, flags: Json, kind: type[Engine]
 
 
 async def measure(arguments: argparse.Namespace) -> Json:
-    """Every way at both temperatures, against plain decoding."""
+    """Every way at all temperatures, against plain decoding; then times."""
     schemas = make_schemas(arguments.requests)
-    plain: dict[float, list[Reply]] = {}
+    plain: dict[float, Replies] = {}
     figures: list[Json] = []
-    async with started(arguments, PLAIN) as engine:
-        worker = engine.facts.worker
-        run = describe_run(worker.device, engine.settings.num_threads)
+    begun = time.monotonic()
+
+    def note(row: Json) -> None:
+        figures.append(row)
+        print(f"{time.monotonic() - begun:.0f} s", row, flush=True)
+
+    async with started(arguments, {**PLAIN, "audit_rate": 1.0}) as engine:
+        run = describe_run(engine.facts.worker.device, engine.settings.num_threads)
         for temperature in arguments.temperatures:
-            plain[temperature] = await ask_all(engine, schemas, temperature, arguments.together)
-            found = summary(schemas, plain[temperature], plain[temperature])
-            figures.append({"method": "NONE", "temperature": temperature, **found})
-    times: Json = {}
+            found = plain[temperature] = await ask_all(engine, schemas, temperature, arguments.together)
+            note({"method": "NONE", "temperature": temperature, **summary(schemas, found, found)})
     for name in arguments.ways:
-        flags = WAYS[name]
-        for kind in (Engine, UnforcedEngine):
-            async with started(arguments, flags, kind) as engine:
+        for kind in (Engine, UnforcedEngine) if name in arguments.unforced else (Engine,):
+            async with started(arguments, {**WAYS[name], "audit_rate": 1.0}, kind) as engine:
                 for temperature in arguments.temperatures:
-                    replies = await ask_all(engine, schemas, temperature, arguments.together)
-                    found = summary(schemas, replies, plain[temperature])
-                    row = {"method": name, "proposes_forced": kind is Engine, "temperature": temperature, **found}
-                    figures.append(row)
-                    print(row, flush=True)
-                if kind is Engine and arguments.batches:
-                    times[name] = await costs(engine, arguments.batches, arguments.tokens)
-                    print(times[name], flush=True)
-    return {"benchmark": "structured_output", "run": run, "figures": figures, "step_times": times}
+                    found = await ask_all(engine, schemas, temperature, arguments.together)
+                    row = {"method": name, "proposes_forced": kind is Engine, "temperature": temperature}
+                    note({**row, **summary(schemas, found, plain[temperature])})
+    times = {name: await timed(arguments, name) for name in (arguments.timed if arguments.batches else ())}
+    asked = {"together": arguments.together, "repeats": arguments.repeats, "tokens": arguments.tokens}
+    return {"benchmark": "structured_output", "run": run, **asked, "figures": figures, "step_times": times}
+
+
+async def timed(arguments: argparse.Namespace, name: str) -> list[Json]:
+    """The step times of one way to draft."""
+    async with started(arguments, {**WAYS[name], "audit_rate": 0.0}) as engine:
+        found = await costs(engine, arguments)
+        print(name, found, flush=True)
+        return found
 
 
 def main() -> None:
@@ -212,10 +291,14 @@ def main() -> None:
     parser.add_argument("--flags", default="{}", help="more of EngineConfig, as JSON")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
-    parser.add_argument("--together", type=int, default=1, help="requests that run at once")
+    chain = ["EAGLE-3 chain"]
+    parser.add_argument("--unforced", nargs="*", default=chain, choices=WAYS, help="ways to run without forced tokens")
+    parser.add_argument("--timed", nargs="*", default=chain, choices=WAYS, help="ways whose steps are timed")
+    parser.add_argument("--together", type=int, default=8, help="requests that run at once")
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8], help="batch sizes to time; none: no times")
     parser.add_argument("--tokens", type=int, default=256, help="of a request that is timed")
+    parser.add_argument("--repeats", type=int, default=5, help="of each time")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     write_report(arguments.output, asyncio.run(measure(arguments)))

@@ -8,15 +8,11 @@ The clients' versions are pinned in `requirements/`. Results: one JSON file a cl
 
 import argparse
 import json
-import os
-import re
 import subprocess
 import sys
-import tarfile
 import time
 import urllib.request
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,15 +20,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from clients_table import BENCHMARKS, CHECKS, MODEL, OPENAI_SDIST, SGLANG_WHEEL, Place  # noqa: E402
-from results_of import pytest_summary, requests_of  # noqa: E402
+from clients_table import BENCHMARKS, CHECKS, MODEL, WHAT, Place  # noqa: E402
+from environments import environment, python_files, versions  # noqa: E402
+from results_of import requests_of  # noqa: E402
+from suites import openai_tests, sglang_kits  # noqa: E402
 
 from overlap_spec.bench.source import describe_source  # noqa: E402
+from overlap_spec.config import cache_directory  # noqa: E402
+from overlap_spec.hub import smollm2  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/clients"
-TOKENIZER = ROOT / "overlap_spec/data/smollm2"
 PORT = 30123
-OTHER_MODELS = re.compile(r"gpt-3\.5-turbo-instruct|gpt-6-astra")
 START_S, CLIENT_S = 300, 900
 
 
@@ -43,14 +41,21 @@ def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--only", nargs="*")
     given = parser.parse_args()
-    place = Place(given.work.resolve(), given.url or f"http://127.0.0.1:{PORT}", TOKENIZER)
+    weights = Path(cache_directory()) / smollm2.ALIAS / Path(smollm2.MEMBER).name
+    place = Place(given.work.resolve(), given.url or f"http://127.0.0.1:{PORT}", smollm2.DATA, weights)
     place.work.mkdir(parents=True, exist_ok=True)
-    runs = {name: lambda name=name: checked(place, name) for name in CHECKS}
-    runs |= {name: lambda name=name: benchmarked(place, name) for name in BENCHMARKS}
-    runs |= {"openai_sdist": lambda: openai_tests(place), "sglang_kits": lambda: sglang_kits(place)}
+    runs = all_runs()
     with server(given.url):
         for name in given.only or runs:
-            write(name, runs[name]())
+            write(name, runs[name](place))
+
+
+def all_runs() -> dict[str, Callable[[Place], dict[str, object]]]:
+    """What runs each client."""
+    runs: dict[str, Callable[[Place], dict[str, object]]] = {}
+    runs |= {name: lambda place, name=name: checked(place, name) for name in CHECKS}
+    runs |= {name: lambda place, name=name: benchmarked(place, name) for name in BENCHMARKS}
+    return runs | {"openai_sdist": openai_tests, "sglang_kits": sglang_kits}
 
 
 @contextmanager
@@ -70,22 +75,11 @@ def server(url: str | None) -> Iterator[None]:
         process.wait()
 
 
-def environment(place: Place, name: str) -> Path:
-    """The Python of a client's own environment, made once."""
-    directory = place.work / name
-    python = directory / "bin/python"
-    if not (directory / "made").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", directory], check=True)
-        pinned = HERE / f"requirements/{name}.txt"
-        subprocess.run([python, "-m", "pip", "install", "-q", "-r", pinned], check=True)
-        (directory / "made").touch()
-    return python
-
-
 def checked(place: Place, name: str) -> dict[str, object]:
     """Run the script of an SDK; its last line is its result."""
-    python = environment(place, CHECKS[name].environment)
-    command = [python, HERE / "cases" / CHECKS[name].script, place.url, MODEL]
+    python = environment(place.work, CHECKS[name].environment)
+    script = HERE / "cases" / CHECKS[name].script
+    command = [python, script, place.url, MODEL, place.tokenizer, place.weights]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CLIENT_S)
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -94,39 +88,18 @@ def checked(place: Place, name: str) -> dict[str, object]:
 def benchmarked(place: Place, name: str) -> dict[str, object]:
     """Run a benchmark's command; its output says how many requests succeeded."""
     case = BENCHMARKS[name]
-    python = environment(place, case.environment)
+    python = environment(place.work, case.environment)
     out = place.work / "out" / f"{name}-{time.strftime('%H%M%S')}"
     out.mkdir(parents=True)
-    command = [str(python.parent / case.program), *(part.format(**place.values(out)) for part in case.arguments)]
+    command, used = [str(python.parent / case.program)], versions(python, case.packages)
+    if case.wheel:
+        files = python_files(place.work, case.wheel)
+        command = [str(python), str(HERE / "cases/engine_bench.py"), str(files), case.program]
+        used = {case.program: case.wheel.split("==")[1], **used}
+    command += [part.format(**place.values(out)) for part in case.arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_S, cwd=out)
     (out / "log").write_text(done.stdout + done.stderr)
-    versions = _versions(python, case.packages)
-    return {"versions": versions, "status": done.returncode, **requests_of(name, out)}
-
-
-def openai_tests(place: Place) -> dict[str, object]:
-    """The tests of the openai package's own source for chats, completions and models; they ask for the model served."""
-    python = environment(place, "sdk")
-    fetched = _download(place, python, "--no-binary", "openai", OPENAI_SDIST)
-    with tarfile.open(fetched) as archive:
-        archive.extractall(place.work, filter="data")
-    folder = place.work / fetched.name.removesuffix(".tar.gz")
-    tests = [f"tests/api_resources/{part}" for part in ("test_completions.py", "chat", "test_models.py")]
-    for path in (folder / "tests/api_resources").rglob("*.py"):
-        path.write_text(OTHER_MODELS.sub(MODEL, path.read_text()))
-    return _pytest(python, tests, folder, {"TEST_API_BASE_URL": f"{place.url}/v1"})
-
-
-def sglang_kits(place: Place) -> dict[str, object]:
-    """SGLang's server test kits that need nothing of sglang."""
-    python = environment(place, "sdk")
-    kits = place.work / "kits"
-    with zipfile.ZipFile(_download(place, python, SGLANG_WHEEL)) as wheel:
-        names = [name for name in wheel.namelist() if name.startswith("sglang/test/kits/")]
-        wheel.extractall(kits, names)
-    own = {"BASE_URL": place.url, "MODEL": MODEL, "TOKENIZER": str(place.tokenizer)}
-    plain = ["-c", os.devnull, "-p", "no:asyncio", str(HERE / "cases/test_kits.py")]
-    return _pytest(python, plain, HERE, {**own, "KITS": str(kits / "sglang/test/kits")})
+    return {"versions": used, "status": done.returncode, **requests_of(name, out)}
 
 
 def write(name: str, result: dict[str, object]) -> None:
@@ -134,36 +107,13 @@ def write(name: str, result: dict[str, object]) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     summary = {
         "client": name,
+        "what": WHAT[name],
         "model": "SmolLM2-135M-Instruct",
         **result,
         **describe_source().describe(),
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(name, {key: value for key, value in result.items() if key != "versions"}, flush=True)
-
-
-def _pytest(python: Path, arguments: list[str], folder: Path, own: dict[str, str]) -> dict[str, object]:
-    command = [str(python), "-m", "pytest", "-q", "-rA", "--timeout", "120", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | own, stdout=subprocess.PIPE, text=True, timeout=CLIENT_S
-    )
-    return {"versions": _versions(python, ("openai", "pytest")), **pytest_summary(done.stdout)}
-
-
-def _download(place: Place, python: Path, *what: str) -> Path:
-    folder = place.work / "downloads" / what[-1].split("==")[0]
-    if not folder.exists():
-        subprocess.run([python, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, *what], check=True)
-    (found,) = folder.iterdir()
-    return found
-
-
-def _versions(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    code = "import json, sys; from importlib.metadata import version as v; "
-    code += "print(json.dumps({name: v(name) for name in sys.argv[1:]}))"
-    done = subprocess.run([str(python), "-c", code, *packages], stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
 
 
 def _until_healthy(process: subprocess.Popen[bytes]) -> None:

@@ -2,24 +2,27 @@
 
 <!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
+<!-- list: NAME -->             a table of clients or parameters (`lists.py`)              <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from documents.figures import FIGURES, Results
 from documents.flags import TABLES
+from documents.lists import LISTS
 from documents.step_chart import CHART, chart
 from overlap_spec.bench import tables
 from overlap_spec.bench.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
-FLAGS = re.compile(r"(<!-- flags: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = {name: re.compile(rf"(<!-- {name}: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL) for name in ("flags", "list")}
 FIGURE = re.compile(r"\*\*[^*\n]+\*\*(<!-- figure: (\S+) -->)")
-BLOCKS = re.compile(r"<!-- (?:table|flags): .*?<!-- end -->", re.DOTALL)
+BLOCKS = re.compile(r"<!-- (?:table|flags|list): .*?<!-- end -->", re.DOTALL)
 
 
 def documents() -> list[Path]:
@@ -40,9 +43,15 @@ def fill(text: str, source: Source | None = None) -> str:
     Raises: KeyError for a name that is not known.
     """
     results = Results(ROOT)
-    text = FLAGS.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+    text = _filled(text, "flags", TABLES)
+    text = _filled(text, "list", LISTS)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
     return tables.fill(text, ROOT, source)
+
+
+def _filled(text: str, kind: str, tables_of: Mapping[str, Callable[[], str]]) -> str:
+    """The text with the tables of one kind, by name."""
+    return MARKED[kind].sub(lambda match: f"{match[1]}{tables_of[match[2]]()}\n{match[3]}", text)
 
 
 def prose(text: str) -> str:

@@ -34,7 +34,7 @@ COMMANDS = {
     "bench": Command(
         "overlap_spec.cli.bench",
         "bench WHAT [flags]",
-        "measure latency, throughput, the scheduler, a step or every method",
+        "measure latency, throughput, the scheduler, a step, every method or traffic",
     ),
     "verify": Command(
         "overlap_spec.cli.verify",

@@ -1,4 +1,4 @@
-"""`overlap-spec bench latency|throughput|scheduler|step|methods`: measure, print a table, write JSON.
+"""`overlap-spec bench latency|throughput|scheduler|step|methods|serve`: measure, print a table, write JSON.
 
 The flags of the engine are those of `serve`.
 """
@@ -24,6 +24,8 @@ from overlap_spec.cli.bench_methods import (
     methods_status,
     print_methods,
 )
+from overlap_spec.cli.bench_serve import add_serve_arguments, check_serve_arguments, measure_serve
+from overlap_spec.cli.bench_serve_tables import print_serve
 from overlap_spec.cli.bench_step import add_step_arguments, check_step_arguments, print_step
 from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.cli.parser import UsageError
@@ -31,17 +33,18 @@ from overlap_spec.cli.parser import UsageError
 PLAIN_WIDTH = 140  # columns where stdout is no terminal
 ABREAST = 4  # columns of figures that fit 80 characters
 PROMPTS = "chat20"
+NUM_TOKENS = 256
 THROUGHPUT_BATCHES = "1,8,64"
 SCHEDULER_BATCHES = (1, 8, 64, 256)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, on what, and the engine's flags."""
-    what = ("latency", "throughput", "scheduler", "step", "methods")
+    what = ("latency", "throughput", "scheduler", "step", "methods", "serve")
     parser.add_argument("what", choices=what, metavar="|".join(what), help="what to measure")
     parser.add_argument("--output", metavar="FILE", help="write the figures to this JSON file")
     parser.add_argument("--prompts", metavar="NAME", help="chat20 (default), copy20, peer64, random or a file")
-    parser.add_argument("--num-tokens", type=int, default=256, metavar="N", help="tokens per answer at most")
+    parser.add_argument("--num-tokens", type=int, default=NUM_TOKENS, metavar="N", help="tokens per answer at most")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="of latency, methods and step runs")
     parser.add_argument("--batch-sizes", metavar="N,N,..", help="of throughput and methods runs")
     parser.add_argument("--with-plain", action="store_true", help="measure the engine without speculation too")
@@ -57,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, metavar="N", help="the best of N counts (default: latency 1, methods 2)")
     add_step_arguments(parser)
     add_methods_arguments(parser)
+    add_serve_arguments(parser)
     add_engine_flags(parser)
 
 
@@ -64,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     check_step_arguments(arguments)
     check_methods_arguments(arguments)
+    check_serve_arguments(arguments, NUM_TOKENS)
     _check_runs(arguments)
     if arguments.temperature and arguments.what in ("throughput", "scheduler"):
         raise UsageError("--temperature goes with latency, methods and step; throughput takes --with-sampled")
@@ -106,6 +111,8 @@ def _check_runs(arguments: argparse.Namespace) -> None:
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.what == "methods":
         return await measure_methods(arguments, _sizes(arguments.batch_sizes or BATCH_SIZES))
+    if arguments.what == "serve":
+        return await measure_serve(arguments, logging.getLogger("overlap_spec.bench"))
     config = engine_config(arguments, log_level="warning", audit_rate=0.0)
     if arguments.what == "step":
         return await run_step(config, _step_workload(arguments), arguments.trace)
@@ -151,6 +158,8 @@ def _print(report: dict[str, Any]) -> None:
     console.print(f"{report['benchmark']}, {device}, commit {run['commit']}")
     if report.get("acceptance", "real") not in ("real", ""):
         console.print(report["acceptance"])
+    if report["benchmark"] == "serve":
+        return print_serve(console, report)
     if "step" in report:
         return print_step(console, report)
     if "methods" in report:

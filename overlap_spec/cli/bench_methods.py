@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from itertools import groupby
 from typing import Any
 
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from overlap_spec.bench.methods import run_methods
 from overlap_spec.bench.methods_plan import Comparison
@@ -21,6 +23,7 @@ PROMPTS = "chat20,copy20"
 BATCH_SIZES = "1,8,32"
 OURS = ("draft", "token_map", "only", "methods", "num_prompts", "starts_at_once")
 NOT_OURS = ("with_plain", "with_depth1", "with_chats", "with_sampled", "with_transformers")
+WIDTHS = (9, 5, 6, 9, 9, 11, 7)  # of the printed columns, which are those of `FULL` between name and memory
 COUNTS = ("num_prompts", "starts_at_once")
 
 
@@ -79,17 +82,20 @@ async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int,
 
 
 def print_methods(console: Console, report: dict[str, Any]) -> None:
-    """The table, and a line for everything that is not in it."""
-    table = Table(*FULL)
-    last = ""
-    for row in full_rows(report):
-        if last not in ("", row[0]):
-            table.add_section()
-        last = row[0]
-        table.add_row(*(str(cell).replace("**", "") for cell in row))
-    console.print(table)
+    """A table for each method, under its name and memory, and a line for everything that is in none."""
+    for index, (head, rows) in enumerate(groupby(full_rows(report), lambda row: (row[0], *row[-2:]))):
+        table = Table(*_columns(), show_header=index == 0, box=box.SQUARE)
+        for row in rows:
+            table.add_row(*(str(cell).replace("**", "") for cell in row[1:-2]))
+        name, weights, cache = head
+        about = f"{name}: weights {weights} MiB, KV {cache} bytes a token"
+        console.print(about, table, sep="\n", highlight=False, markup=False)
     for sentence in notes(report):
         console.print(sentence, highlight=False, markup=False)
+
+
+def _columns() -> list[Column]:
+    return [Column(name, width=width, overflow="fold") for name, width in zip(FULL[1:-2], WIDTHS, strict=True)]
 
 
 def methods_status(report: dict[str, Any]) -> int:

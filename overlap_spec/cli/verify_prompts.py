@@ -119,14 +119,6 @@ def _sampling(line: Line, info: ServerInfo) -> SamplingParams:
     n, sampling = read_sampling(line.sampling_params, info)
     if n != 1:
         raise Problem(400, f"n: one answer is verified for each line, got {n}; write the line {n} times", "n")
-    if sampling.grammar is not None:
-        raise Problem(
-            400, "requests with a grammar are not audited; leave it out", _grammar_field(line.sampling_params)
-        )
     for name in line.sampling_params.keys() - set(NativeSampling.__struct_fields__) - set(UNSUPPORTED):
         raise Problem(400, f"{name}: not a parameter of /generate's sampling_params", name)
     return sampling
-
-
-def _grammar_field(given: Json) -> str:
-    return convert(without_nulls(given), NativeSampling).grammar_field

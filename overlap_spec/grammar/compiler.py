@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar.markers import after_reasoning, with_markers
+from overlap_spec.grammar.markers import after_gap, after_reasoning, with_markers
 from overlap_spec.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
 
@@ -54,7 +54,9 @@ class GrammarCompiler:
         tokenizer, limits = self.vocabulary.tokenizer(), LLParserLimits(verbose_errors=False)
         try:
             rules = self._rules(grammar)
-            if grammar.reasoning is not None:
+            if grammar.thinking is not None:
+                rules = after_gap(rules)
+            elif grammar.reasoning is not None:
                 rules = after_reasoning(rules, grammar.reasoning, grammar.is_reasoning, self.vocabulary.special_tokens)
             matcher = LLMatcher(tokenizer, rules, limits=limits, log_level=0)
         except Exception as error:

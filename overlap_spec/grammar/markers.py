@@ -27,7 +27,16 @@ def after_reasoning(rules: str, reasoning: Reasoning, is_reasoning: bool, specia
         r"gap: /\s*/",
         _thought(reasoning.closing, special_tokens),
     ]
-    lark = with_markers("\n".join(outer), (reasoning.opening,), special_tokens)
+    return _around(with_markers("\n".join(outer), (reasoning.opening,), special_tokens), rules)
+
+
+def after_gap(rules: str) -> str:
+    """The same grammar, with white space before it: for an answer whose reasoning something else follows."""
+    return _around(f"start: gap @{ANSWER}\ngap: /\\s*/", rules)
+
+
+def _around(lark: str, rules: str) -> str:
+    """Two grammars as one: `lark`, in which `@answer` is `rules`."""
     inner = json.loads(rules)["grammars"] if rules.startswith("{") else [{"lark_grammar": rules}]
     inner[0]["name"] = ANSWER
     return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})

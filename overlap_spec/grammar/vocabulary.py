@@ -64,17 +64,22 @@ class GrammarVocabulary:
         except ValueError as error:
             if "decoder" not in str(error):  # which would tell what the bytes of a token are
                 raise RequestError("grammar", f"grammar: the tokenizer cannot be used: {error}") from error
-        return LLTokenizer(TokenizerWrapper(_DecodedTokens(read, eos[0])), n_vocab=self.vocab_size, eos_token=eos)
+        tokens = _DecodedTokens(read, eos[0], self.vocab_size)
+        return LLTokenizer(TokenizerWrapper(tokens), n_vocab=self.vocab_size, eos_token=eos)
 
 
 class _DecodedTokens:
-    """What llguidance asks of a tokenizer that it cannot read: the text of each token is what decodes from it alone."""
+    """What llguidance asks of a tokenizer that it cannot read: the text of each token is what decodes from it alone.
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+    Columns of the logits without a token have no bytes, and no grammar allows them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int, vocab_size: int) -> None:
         size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_id = eos_token_id
         self.bos_token_id = None
         self.tokens = [tokenizer.decode([token], skip_special_tokens=False).encode() for token in range(size)]
+        self.tokens += [b""] * (vocab_size - size)
         self.special_token_ids = [
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         ]

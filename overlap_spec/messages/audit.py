@@ -38,12 +38,13 @@ class StopSpeculating(Message, frozen=True):
 class Audited(Message, frozen=True):
     """An audit has ended: for each served token, the one that plain decoding draws (int32) and the lead (float64).
 
-    Both are empty if the audit was given up because requests needed its pages again and again.
+    They end early where it was given up, for the reason `dropped`.
     """
 
     uid: int
     drawn: bytes = b""
     leads: bytes = b""
+    dropped: str = ""
 
 
 # --- tokenizer -> client ----------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
     output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
+    `thinking`: the reasoning has a budget; the tokenizer adds it, and it decides where the grammar begins.
     """
 
     kind: GrammarKind
@@ -79,6 +80,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     markers: tuple[str, ...] = ()
     reasoning: Reasoning | None = None
     is_reasoning: bool = False
+    thinking: Thinking | None = None
 
 
 class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,10 @@ class FlushCache(Message, frozen=True):
 
 
 class PrepareGrammar(Message, frozen=True):
-    """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed."""
+    """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed.
+
+    `uid`: of an audit, its request's negated: the two may overlap.
+    """
 
     uid: int
     grammar: Grammar
@@ -160,6 +163,7 @@ class WorkerReady(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
+    In decode [] is a slot that was left out, because the masks of its grammar were late: nothing of it has changed.
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
     this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
 

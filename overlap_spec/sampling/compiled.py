@@ -21,7 +21,7 @@ def compiled_draw(max_batch: int) -> Draw:
 
     Not compiled: larger batches, and filters.
     """
-    from torch import _dynamo  # a second or more, for who asked for it
+    from torch import _dynamo  # compiling takes a second or more, which the flag has asked for
 
     _dynamo.config.recompile_limit = MOST_VARIANTS
     _dynamo.config.accumulated_recompile_limit = MOST_VARIANTS

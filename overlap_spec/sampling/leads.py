@@ -54,7 +54,10 @@ def _least_ahead(ahead: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _room(scaled: Tensor, sampling: Sampling) -> Tensor:
-    """By how much each column is within the filters; negative: outside. Shapes: [B, V] -> [B, V], +-inf at most."""
+    """By how much each column is within the filters; negative: outside; infinite: whatever changes.
+
+    Shapes: [B, V] -> [B, V].
+    """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     num_columns = scaled.shape[1]
     by_k = _to_edge(ordered, sampling.top_k.clamp(max=num_columns))
@@ -64,11 +67,12 @@ def _room(scaled: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _room_in_mass(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """Of top_p: a column is kept while the mass before it is less.
+    """The room of top_p, which keeps a column while the mass before it is less than top_p.
 
-    It changes places with another column u, and has the mass before u then: this takes the larger of the distance to u,
-    and of what the mass before u is away from top_p. As a difference of two logits does, the log-odds of a mass change.
-    The best u is next to where the one becomes larger than the other. Shapes: [B, V], [B] -> [B, V].
+    To be kept or dropped, a column must take the place of another one, u: then the mass before u is before it. That is
+    the larger of two changes: of its logit, as far as u's; and of the mass before u, as far as top_p (measured in
+    log-odds, which change like a difference of logits). Along a row one of the two grows and the other shrinks, so the
+    least is at one of the two columns where they cross. Shapes: [B, V], [B] -> [B, V].
     """
     p = ordered.softmax(-1)
     mass_room = _log_odds(top_p)[:, None] - _log_odds(p.cumsum(-1) - p)  # decreases along a row, as `ordered` does
@@ -82,7 +86,9 @@ def _room_in_mass(ordered: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _to_edge(ordered: Tensor, num_kept: Tensor) -> Tensor:
-    """Of the first `num_kept` columns, the way down to the first one outside; of others, up to the last one inside.
+    """How far a kept column is above the first one that is dropped, and how far a dropped one is below the last kept.
+
+    The first `num_kept` columns are kept. The distance of a dropped column is negative.
 
     Shapes: [B, V], [B] i64 -> [B, V].
     """

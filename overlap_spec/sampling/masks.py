@@ -25,10 +25,8 @@ class TokenMasks:
         return TokenMasks(bits, torch.zeros(num_rows, dtype=torch.int32, device=device))
 
     def write(self, slots: Tensor, masks: Tensor) -> None:
-        """Set the masks of the first w columns. Sync: never. Shapes: slots [G] i64, masks [G * w * n / 2] i64."""
-        num_slots, words = len(slots), self.bits.shape[2]
-        rows = masks.view(torch.int32).view(num_slots, -1, words)
-        self.bits[slots, : rows.shape[1]] = rows
+        """Set the masks of the first w columns. Sync: never. Shapes: slots [G] i64, masks [G, w, n] i32."""
+        self.bits[slots, : masks.shape[1]] = masks
         self.active.index_fill_(0, slots, 1)
 
     def clear(self, slots: Tensor) -> None:

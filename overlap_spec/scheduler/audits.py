@@ -8,21 +8,43 @@ An audit knows all its tokens before it begins, so it needs all its pages at onc
 
 It holds pages that no request needs. When one does, the youngest audit loses its pages and starts again later. Pages
 are handed on while an audit's step is in flight: the next owner's steps come after it on the device.
+
+The worker compiles a grammar for an audit of its own, under the negated uid, and follows the served tokens with it.
 """
 
+import logging
 from array import array
 from collections import deque
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Audit, Audited, Phase, SlotWork, StepPlan, StepResult
+from overlap_spec.messages import (
+    Audit,
+    Audited,
+    GrammarFailed,
+    Phase,
+    PrepareGrammar,
+    SlotWork,
+    StepPlan,
+    StepResult,
+)
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request, unpack_tokens
 
-SHARE = 64  # of so many steps one is an audit's, while requests run
+SHARE = 64  # of so many steps one is an audit's, while requests run and at most `LOW_RATE` of them are audited
+LOW_RATE = 0.01
 CHUNK_BUDGET = 1 / 8  # of a prefill step: what an audit's chunk may keep a request waiting for
 MOST_STARTS = 4  # an audit that has lost its pages so often is given up
+PAGES_NEEDED = "requests needed its pages"
+GRAMMAR_ENDED = "its grammar could be followed no further"
+
+log = logging.getLogger(__name__)
+
+
+def share_of(rate: float) -> int:
+    """Of how many steps one is an audit's while requests run: more steps where more requests are to be audited."""
+    return max(1, round(SHARE * LOW_RATE / max(rate, LOW_RATE)))
 
 
 class AuditRun:
@@ -40,6 +62,7 @@ class AuditRun:
         self.slot = -1
         self.pages: list[int] = []
         self.is_new = True  # no step of it has been planned
+        self.has_failed = False  # the step in flight could not follow its grammar
         self.planned_len = 0  # positions whose KV is written, or will be by the step in flight
         self.drawn = array("i")
         self.leads = array("d")
@@ -83,6 +106,8 @@ class Audits:
         self.num_restarts = 0
         self._num_others = 0  # steps since the last one of an audit
         self._given_up: list[Audited] = []
+        self._with_grammar: dict[int, AuditRun] = {}  # by the uid of the grammar
+        self._ended: list[int] = []  # uids of grammars that are needed no longer
         memory.borrower = self
 
     @property
@@ -100,13 +125,41 @@ class Audits:
         if run.num_starts < MOST_STARTS:
             self.waiting.appendleft(run)
         else:
-            self._given_up.append(Audited(run.audit.admit.uid))
+            self._given_up.append(self._outcome(run, PAGES_NEEDED))
 
-    def add(self, audit: Audit) -> None:
-        """Queue an audit."""
+    def add(self, audit: Audit) -> PrepareGrammar | None:
+        """Queue an audit; one with a grammar when that is ready. Returns what the worker is to be told."""
         sampling = replace(audit.admit.sampling, log_probs=None)  # tokens are compared, and nothing else
-        request = Request(replace(audit.admit, sampling=sampling), 0, self._memory.cache.root)
-        self.waiting.append(AuditRun(audit, request))
+        admit = replace(audit.admit, uid=-audit.admit.uid, sampling=sampling)
+        run = AuditRun(audit, Request(admit, 0, self._memory.cache.root))
+        if sampling.grammar is None:
+            self.waiting.append(run)
+            return None
+        self._with_grammar[admit.uid] = run
+        return PrepareGrammar(admit.uid, sampling.grammar)
+
+    def grammar_ready(self, uid: int) -> None:
+        """A grammar has been compiled; it may be a request's."""
+        if uid in self._with_grammar:
+            self.waiting.append(self._with_grammar[uid])
+
+    def grammar_failed(self, message: GrammarFailed) -> None:
+        """A grammar has not been compiled, or cannot be followed in the step in flight; it may be a request's."""
+        run = self._with_grammar.get(message.uid)
+        if run is None:
+            return
+        log.warning("audit: %s", message.error)
+        if run.slot >= 0:
+            run.has_failed = True
+        elif run not in self.waiting:  # one that has lost its pages is
+            self._given_up.append(self._outcome(run, GRAMMAR_ENDED))
+
+    def take_ended(self) -> list[int]:
+        """Grammars that no step needs any longer; the worker is to be told."""
+        if self._in_step is not None:
+            return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def given_up(self) -> list[Audited]:
         """Those that were given up since the last call."""
@@ -182,17 +235,25 @@ class Audits:
         for run, work, drawn, lead in zip(runs, plan.work, result.tokens, result.leads, strict=True):
             if run.planned_len != work.start + 1:
                 continue  # it has lost its pages since, and begins again
+            if run.has_failed:
+                ended.append(self._end(run, GRAMMAR_ENDED))
+                continue
             run.drawn.extend(drawn)
             run.leads.append(lead)
             if run.is_done:
                 ended.append(self._end(run))
         return ended
 
-    def _end(self, run: AuditRun) -> Audited:
+    def _end(self, run: AuditRun, dropped: str = "") -> Audited:
         self.running.remove(run)
         self._memory.pool.drop(reversed(run.pages))
         self._leave_slot(run)
-        return Audited(run.audit.admit.uid, run.drawn.tobytes(), run.leads.tobytes())
+        return self._outcome(run, dropped)
+
+    def _outcome(self, run: AuditRun, dropped: str) -> Audited:
+        if self._with_grammar.pop(run.request.uid, None) is not None:
+            self._ended.append(run.request.uid)
+        return Audited(run.audit.admit.uid, run.drawn.tobytes(), run.leads.tobytes(), dropped)
 
     def _leave_slot(self, run: AuditRun) -> None:
         self.free_slots.append(run.slot)

@@ -91,7 +91,7 @@ class Ledger:
             run, num_proposed = result.tokens[row], result.num_proposed[row]
             request.pending_min -= 1
             request.pending_max -= width
-            if request.finish is None:
+            if request.finish is None and run:  # without a run it was left out: its grammar was late
                 if not request.is_plain:
                     request.verify_steps += 1
                     counters.verified(len(run), num_proposed)

@@ -121,14 +121,16 @@ class Scheduler:
             case Abort():
                 self._reply(self.ledger.abort(message.uid, message.reason))
             case GrammarReady():
+                self.queues.audits.grammar_ready(message.uid)
                 self._enqueue(self.queues.preparing.pop(message.uid, None))
             case GrammarFailed():
+                self.queues.audits.grammar_failed(message)
                 self._reply(self.ledger.fail(message.uid, message.error))
             case FlushCache():
                 self._num_flushes += 1
                 self._flush()
             case Audit():
-                self.queues.audits.add(message)
+                self._audit(message)
             case StopSpeculating():
                 self.planner.decode_plainly()
             case Shutdown():
@@ -165,6 +167,11 @@ class Scheduler:
         else:
             self.queues.prepare(request)
             self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar))
+
+    def _audit(self, audit: Audit) -> None:
+        grammar = self.queues.audits.add(audit)
+        if grammar is not None:
+            self.links.worker.send(grammar)
 
     def _enqueue(self, request: Request | None) -> None:
         """Put a request that can run into the queue; None: it has ended while its grammar was compiled."""

@@ -90,7 +90,7 @@ class RequestQueues:
     def take_ended(self) -> list[int]:
         """Requests with a grammar that are gone since the last call; the worker is to be told."""
         ended, self._ended = self._ended, []
-        return ended
+        return ended + self.audits.take_ended()
 
     def step_settled(self, request: Request) -> None:
         """Free the slot and pages of a leaving request if that was its last step in flight."""

@@ -6,6 +6,7 @@ The tokenizer drains: it holds Shutdown back until its requests are done.
 from overlap_spec.ipc.transport import Inbox
 from overlap_spec.messages import SchedulerFacts, Shutdown, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.scheduler.audits import share_of
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links
@@ -21,6 +22,7 @@ async def main(context: ActorContext) -> None:
         return
     settings = context.settings
     scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
+    scheduler.queues.audits.share = share_of(settings.audit.rate)
     links.tokenizer.send(scheduler.limits.engine_limits())
     links.tokenizer.send(scheduler.reporter.snapshot())
     context.ready(_facts(scheduler.limits, settings.cache.prefix_cache))

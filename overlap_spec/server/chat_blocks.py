@@ -6,9 +6,10 @@
 """
 
 import enum
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from overlap_spec.errors import RequestAborted
 from overlap_spec.server.chat_runs import ChatDelta, ChatFinish, ChatSteps
@@ -118,17 +119,41 @@ class Blocks:
         self._open = None
 
 
-async def stream_blocks(steps: ChatSteps, answer: Blocks) -> AsyncGenerator[list[BlockEvent], None]:
-    """Yield the changes of each step of a chat with one choice. Leaving early aborts the request."""
+class BlockWriter(Protocol):
+    """Writes an answer as the server-sent events of an API."""
+
+    def opening(self, answer: Blocks) -> bytes:
+        """The first events, once there is something to tell."""
+        ...
+
+    def change(self, event: BlockEvent, answer: Blocks) -> Iterable[bytes]:
+        """The events of one change of a block."""
+        ...
+
+    def closing(self, answer: Blocks) -> bytes:
+        """The last events of an answer that has ended."""
+        ...
+
+
+async def stream_blocks(steps: ChatSteps, writer: BlockWriter) -> AsyncGenerator[bytes, None]:
+    """Yield the events of each step of a chat with one choice. Leaving early aborts the request."""
+    answer, begun = Blocks(), False
     async with aclosing(steps):
         async for ((_, delta),) in steps:
-            yield answer.add(delta)
+            changes = answer.add(delta)
+            parts = [] if begun else [writer.opening(answer)]
+            begun = True
+            parts += [part for change in changes for part in writer.change(change, answer)]
+            if answer.finish is not None:
+                parts.append(writer.closing(answer))
+            if parts:
+                yield b"".join(parts)
 
 
 async def collect_blocks(steps: ChatSteps) -> Blocks:
     """Wait for the whole answer of a chat with one choice."""
     answer = Blocks()
-    async with aclosing(stream_blocks(steps, answer)) as changes:
-        async for _ in changes:
-            pass
+    async with aclosing(steps):
+        async for ((_, delta),) in steps:
+            answer.add(delta)
     return answer

@@ -104,6 +104,8 @@ class ChatRunner:
         template_kwargs = dict(body.chat_template_kwargs)
         if body.reasoning_effort:
             template_kwargs["reasoning_effort"] = body.reasoning_effort
+        if body.documents:
+            template_kwargs["documents"] = body.documents
         if body.add_special_tokens:
             text = "add_special_tokens: the chat template writes its own; leave it out or send false"
             raise Problem(400, text, "add_special_tokens", "unsupported_parameter")

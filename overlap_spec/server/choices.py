@@ -1,12 +1,14 @@
-"""Several answers to each prompt: `n` choices, numbered prompt by prompt.
+"""Several answers to each prompt: `n` choices, numbered prompt by prompt, or the best n of `best_of` candidates.
 
     prompts p, q   n = 2   ->   index 0: p    1: p after 0    2: q    3: q after 2
 
 A prompt's first choice computes it; the others start when its first token has come, and find the prompt in the prefix
-cache. Choice 0 draws with the request's seed, so it is the answer that a request for one choice would get.
+cache. Choice 0 draws with the request's seed, so it is the answer that a request for one choice would get. Candidates
+are choices as well: those that a request for n = `best_of` would get.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,7 +16,7 @@ import msgspec
 from overlap_spec.messages import Prompt, SamplingParams
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import MAX_PROMPTS
-from overlap_spec.server.running import EngineRequest
+from overlap_spec.server.running import Collected, EngineRequest
 
 MOST_CHOICES = 128  # OpenAI's
 
@@ -27,20 +29,40 @@ def choice_seed(seed: int | None, index: int) -> int | None:
     return int.from_bytes(digest) >> 1
 
 
-def check_choices(n: int, num_prompts: int) -> None:
-    """Raises: Problem if so many answers cannot be asked for."""
+def check_choices(n: int, num_prompts: int, field: str = "n") -> None:
+    """Raises: Problem if so many answers cannot be asked for. `field`: the one that asks for them."""
     if not 1 <= n <= MOST_CHOICES:
-        raise Problem(400, f"n must be from 1 to {MOST_CHOICES}, got {n}", "n", "invalid_value")
+        raise Problem(400, f"{field} must be from 1 to {MOST_CHOICES}, got {n}", field, "invalid_value")
     if n * num_prompts > MAX_PROMPTS:
-        text = f"n: at most {MAX_PROMPTS} answers in one request, got {num_prompts} prompts of {n} choices"
-        raise Problem(400, text, "n", "invalid_value")
+        text = f"{field}: at most {MAX_PROMPTS} answers in one request, got {num_prompts} prompts of {n} choices"
+        raise Problem(400, text, field, "invalid_value")
 
 
-def check_best_of(best_of: int | None, n: int) -> None:
-    """Raises: Problem if choices would have to be ranked."""
-    if best_of not in (None, n):
-        text = f"best_of must be n, which is {n}: choices are not ranked here; ask for n and choose among them"
-        raise Problem(400, text, "best_of", "invalid_value" if best_of is not None and best_of < n else "unsupported")
+def check_best_of(best_of: int, n: int, num_prompts: int, streams: bool) -> None:
+    """Raises: Problem if the best n of so many answers cannot be asked for."""
+    if best_of < n:
+        raise Problem(400, f"best_of must be at least n, which is {n}, got {best_of}", "best_of", "invalid_value")
+    if best_of > n and streams:
+        text = "best_of: which answers are best is known at the end; leave out stream, or send a best_of that is n"
+        raise Problem(400, text, "best_of", "invalid_value")
+    check_choices(best_of, num_prompts, "best_of")
+
+
+def best_answers(answers: Sequence[Collected], best_of: int, n: int) -> list[Collected]:
+    """The n answers to each prompt with the highest mean log-prob of their tokens, best first; of equals the first.
+
+    `answers`: `best_of` of each prompt, with log-probs if some are left out.
+    """
+    if best_of == n:
+        return list(answers)
+    groups = (answers[start : start + best_of] for start in range(0, len(answers), best_of))
+    return [answer for group in groups for answer in sorted(group, key=_mean_log_prob, reverse=True)[:n]]
+
+
+def _mean_log_prob(answer: Collected) -> float:
+    """Of the tokens that would be returned; an answer without tokens comes last."""
+    log_probs = [-math.inf if entry.log_prob is None else entry.log_prob for entry in answer.log_probs]
+    return math.fsum(log_probs) / len(log_probs) if log_probs else -math.inf
 
 
 def spread(

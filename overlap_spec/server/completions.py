@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.messages import Prompt
-from overlap_spec.server.choices import check_best_of, check_choices, numbered, spread
+from overlap_spec.messages import LogProbParams, Prompt
+from overlap_spec.server.choices import best_answers, check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import CompletionEntries, completion_params
 from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kept_ids, wire_usage
@@ -54,8 +54,9 @@ class Completions:
 
     async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Reply[TextChoice]:
         prompts, entries = await self._prompts(group, body), CompletionEntries(body)
-        answers = await self._runner.collect(group)
-        usage = wire_usage([answer.usage for answer in answers], body.n)
+        candidates = await self._runner.collect(group)
+        usage = wire_usage([each.usage for each in candidates], body.num_candidates)
+        answers = best_answers(candidates, body.num_candidates, body.n)
         parts = enumerate(zip(answers, prompts, strict=True))
         choices = tuple(_choice(index, answer, prompt, entries) for index, (answer, prompt) in parts)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
@@ -63,7 +64,7 @@ class Completions:
 
     async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
         """What each choice shows of its prompt."""
-        prompts = [request.prompt for request in group.requests[:: body.n]]
+        prompts = [request.prompt for request in group.requests[:: body.num_candidates]]
         shown = [await self._shown(prompt, body) for prompt in prompts]
         return [each for each in shown for _ in range(body.n)]
 
@@ -76,18 +77,20 @@ class Completions:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = sampling_params(body, max_tokens, NAMES, self._info)
         if body.thinking_tokens is not None:
-            raise Problem(
-                400, "thinking_budget: only a chat has reasoning to limit", "thinking_budget", "invalid_value"
-            )
-        sampling = msgspec.structs.replace(sampling, log_probs=completion_params(body))
+            field = body.thinking_field
+            raise Problem(400, f"{field}: only a chat has reasoning to limit", field, "invalid_value")
+        log_probs = completion_params(body)
+        if body.num_candidates > body.n and log_probs is None:
+            log_probs = LogProbParams()  # to rank them by
+        sampling = msgspec.structs.replace(sampling, log_probs=log_probs)
         cut = body.truncate_prompt_tokens is not None
         prompts, _ = read_prompts(body.prompt, "prompt", self._info, body.add_special_tokens, cut)
         check_choices(body.n, len(prompts))
-        check_best_of(body.best_of, body.n)
-        name, count = body.id("cmpl-"), len(prompts) * body.n
+        check_best_of(body.num_candidates, body.n, len(prompts), body.stream)
+        name, count = body.id("cmpl-"), len(prompts) * body.num_candidates
         ids = numbered(name, count, count > 1)
         names = {**NAMES, "grammar": body.grammar_field}
-        return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.n))
+        return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.num_candidates))
 
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
         last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)

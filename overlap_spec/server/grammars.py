@@ -3,7 +3,7 @@
     response_format                                    OpenAI: text, json_object, json_schema, structural_tag
     json_schema, regex, ebnf, structural_tag, lark     SGLang's, and Lark
     structured_outputs                                 vLLM's: json, regex, choice, grammar, json_object, structural_tag
-    guided_json, guided_regex, guided_choice, ..       vLLM's older names
+    guided_json, guided_regex, guided_decoding, ..     vLLM's older names
 
 A body may ask once. What is wrong within a grammar, the tokenizer process finds when it compiles it.
 """
@@ -23,6 +23,7 @@ from overlap_spec.server.prompts import need_tokenizer
 ANY_OBJECT = '{"type":"object"}'
 ANY_JSON = "$$ANY$$"  # SGLang's json_schema of any value
 WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
+BACKENDS = (None, "", "auto", "guidance", "llguidance")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 Read = Callable[[Any, str], Grammar]  # a value and the name to blame
@@ -52,6 +53,9 @@ class GrammarFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json_object: Any = None
+    guided_decoding: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
 
     @property
     def grammar_field(self) -> str:
@@ -64,10 +68,14 @@ class GrammarFields(msgspec.Struct, kw_only=True):
         if len(asking) > 1:
             text = f"{asking[0]} and {asking[1]} both constrain the answer: give one"
             raise Problem(400, text, asking[1], "invalid_value")
+        _check_backend(self.guided_decoding_backend, "guided_decoding_backend")
+        grammar = None
         for field in asking:
             need_tokenizer(field, info)
-            return READERS[field](getattr(self, field), field)
-        return None
+            grammar = READERS[field](getattr(self, field), field)
+        if pattern := self.guided_whitespace_pattern:
+            return _with_white_space(grammar, {"whitespace_pattern": pattern}, "guided_whitespace_pattern")
+        return grammar
 
 
 GRAMMAR_FIELDS = frozenset(GrammarFields.__struct_fields__)
@@ -145,15 +153,31 @@ def _structured_outputs(value: Any, field: str) -> Grammar:
     if unknown or len(kinds) != 1:
         raise _bad(field, f"one of {', '.join(OUTPUTS)}, and at most {', '.join(WHITE_SPACE)} beside it")
     grammar = OUTPUTS[kinds[0]](given[kinds[0]], field)
-    return _with_white_space(grammar, given) if given.keys() & set(WHITE_SPACE) else grammar
+    return _with_white_space(grammar, given, field) if given.keys() & set(WHITE_SPACE) else grammar
 
 
-def _with_white_space(grammar: Grammar, given: Json) -> Grammar:
+def _guided_decoding(value: Any, field: str) -> Grammar:
+    """The same as structured_outputs, with the name of a library beside it."""
+    if isinstance(value, dict) and "backend" in value:
+        _check_backend(value["backend"], field)
+        value = {name: option for name, option in value.items() if name != "backend"}
+    return _structured_outputs(value, field)
+
+
+def _check_backend(value: Any, field: str) -> None:
+    """Raises: Problem for another library than the one that is used here."""
+    if value not in BACKENDS:
+        raise _bad(field, "auto, guidance or llguidance, which is the library of grammars here")
+
+
+def _with_white_space(grammar: Grammar | None, given: Json, field: str) -> Grammar:
     """The same JSON schema with what may be between its tokens."""
-    schema = json.loads(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else None
-    if not isinstance(schema, dict):
-        raise _bad("structured_outputs", f"a JSON schema where {' or '.join(WHITE_SPACE)} is given")
+    schema = json.loads(grammar.text) if grammar and grammar.kind is GrammarKind.JSON_SCHEMA else None
+    if grammar is None or not isinstance(schema, dict):
+        raise _bad(field, f"a JSON schema where {' or '.join(WHITE_SPACE)} is given")
     pattern = given.get("whitespace_pattern")
+    if not isinstance(pattern, str | None):
+        raise _bad(field, "a regular expression as white space")
     options = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return Grammar(grammar.kind, json.dumps({"x-guidance": options, **schema}))
 
@@ -186,6 +210,7 @@ READERS: dict[str, Read] = {
     "guided_choice": _choice,
     "guided_grammar": _text_of(GrammarKind.EBNF),
     "guided_json_object": _any_object,
+    "guided_decoding": _guided_decoding,
 }
 OUTPUTS: dict[str, Read] = {  # fields of vLLM's structured_outputs
     "json": _json_schema,

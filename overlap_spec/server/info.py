@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +16,8 @@ from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 
+T = TypeVar("T")
+
 FLUSH = ("/flush_cache", "/reset_prefix_cache")  # SGLang's name and vLLM's
 STATS_S = 5.0
 FLUSH_POLL_S = 0.02  # between attempts to empty the cache
@@ -25,18 +28,18 @@ SECRETS = frozenset({"api_key"})
 
 async def newest_stats(client: EngineClient) -> Stats:
     """Ask the engine for its figures. Raises: Problem 503 if it does not answer."""
-    try:
-        async with asyncio.timeout(STATS_S):
-            return await client.stats()
-    except TimeoutError:
-        raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
+    return await _in_time(client.stats())
 
 
 async def audit_report(client: EngineClient) -> AuditReport:
     """Ask the engine what its audit has found. Raises: Problem 503 if it does not answer."""
+    return await _in_time(client.audit())
+
+
+async def _in_time(reply: Awaitable[T]) -> T:
     try:
         async with asyncio.timeout(STATS_S):
-            return await client.audit()
+            return await reply
     except TimeoutError:
         raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
 

@@ -15,7 +15,7 @@ from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculativ
 from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.grammars import GRAMMAR_FIELDS
+from overlap_spec.server.grammars import READERS
 from overlap_spec.server.lists import ListFields
 from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
@@ -24,7 +24,7 @@ from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
 from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
-from overlap_spec.server.unsupported import OF_CHATS, OF_OPENAI, refuse_unsupported
+from overlap_spec.server.unsupported import OF_CHATS, OF_COMPLETIONS, OF_OPENAI, refuse_unsupported
 
 
 class GenerateRequest(NativeLogProbFields, kw_only=True):
@@ -95,7 +95,7 @@ class NativeGenerate:
         arrived_at = time.perf_counter()
         fields = await read_json(request, self._info.max_body_bytes)
         refuse_unsupported(fields)
-        refuse_unsupported(fields, OF_CHATS | OF_OPENAI)
+        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
         _refuse_misplaced(fields)
         body = convert(fields, GenerateRequest)
         group, batched = self._group(body)
@@ -170,6 +170,7 @@ def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:
     """`sampling_params`: how many choices, and how each is drawn. Raises: Problem or RequestError naming the field."""
     fields = without_nulls(given)
     refuse_unsupported(fields)
+    refuse_unsupported(fields, OF_COMPLETIONS)
     _refuse_other_names(fields)
     if misplaced := BODY_ALONE & fields.keys():
         name = min(misplaced)
@@ -215,7 +216,7 @@ def _grammar_field(given: Json | list[Json | None]) -> str:
     """The field that asks for a grammar; for messages of the engine."""
     each = given if isinstance(given, list) else [given]
     return next(
-        (name for fields in each for name, value in (fields or {}).items() if name in GRAMMAR_FIELDS and value),
+        (name for fields in each for name, value in (fields or {}).items() if name in READERS and value),
         "grammar",
     )
 

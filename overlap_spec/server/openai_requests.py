@@ -19,7 +19,7 @@ from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 from overlap_spec.server.running import RequestId, renamed
 from overlap_spec.server.speculation import asked_speculation
-from overlap_spec.server.unsupported import OF_CHATS, refuse_unsupported
+from overlap_spec.server.unsupported import OF_CHATS, OF_COMPLETIONS, refuse_unsupported
 
 THINKING_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
 MOST_THINKING = 1 << 31
@@ -71,10 +71,12 @@ class CommonRequest(ListFields, kw_only=True):
     thinking_budget: int | None = None
     max_thinking_tokens: int | None = None
     thinking_token_budget: int | None = None  # vLLM's name for it
-    user: str = ""  # this and the next three are for the client's own records, and change nothing
+    user: str = ""  # this and the next five are for the client's own records, and change nothing
     metadata: Json = {}
     safety_identifier: str = ""
     prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    prompt_cache_options: Json = {}
     speculative: Speculative = Speculative()
     return_spec_tokens_details: bool = False
     prompt_logprobs: int | bool | None = None  # vLLM's; false asks for nothing
@@ -96,6 +98,11 @@ class CommonRequest(ListFields, kw_only=True):
             raise Problem(400, f"{names} differ: give one", next(reversed(given)), "invalid_value")
         return next(iter(given.values()), None)
 
+    @property
+    def thinking_field(self) -> str:
+        """The name by which a thinking budget is given. Raises: StopIteration if none is."""
+        return next(name for name in THINKING_BUDGETS if getattr(self, name) is not None)
+
 
 class ChatRequest(CommonRequest, kw_only=True):
     """Body of `/v1/chat/completions`."""
@@ -110,6 +117,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     chat_template_kwargs: Json = {}
+    documents: list[Json] = []  # what the template makes of them is the template's own
     reasoning_effort: str = ""
     add_generation_prompt: bool | None = None  # true, unless the final message is continued
     continue_final_message: bool = False
@@ -126,6 +134,11 @@ class CompletionRequest(CommonRequest, kw_only=True):
     logprobs: int | bool | None = None  # false asks for nothing
     echo: bool = False
 
+    @property
+    def num_candidates(self) -> int:
+        """Answers to each prompt that are made; the best `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
 
 R = TypeVar("R", bound=CommonRequest)
 
@@ -139,8 +152,7 @@ def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
     """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
     refuse_unsupported(fields)
     refuse_native_names(fields)
-    if shape is not ChatRequest:
-        refuse_unsupported(fields, OF_CHATS)
+    refuse_unsupported(fields, OF_COMPLETIONS if shape is ChatRequest else OF_CHATS)
     if isinstance(options := fields.get("stream_options"), dict):
         fields["stream_options"] = without_nulls(options)
     body = convert(fields, shape)

@@ -8,7 +8,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import Grammar, Reasoning, SamplingParams
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.openai_requests import THINKING_BUDGETS, ChatRequest
+from overlap_spec.server.openai_requests import ChatRequest
 from overlap_spec.server.parsers.answers import AnswerFormat
 from overlap_spec.server.parsers.call_rules import CallableTool
 from overlap_spec.server.parsers.formats import CALL_FORMATS, REASONING_FORMATS
@@ -111,7 +111,7 @@ def _reasoning(body: ChatRequest, info: ServerInfo) -> Reasoning | None:
     known, budget = info.reasoning_format, body.thinking_tokens
     if known is None and budget is not None:
         formats = ", ".join(each.name for each in REASONING_FORMATS)
-        name = next(name for name in THINKING_BUDGETS if getattr(body, name) is not None)
+        name = body.thinking_field
         text = f"{name}: reasoning can be limited once its format is known: start with --reasoning-parser {formats}"
         raise Problem(400, text, name, "invalid_value")
     if known is None:

@@ -1,7 +1,11 @@
-"""Bodies of other APIs as chat requests: the same checks, the same path, errors that name the other API's fields."""
+"""Bodies of other APIs as chat requests: the same checks, the same path, errors that name the other API's fields.
 
-from collections.abc import Iterator, Mapping
+The last functions make the parts of a chat request that each of these APIs spells in its own way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +17,7 @@ from overlap_spec.server.grammars import GRAMMAR_FIELDS
 from overlap_spec.server.openai_requests import ChatRequest, check_openai
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import EngineRequest, renamed
-from overlap_spec.server.unsupported import UNSUPPORTED
+from overlap_spec.server.unsupported import OF_COMPLETIONS, UNSUPPORTED, refuse_unsupported
 
 # Fields of chat completions that these APIs have no name for, and that leave the shape of the answer as it is.
 EXTENSIONS = frozenset(
@@ -28,12 +32,31 @@ EXTENSIONS = frozenset(
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """An API other than chat completions. `own`: the fields of its body; `names`: of ours, by chat completions'."""
+    """An API other than chat completions. `own`: the fields of its body; `names`: of ours, by chat completions'.
+
+    `not_built`: fields that are known and refused, and why.
+    """
 
     path: str
     id_prefix: str
     own: frozenset[str]
     names: Mapping[str, str]
+    not_built: Mapping[str, str]
+
+    def refuse_not_built(self, fields: Json) -> None:
+        """Raises: Problem for the first feature that is known and not built."""
+        for name, why in self.not_built.items():
+            if fields.get(name):
+                raise Problem(400, f"{name} is not supported: {why}", name, "unsupported_parameter")
+
+
+class TextPart(Protocol):
+    """A part of a content that is text."""
+
+    @property
+    def text(self) -> str:
+        """As it was sent."""
+        ...
 
 
 def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: ServerInfo) -> ChatGroup:
@@ -41,6 +64,7 @@ def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: 
 
     Raises: Problem or RequestError naming the body's field.
     """
+    refuse_unsupported(given, OF_COMPLETIONS)
     extensions = _extensions(given, dialect)
     with naming(dialect.names):
         body = check_openai({**extensions, **made}, ChatRequest, info)
@@ -81,3 +105,33 @@ def _extensions(given: Json, dialect: Dialect) -> Json:
 def _renamed_request(request: EngineRequest, names: Mapping[str, str]) -> EngineRequest:
     through = {ours: names.get(theirs, theirs) for ours, theirs in request.names.items()}
     return msgspec.structs.replace(request, names={**names, **through})
+
+
+def system_message(text: str) -> list[Json]:
+    """The messages that instructions become: none if they are empty."""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def joined_text(content: str | Sequence[TextPart]) -> str:
+    """The text of a content, which may come in parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def function_tool(function: Json) -> Json:
+    """A tool of the client's own, from its name, description, parameters and strictness."""
+    return {"type": "function", "function": function}
+
+
+def function_call(call_id: str, name: str, arguments: str) -> Json:
+    """A call of an earlier answer; its arguments are JSON."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(call_id: str, text: str) -> Json:
+    """The message with what a call returned."""
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def choice_of(name: str) -> Json:
+    """The `tool_choice` that calls this function."""
+    return {"type": "function", "function": {"name": name}}

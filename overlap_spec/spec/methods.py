@@ -15,7 +15,7 @@ from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget,
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
 from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, NoDraft, SmallModelDraft, TreeDraft
-from overlap_spec.spec.proposers.ngram_draft import NgramDraft
+from overlap_spec.spec.proposers.ngram import NgramDraft
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.spec.verification import REJECTION, VERIFICATIONS, Verification, verification_of
 

@@ -41,6 +41,15 @@ def after_reasoning(sampling: SamplingParams, reasoning: Reasoning, opening: str
     return msgspec.structs.replace(sampling, grammar=settled)
 
 
+def after_budget(sampling: SamplingParams) -> SamplingParams:
+    """The same request, whose grammar begins where its thinking budget ends the reasoning."""
+    if sampling.grammar is None or sampling.thinking is None:
+        return sampling
+    return msgspec.structs.replace(
+        sampling, grammar=msgspec.structs.replace(sampling.grammar, thinking=sampling.thinking)
+    )
+
+
 def _continued(prompt: Prompt) -> str:
     """What there is already of the message that is continued; empty if a new one begins."""
     if not isinstance(prompt, ChatPrompt) or prompt.add_generation_prompt:

@@ -82,9 +82,9 @@ class RequestChecks:
         return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed, speculative=speculative)
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """Ids that end the request. Raises: RequestError if there are too many."""
+        """Ids that end the request; one that the model lacks never does. Raises: RequestError if there are too many."""
         eos = () if sampling.ignore_eos else self._eos_token_ids
-        ids = tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+        ids = tuple(dict.fromkeys((*eos, *(token for token in sampling.stop_token_ids if token < self.vocab_size))))
         if len(ids) > MAX_STOP_IDS:
             raise RequestError("stop_token_ids", f"at most {MAX_STOP_IDS} stop ids are taken, EOS included: {len(ids)}")
         return ids
@@ -104,7 +104,6 @@ def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size
     """Raises: RequestError naming the list with a token that the model lacks, or lists that leave no token."""
     allowed = sampling.allowed_token_ids
     listed = {
-        "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": tuple(sampling.logit_bias),
         "allowed_token_ids": () if allowed is None else allowed,
         "bad_words": tuple(token for word in sampling.bad_word_ids for token in word),

@@ -61,7 +61,7 @@ from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of, with_budget
+from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
@@ -148,7 +148,7 @@ class TokenizerService:
             if piece is None:
                 continue
             if request.transcript is not None:
-                self._keep(request.transcript, message.step_id, piece)
+                self._keep(request, request.transcript, message.step_id, piece)
             request.usage = _counted(usage, request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
@@ -167,11 +167,12 @@ class TokenizerService:
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
 
-    def _keep(self, transcript: Transcript, step_id: int, piece: Piece) -> None:
+    def _keep(self, request: OpenRequest, transcript: Transcript, step_id: int, piece: Piece) -> None:
         """What an audit will compare: the tokens that are served."""
         transcript.add(step_id, piece.token_ids)
         if piece.finish is not None:
             self.auditor.finished(transcript, piece.finish)
+            request.transcript = None
 
     def _push(self, request: OpenRequest, output: Output, tokens: list[int], finish: Finish | None) -> Piece | None:
         """Add a run to an output. None: a stop pattern took too long, and the request has ended with that error."""
@@ -267,6 +268,7 @@ class TokenizerService:
                 sampling = with_budget(sampling, reasoning, opening, self._codec)
                 sampling = after_reasoning(sampling, reasoning, opening)
                 request.opening = opening if reasoning.is_separate else ""
+            sampling = after_budget(sampling)
             await self._checks.check_grammar(sampling.grammar)
         except Exception:
             if request not in self._requests:
@@ -324,6 +326,9 @@ class TokenizerService:
         self._close(request)
 
     def _close(self, request: OpenRequest) -> None:
+        if request.transcript is not None:
+            request.transcript = None
+            self.auditor.not_finished()
         self._requests.close(request)
         self._report_if_drained()
 

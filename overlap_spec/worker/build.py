@@ -39,7 +39,7 @@ from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 EXACT = AcceptSettings()
-UPLOADS = 4  # of a step: its integers, and of grammars their slots, forced tokens and masks
+UPLOADS = 4  # of a step: its integers; for grammars also slots, forced tokens and masks
 
 
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
@@ -90,7 +90,7 @@ def build_executor(
     `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
     `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
     processors of one's own, for every request. `traced`: decode steps leave profiling marks.
-    `grammars`: None where no request may have one; `proposes_forced`: what a grammar leaves no choice about is guessed.
+    `grammars`: None where no request may have one. `proposes_forced`: tokens that a grammar requires become guesses.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
@@ -128,7 +128,7 @@ def build_executor(
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     marks = TimedMarks(device) if traced else NO_MARKS
     decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
-    proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # other rules ask who made a guess
+    proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # others ask how a guess was drawn
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     executor = Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
     return executor.with_audits(AuditStep(slots, target, geometry.page_size))
@@ -144,12 +144,14 @@ def _processors(
     place = pool.tokens.device
     num_rows = geometry.num_slots + 1 + geometry.num_audits
     lists = SlotLists.allocate(num_rows, vocab_size, WORDS, place)
-    masks = None if grammars is None else TokenMasks.allocate(num_rows, geometry.width, grammars.mask_words, place)
+    if grammars is None:
+        return LogitProcessors(vocab_size, pool, lists, own)
+    masks = TokenMasks.allocate(num_rows, geometry.width, grammars.window_masks.words, place)
     return LogitProcessors(vocab_size, pool, lists, own, masks)
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
-    """Those of target and draft."""
+    """What runs the attention of the target, and of the draft."""
     return (
         AttentionChoice(settings.target_torch, settings.prefill_kernel),
         AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window),
@@ -182,7 +184,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
 
 
 def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
-    """What follows grammars; None without a tokenizer."""
+    """What keeps the grammars of requests; None without a tokenizer."""
     files = settings.model.files
     directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
     vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
@@ -190,7 +192,7 @@ def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
         return None
     grammars = Grammars(vocabulary)
     if settings.model.device == "cuda":
-        grammars.build_vocabulary()  # while weights are loaded and graphs captured
+        grammars.build_vocabulary()  # in a thread, while weights are loaded and graphs captured
     return grammars
 
 

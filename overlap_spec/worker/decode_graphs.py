@@ -121,7 +121,7 @@ class GraphDecoder:
         return self._sizes[index] if index < len(self._sizes) else 0
 
     def _fill(self, held: Tensor, slots: Tensor) -> None:
-        """Write a graph's slots, padded with the dummy, unless they are in it: the same object holds the same slots."""
+        """Write a graph's slots, padded with the dummy; skipped if this tensor was the last that was written there."""
         if self._filled.get(id(held)) is slots:
             return
         held[: len(slots)].copy_(slots)

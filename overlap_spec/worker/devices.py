@@ -1,8 +1,8 @@
-"""The two machines a step can run on: how inputs get there, how results come back, what time it took.
+"""The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
 On CUDA everything is enqueued on one stream; inputs travel through a ring of pinned buffers, each guarded by an event,
-so the host never waits while it launches. Result buffers and events are used again when the last who could ask for them
-has let go. On a CPU a tensor is where it is and work is done when the call returns.
+so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
+them is gone. On a CPU nothing is copied, and work is done when its call returns.
 """
 
 import time
@@ -21,6 +21,10 @@ class DeviceEvent(Protocol):
 
     def since(self, earlier: "DeviceEvent") -> float:
         """Seconds from `earlier` to this event; both must have passed."""
+        ...
+
+    def passed(self) -> bool:
+        """Whether the device has come to it. Sync: never."""
         ...
 
 
@@ -75,6 +79,9 @@ class CpuEvent:
         assert isinstance(earlier, CpuEvent)
         return self.at - earlier.at
 
+    def passed(self) -> bool:
+        return True
+
 
 class CpuDownload:
     """Nothing to wait for."""
@@ -98,7 +105,7 @@ class CpuDownload:
 
 
 class CpuDevice:
-    """Plain torch in memory: the oracle."""
+    """Plain torch on the host. Tests compare CUDA with it."""
 
     torch_device = torch.device("cpu")
 
@@ -112,7 +119,7 @@ class CpuDevice:
         return CpuEvent()
 
     def finish(self) -> None:
-        """It is."""
+        """Nothing is left to wait for."""
 
 
 class CudaEvent:
@@ -129,6 +136,9 @@ class CudaEvent:
     def since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1000
+
+    def passed(self) -> bool:
+        return bool(self.event.query())
 
 
 class CudaDownload:
@@ -158,7 +168,7 @@ class CudaDownload:
         self._pool.append(self._buffer)
 
     def ready(self) -> bool:
-        return bool(self._event.event.query())
+        return self._event.passed()
 
     def rows(self) -> list[list[int]]:
         self._event.event.synchronize()

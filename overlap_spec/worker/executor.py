@@ -1,11 +1,11 @@
 """Runs plans, one step after another, on the device.
 
-One thread starts steps, which enqueues their work. On CUDA it never waits for the device; on a CPU it is the device.
-What a step needs of the one before it is in the slot rows. What the host would say again, it does not: a step on the
-slots of the step before uploads nothing.
+One thread starts all steps. On CUDA it enqueues their work and never waits for the device; on a CPU it does the work.
+What a step needs of the one before it is in the slot rows. A step on the same slots as the step before, without new
+requests and pages, uploads nothing.
 
-A step in which a request has a grammar needs the host in its middle (`masking.py`). So a launch is a generator that
-yields what it waits for; of all other steps it yields nothing, and is launched at once.
+If a request has a grammar, the host has work in the middle of the step (`masking.py`). So a launch is a generator that
+yields what it waits for. The launch of any other step yields nothing and is complete at once.
 """
 
 import time
@@ -27,13 +27,14 @@ from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.masking import Constrained, Masking, Wait
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.windows import Forwarded
 
 OnPublished = Callable[[StepHandle], None]
 POLL_S = 0.0001  # between looks at what a launch waits for, where there is nothing else to do
 
 
 @dataclass(frozen=True)
-class ChunkSlots:
+class BatchSlots:
     """The slots of a decode step, on the device. The same object as long as the slots are the same."""
 
     slots: list[int]
@@ -43,7 +44,7 @@ class ChunkSlots:
 
 
 class Launch:
-    """A step that is being launched. `advance` until it is."""
+    """A step that is being launched. Call `advance` until it returns True."""
 
     def __init__(self, handle: StepHandle, parts: Iterator[Wait]) -> None:
         self.handle = handle
@@ -52,7 +53,7 @@ class Launch:
         self._since = 0.0
 
     def advance(self) -> bool:
-        """Enqueue what can be. Returns whether all is. Sync: never. Raises: what the step raises."""
+        """Enqueue as much as can be. Returns whether all of it is. Sync: never. Raises: what the step raises."""
         if self._wait is not None and not self._wait():
             return False
         if self._wait is not None:
@@ -85,7 +86,7 @@ class Executor:
         self._prefiller: Prefiller = prefill_step
         self.audit_step: AuditStep | None = None
         self._auditor: Auditor | None = None
-        self._chunk_slots: ChunkSlots | None = None
+        self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
 
     def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
@@ -153,27 +154,51 @@ class Executor:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         masking, width = self.masking if constrained else None, handle.plan.width
         if masking is not None and masking.proposes(width):
-            yield from masking.tokens_consumed(constrained)
-        chunk_slots, decoder = self._seated(handle), self._decoder
+            yield from masking.tokens_read()
+        batch_slots, decoder = self._slots_on_device(handle), self._decoder
         if masking is not None:
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
-        forwarded = decoder.forward(chunk_slots.on_device, width)
+        forwarded = decoder.forward(batch_slots.on_device, width)
         if masking is not None:
-            yield from masking.step_masks(handle, constrained, width)
-        verdict = decoder.judge(forwarded, chunk_slots.sampling)
-        handle.scored = chunk_slots.scored
+            yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
+        rows_left_out = self._leave_out(handle, forwarded)
+        verdict = decoder.judge(forwarded, batch_slots.sampling)
+        handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)  # tokens leave before the draft works
         if masking is not None:
             masking.launched(handle, constrained)
         on_published(handle)
-        decoder.draft(forwarded, chunk_slots.sampling)
+        decoder.draft(forwarded, batch_slots.sampling)
+        for row, slots in rows_left_out:
+            forwarded.batch.slots.index_copy_(0, row, slots)
+
+    def _may_leave_out(self, plan: StepPlan) -> bool:
+        """Whether a slot's part of a step can be done again: the scheduler counts the rows that a draft defers."""
+        defers = plan.width == 1 < self.slots.width and not self.is_self_drafting
+        return not (plan.catch_up or defers)
+
+    def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
+        """Let the dummy slot and the dummy page take the place of slots whose masks are late: theirs stay as they are.
+
+        All that is written for a slot are rows of its window, which its next step writes again. Returns rows and slots
+        to put back; page tables are gathered by every step.
+        """
+        if not handle.left_out:
+            return []
+        packer = Packer()
+        packer.add(handle.left_out)
+        packer.add(handle.left_out.values())
+        rows, slots = packer.upload(self.device)
+        forwarded.batch.slots.index_fill_(0, rows, self.slots.dummy)
+        forwarded.batch.page_table.index_fill_(0, rows, 0)
+        return [(rows, slots)]
 
     def _prefill(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
         chunks, prefiller = Chunks(handle.plan.work), self._prefiller
         shape = prefiller.shape_for(chunks.shape)
-        self._chunk_slots = None  # a slot may have got a new owner, who samples otherwise
+        self._batch_slots = None  # a slot may have got a new owner, who samples otherwise
         packed, *scored = self._load(handle, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
         sampling = self.slots.sampling_work(chunks.completed_work())
         prefilled = prefiller.forward(packed, shape)
@@ -191,29 +216,31 @@ class Executor:
 
     def _audit(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
-        assert self._auditor is not None and not constrained
+        assert self._auditor is not None
         work, auditor = handle.plan.work, self._auditor
         size = auditor.size_for(max(len(work), handle.plan.padded_to))
         (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
         replayed = auditor.forward(packed)
+        if self.masking is not None and constrained:
+            self.masking.replayed_masks(handle, constrained)
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)
         yield from ()
 
-    def _seated(self, handle: StepHandle) -> ChunkSlots:
-        """The step's slots on the device, which most often they are already."""
+    def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
+        """The step's slots on the device; uploaded only if they are others than those of the last decode step."""
         work = handle.plan.work
         slots = [item.slot for item in work]
-        if self._chunk_slots is not None and self._chunk_slots.slots == slots and not handle.plan.catch_up:
+        if self._batch_slots is not None and self._batch_slots.slots == slots and not handle.plan.catch_up:
             self._load(handle)
-            return self._chunk_slots
+            return self._batch_slots
         on_device, deferred = self._load(handle, slots, [item.deferred for item in work])
         scored = ScoredStep(self.slots.log_probs_asked(work), [])
-        self._chunk_slots = ChunkSlots(slots, on_device, self.slots.sampling_work(work), scored)
+        self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(work), scored)
         if handle.plan.catch_up:
             self._decoder.catch_up(on_device, deferred)
-        return self._chunk_slots
+        return self._batch_slots
 
     def _load(self, handle: StepHandle, *runs: Iterable[int]) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
@@ -235,7 +262,7 @@ class Executor:
         return loaded
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
-        """Start the copy out of the rows that are the plan's, and of log-probs where they are asked for."""
+        """Start to copy out the rows of the plan's slots, without padding, and the log-probs that are asked for."""
         handle.columns, num_slots = published.columns, len(handle.plan.work)
         beside = prompts
         if published.log_probs is not None:

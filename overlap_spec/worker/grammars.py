@@ -4,7 +4,7 @@ A grammar is compiled when its request is queued and kept until the request is g
 preempted request finds it as far as its output is. A grammar has one task at a time, in the worker's loop or a thread:
 
     tokens of step N are on the host  ->  advance: consume them, find the tokens that must follow
-    window of step N + 1 is there     ->  fill: a mask for the token after each column, children after their parents
+    window of step N + 1 is there     ->  masks of the token after each column (`window_masks.py`)
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TypeVar
 
 from torch import Tensor
 
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
+from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
+Result = TypeVar("Result")
 
 MAX_THREADS = 8
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
@@ -30,51 +32,41 @@ MAX_FORCED = 64  # tokens that are looked at: more than a window has
 class RequestGrammar:
     """One request's grammar. Only one thread at a time may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], mask_bytes: int) -> None:
+    def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> None:
+        self.matcher = matcher
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.failure = ""  # why it cannot go on
-        self._matcher = matcher
+        self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
         self._eos = eos_token_ids
-        self._mask_bytes = mask_bytes
         self._ended = False  # EOS was drawn: what follows is cut off
         self._find_forced()
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Consume committed tokens."""
-        for token in tokens:
-            self._ended = self._ended or token in self._eos
-            if self._ended or self.failure:
-                break
-            if self._matcher.try_consume_tokens([token]) != 1:
-                self.failure = self._matcher.get_error() or f"token {token} was drawn, which it does not allow"
+    def restart(self) -> None:
+        """Go back to the beginning of the output."""
+        self.failure = ""
+        self._ended = False
+        self.matcher.reset()
         self._find_forced()
 
-    def fill(self, tokens: Sequence[int], parents: Sequence[int] | None, masks: Tensor) -> None:
-        """Write the mask of the token after each column of a window; rows that no draw can reach are left as they are.
-
-        Shapes: tokens, parents (of trees) [w]; masks [w, n] i32 on the host.
-        """
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Consume committed tokens, up to the end, and find out what must follow."""
         if self._ended or self.failure:
             return
-        children: list[list[int]] = [[] for _ in tokens]
-        for column in range(1, len(tokens)):
-            if tokens[column] >= 0:
-                children[column - 1 if parents is None else parents[column]].append(column)
-        self._fill_below(0, tokens, children, masks)
-        if self._matcher.is_error():
-            self.failure = self._matcher.get_error()
+        known = list(takewhile(lambda token: token not in self._eos, tokens))
+        self._ended = len(known) < len(tokens)
+        count = self.matcher.try_consume_tokens(known) if known else 0
+        if count < len(known):
+            self.failure = self.matcher.get_error() or f"token {known[count]} was drawn, which it does not allow"
+        self._find_forced()
 
-    def _fill_below(self, column: int, tokens: Sequence[int], children: list[list[int]], masks: Tensor) -> None:
-        self._matcher.unsafe_compute_mask_ptr(masks[column].data_ptr(), self._mask_bytes)
-        for child in children[column]:
-            # The end is not consumed: nothing after it counts. A token that is not allowed is not drawn.
-            if tokens[child] not in self._eos and self._matcher.try_consume_tokens([tokens[child]]) == 1:
-                self._fill_below(child, tokens, children, masks)
-                self._matcher.rollback(1)
+    def check(self) -> None:
+        """Note whether the library has given up on a window."""
+        if self.matcher.is_error() and not (self._ended or self.failure):
+            self.failure = self.matcher.get_error()
 
     def _find_forced(self) -> None:
-        going = not (self._ended or self.failure or self._matcher.is_stopped())
-        self.forced = self._matcher.compute_ff_tokens()[:MAX_FORCED] if going else []
+        going = not (self._ended or self.failure or self.matcher.is_stopped())
+        self.forced = self.matcher.compute_ff_tokens()[:MAX_FORCED] if going else []
 
 
 class Grammars:
@@ -87,7 +79,9 @@ class Grammars:
         self._by_uid: dict[int, Future[RequestGrammar]] = {}
         self._compiling: deque[int] = deque()
         self._told: set[int] = set()  # of whose failure the scheduler knows
-        self._threads = ThreadPoolExecutor(min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2)), "grammar")
+        num_threads = min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2))
+        self.window_masks = WindowMasks(vocabulary.vocab_size, self._eos, num_threads)
+        self._threads = ThreadPoolExecutor(num_threads, "grammar")
         self._compile_threads = ThreadPoolExecutor(1, "compile")
 
     def __len__(self) -> int:
@@ -97,11 +91,6 @@ class Grammars:
     def compiling(self) -> bool:
         """Whether `replies` will have something."""
         return bool(self._compiling)
-
-    @property
-    def mask_words(self) -> int:
-        """32-bit words of a mask, an even number: masks travel as 64-bit integers."""
-        return mask_words(self.vocabulary.vocab_size)
 
     def build_vocabulary(self) -> None:
         """Build it now, in a thread, for the first grammar to find."""
@@ -144,8 +133,20 @@ class Grammars:
         """A grammar that is ready."""
         return self._by_uid[uid].result()
 
-    def run(self, task: Callable[[], None]) -> Future[None]:
-        """Run a task of one grammar in a thread."""
+    def restart(self, uid: int) -> None:
+        """Follow a grammar from the beginning again. No step in flight has it."""
+        self.of(uid).restart()
+        self._told.discard(uid)
+
+    def masks(self, grammars: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: Tensor) -> Tensor:
+        """Masks of windows of the same width. Shapes: as of `WindowMasks.compute`."""
+        masks = self.window_masks.compute([grammar.matcher for grammar in grammars], windows, memory)
+        for grammar in grammars:
+            grammar.check()
+        return masks
+
+    def run(self, task: Callable[[], Result]) -> Future[Result]:
+        """Run a task of one grammar in a thread. Tasks begin in the order of these calls."""
         return self._threads.submit(task)
 
     def close(self) -> None:
@@ -154,10 +155,7 @@ class Grammars:
         self._compile_threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        matcher = self._compiler.compile(message.grammar)
-        return RequestGrammar(matcher, self._eos, 4 * -(-self.vocabulary.vocab_size // 32))
-
-
-def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask over a vocabulary, rounded up to 64 bits."""
-    return 2 * -(-vocab_size // 64)
+        matcher: Matcher = self._compiler.compile(message.grammar)
+        if (thinking := message.grammar.thinking) is not None:
+            matcher = ReasonedMatcher(matcher, thinking, self._eos, self.vocabulary.vocab_size)
+        return RequestGrammar(matcher, self._eos)

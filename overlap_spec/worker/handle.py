@@ -1,4 +1,4 @@
-"""A launched step: its tokens, and when what happened to it."""
+"""A launched step: its tokens, and the times of its stages."""
 
 import time
 from array import array
@@ -14,13 +14,13 @@ from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
 
 @dataclass(slots=True)
 class HostTimes:
-    """Readings of time.monotonic(), in seconds. 0: not yet."""
+    """Readings of time.monotonic(), in seconds; 0 before the event."""
 
     received: float
     launch_begin: float
     launch_end: float = 0.0
     published: float = 0.0
-    waited: float = 0.0  # seconds of the launch in which it waited for tokens, windows or masks of grammars
+    waited: float = 0.0  # seconds that the launch waited for tokens, windows or masks of grammars
     masks_begin: float = 0.0
     masks_end: float = 0.0
 
@@ -38,7 +38,7 @@ class DeviceTimes:
 class StepHandle:
     """A launched step. Its tokens leave as soon as they are copied out, while the draft still works.
 
-    `before`: the step before; what the device did after its tokens left is accounted to this one.
+    `before`: the step before. Its draft works after its tokens have left, and that time counts as this step's.
     """
 
     def __init__(self, plan: StepPlan, host: HostTimes, before: DeviceTimes | None) -> None:
@@ -48,6 +48,7 @@ class StepHandle:
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
         self.scored = NOT_SCORED
+        self.left_out: dict[int, int] = {}  # rows whose masks were late, and their slots: they commit nothing
         self._before = before
 
     def ready(self) -> bool:
@@ -60,7 +61,7 @@ class StepHandle:
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin - self.host.waited
         self.host.published = time.monotonic()
-        tokens = _runs(rows, columns)
+        tokens = self._runs(rows)
         num_guesses = columns.num_guesses  # looked up once, not for every row
         return StepResult(
             self.plan.step_id,
@@ -76,7 +77,13 @@ class StepHandle:
 
     def tokens(self) -> list[list[int]]:
         """What the step committed, once it is ready; may be asked before `wait` too."""
-        return _runs(self.download.rows(), self.columns)
+        return self._runs(self.download.rows())
+
+    def _runs(self, rows: list[list[int]]) -> list[list[int]]:
+        runs = _runs(rows, self.columns)
+        for row in self.left_out:
+            runs[row] = []
+        return runs
 
     def _log_probs(self, tokens: list[list[int]]) -> LogProbColumns:
         if not self.scored.asked:
@@ -113,7 +120,7 @@ class WidthColumns(TypedDict, total=False):
 
 
 def _width_columns(rows: list[list[int]], columns: PublishedColumns) -> WidthColumns:
-    """Those that the step has."""
+    """The columns that this kind of step publishes."""
     found = WidthColumns()
     if columns.is_tree:
         path, last_guess = columns.path, columns.last_guess

@@ -117,7 +117,7 @@ class Worker:
         masking = self._executor.masking
         if isinstance(message, DropGrammar):
             if masking is not None:
-                masking.grammars.drop(message)
+                masking.drop(message)
         elif masking is not None:
             masking.grammars.prepare(message)
         else:

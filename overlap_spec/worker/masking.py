@@ -4,35 +4,30 @@
     device | .. C of step N ..                | forced, A of step N + 1 ........................ | B, masked | C
 
 Only the launch of this step waits; the worker's loop goes on. Every wait is a function that tells whether it is over.
-
-Few grammars are followed by the loop itself, one between two looks at everything else: a mask takes some 10 to 100
-microseconds, and a thread gets Python's lock from a polling loop only after milliseconds. More grammars are followed in
-threads, and the loop lets go of the lock while it waits for them.
+Grammars are followed in the loop, all windows in one call; slow ones in threads (`slow_grammars.py`).
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import place_forced
 from torch import Tensor
 
-from overlap_spec.messages import GrammarFailed, StepPlan
+from overlap_spec.messages import DropGrammar, GrammarFailed, StepPlan
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device, Download
+from overlap_spec.worker.devices import Device, DeviceEvent, Download
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.slow_grammars import SlowGrammars
+from overlap_spec.worker.window_masks import HostWindow
 
 Wait = Callable[[], bool]
-
-FEW = 8  # grammars that the loop follows itself
-LOOK_S = 50e-6  # how long a look at threads lets them run
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,7 @@ class Masking:
     def __init__(self, grammars: Grammars, slots: SlotRows, device: Device, tree: Tree | None, proposes: bool) -> None:
         assert slots.processors.masks is not None
         self.grammars = grammars
+        self.slow = SlowGrammars(grammars)
         self._masks: TokenMasks = slots.processors.masks
         self._slots = slots
         self._device = device
@@ -58,8 +54,9 @@ class Masking:
         self._parents = None if tree is None else slots.parents
         self._uids: dict[int, int] = {}  # of slots with a grammar
         self._unread: deque[tuple[StepHandle, list[Constrained]]] = deque()  # tokens that are not on the host yet
-        self._advancing: list[Future[None]] = []
-        self._uploaded: tuple[list[int], Tensor] = [], torch.empty(0)  # slots of the last step that had grammars
+        self._on_device: tuple[list[int], Tensor] = [], torch.empty(0)  # slots of the last step that had grammars
+        self._memory = grammars.window_masks.memory((slots.num_rows + slots.num_audits) * slots.width)
+        self._reading: list[Constrained] = []  # whose windows are on their way
         self._window: Download
         self._failed: list[GrammarFailed] = []  # which the scheduler is to be told before the results that follow
 
@@ -72,14 +69,25 @@ class Masking:
                     cleared.append(work.slot)
                 if work.reset.grammar:
                     self._uids[work.slot] = work.reset.grammar
+                    self.slow.judged(work.reset.grammar)  # what a slot was late with that it had before
+                    if plan.audit:
+                        self.grammars.restart(work.reset.grammar)
             if uid := self._uids.get(work.slot, 0):
                 found.append(Constrained(row, work.slot, uid, self.grammars.of(uid)))
         return found, cleared
 
-    def launched(self, handle: StepHandle, constrained: list[Constrained]) -> None:
+    def drop(self, message: DropGrammar) -> None:
+        """Forget a request's grammar. No step in flight has it; a thread may."""
+        self.slow.forget(message.uid)
+        self.grammars.drop(message)
+
+    def launched(self, handle: StepHandle, constrained: Sequence[Constrained]) -> None:
         """The step's tokens are on their way."""
-        if constrained:
-            self._unread.append((handle, constrained))
+        taking_part = [each for each in constrained if each.row not in handle.left_out]
+        for each in taking_part:
+            self.slow.judged(each.uid)
+        if taking_part:
+            self._unread.append((handle, taking_part))
             self.read_tokens()
 
     def read_tokens(self) -> None:
@@ -87,20 +95,20 @@ class Masking:
         while self._unread and self._unread[0][0].ready():
             handle, constrained = self._unread.popleft()
             tokens = handle.tokens()
+            quick = []
             for each in constrained:
-                advance = _advance(each.grammar, tokens[each.row])
-                if len(constrained) > FEW:
-                    self._advancing.append(self.grammars.run(advance))
+                if self._in_thread(each):
+                    self.slow.advance(each.uid, tokens[each.row])
                 else:
-                    advance()
+                    quick.append(each)
+            begun = time.perf_counter()
+            for each in quick:
+                each.grammar.advance(tokens[each.row])
+            self.slow.note_time([each.grammar for each in quick], time.perf_counter() - begun)
 
-    def tokens_consumed(self, constrained: list[Constrained]) -> Iterator[Wait]:
-        """Wait until every grammar knows the tokens of all steps before."""
-        yield self._is_up_to_date
-        for future in self._advancing:
-            future.result()
-        self._advancing.clear()
-        self._note_failures(constrained)
+    def tokens_read(self) -> Iterator[Wait]:
+        """Wait until the tokens of all steps before have come."""
+        yield self._are_tokens_read
 
     def warm_up(self) -> None:
         """Compile what no captured step holds. Nothing is in flight."""
@@ -117,10 +125,11 @@ class Masking:
         """Whether the window of a step has room for forced tokens, which must be known before its layers run."""
         return self._max_forced > 0 and width > 1
 
-    def propose_forced(self, constrained: list[Constrained], width: int) -> None:
-        """Let windows begin with what must follow. Sync: never."""
+    def propose_forced(self, constrained: Sequence[Constrained], width: int) -> None:
+        """Let windows begin with what must follow, where that is known and masks are not under way. Sync: never."""
         most = min(self._max_forced, width - 1)
-        rooms = [(each, min(most, self._slots.steps_of(each.slot))) for each in constrained]
+        known = [each for each in constrained if not (self.slow.is_busy(each.uid) or self.slow.filling(each.uid, 1))]
+        rooms = [(each, min(most, self._slots.steps_of(each.slot))) for each in known]
         forced = [(each.slot, each.grammar.forced[:room]) for each, room in rooms if room and each.grammar.forced]
         if not forced:
             return
@@ -130,23 +139,59 @@ class Masking:
         slots, tokens = packer.upload(self._device)
         place_forced(self._slots.window, self._parents, slots, tokens.view(len(forced), most))
 
-    def read_windows(self, constrained: list[Constrained], width: int) -> None:
-        """Start to copy out what the step will verify: the target's layers, which follow, take longer. Sync: never."""
-        self._window = self._device.download(self._windows(constrained, width))
+    def read_windows(self, constrained: Sequence[Constrained], width: int) -> None:
+        """Start to copy out what the step will verify: the target's layers, which follow, take longer. Sync: never.
 
-    def step_masks(self, handle: StepHandle, constrained: list[Constrained], width: int) -> Iterator[Wait]:
-        """Compute a mask for each column of the windows and upload them."""
-        yield from self.tokens_consumed(constrained)
-        yield self._window.ready
-        handle.host.masks_begin = time.monotonic()
-        rows = [(row[:width], row[width:] or None) for row in self._window.rows()]
-        yield from self._write(handle, constrained, rows)
+        Where it is there at once, as on a CPU, threads begin at once.
+        """
+        self._reading = [each for each in constrained if self.slow.filling(each.uid, width) is None]
+        if self._reading:
+            self._window = self._device.download(self._windows(self._reading, width))
+            if not self._unread and self._window.ready():
+                self._read(width)
 
-    def first_masks(self, handle: StepHandle, constrained: list[Constrained]) -> Iterator[Wait]:
-        """The same for first tokens, which no guess comes before."""
-        yield from self.tokens_consumed(constrained)
+    def step_masks(
+        self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent, may_leave: bool
+    ) -> Generator[Wait, None, None]:
+        """Compute a mask for each column of the windows and upload them; note which slots are left out.
+
+        `layers`: when the step's layers are through. `may_leave`: slots may be left out.
+        """
+        yield from self.tokens_read()
+        width = handle.plan.width
+        if self._reading:
+            yield self._window.ready
         handle.host.masks_begin = time.monotonic()
-        yield from self._write(handle, constrained, [([-1], None)] * len(constrained))
+        self._compute(self._read(width), width)
+        slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
+        if slow:
+            has_others = len(slow) < len(handle.plan.work)
+            late = yield from self.slow.late([filling for _, filling in slow], layers, has_others, may_leave)
+            for (each, filling), is_late in zip(slow, late, strict=True):
+                if is_late:
+                    handle.left_out[each.row] = each.slot
+                else:
+                    self._upload([each], filling.masks.result(), filling.width)
+        self._note_failures([each for each in constrained if each.row not in handle.left_out])
+        handle.host.masks_end = time.monotonic()
+
+    def first_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> Iterator[Wait]:
+        """The same for first tokens, which no guess comes before. A grammar may still be in a thread."""
+        yield from self.tokens_read()
+        yield self.slow.idle([each.uid for each in constrained])
+        handle.host.masks_begin = time.monotonic()
+        self._compute([(each, HostWindow([-1])) for each in constrained], 1)
+        self._note_failures(constrained)
+        handle.host.masks_end = time.monotonic()
+
+    def replayed_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> None:
+        """Those of an audit's tokens. The grammars then consume what was served, which is in the plan."""
+        handle.host.masks_begin = time.monotonic()
+        self._compute([(each, HostWindow([-1])) for each in constrained], 1)
+        self._note_failures(constrained)
+        handle.host.masks_end = time.monotonic()
+        for each in constrained:
+            each.grammar.advance([handle.plan.work[each.row].next_token])
 
     def take_failed(self) -> list[GrammarFailed]:
         """Grammars that cannot go on, which the scheduler has not been told."""
@@ -156,74 +201,64 @@ class Masking:
     def clear(self, slots: list[int]) -> None:
         """These slots have new requests, without a grammar. Sync: never."""
         if slots:
-            packer = Packer()
-            packer.add(slots)
-            self._masks.clear(packer.upload(self._device)[0])
+            self._masks.clear(self._uploaded(slots))
 
-    def _done(self, tasks: Sequence[Callable[[], None]]) -> Iterator[Wait]:
-        """Wait for tasks, one of each grammar."""
-        if len(tasks) > FEW:
-            futures = [self.grammars.run(task) for task in tasks]
-            yield lambda: _are_done(futures)
-            for future in futures:
-                future.result()
+    def _in_thread(self, each: Constrained) -> bool:
+        """Whether the loop leaves a grammar to threads."""
+        return each.grammar.is_slow or self.slow.is_busy(each.uid)
+
+    def _are_tokens_read(self) -> bool:
+        self.read_tokens()
+        return not self._unread
+
+    def _read(self, width: int) -> list[tuple[Constrained, HostWindow]]:
+        """Windows that have come, but for those of slow grammars: threads begin with them."""
+        if not self._reading:
+            return []
+        quick = []
+        for each, row in zip(self._reading, self._window.rows(), strict=True):
+            window = HostWindow(row[:width], row[width:] or None)
+            if self.slow.filling(each.uid, width) is not None:
+                continue
+            if self._in_thread(each):
+                self.slow.fill(each.uid, window)
+            else:
+                quick.append((each, window))
+        return quick
+
+    def _compute(self, windows: Sequence[tuple[Constrained, HostWindow]], width: int) -> None:
+        """Compute masks here and now."""
+        if not windows:
             return
-        for task in tasks:
-            task()
-            yield _after_one_look()
+        begun, constrained = time.perf_counter(), [each for each, _ in windows]
+        grammars = [each.grammar for each in constrained]
+        masks = self.grammars.masks(grammars, [window for _, window in windows], self._memory)
+        self.slow.note_time(grammars, time.perf_counter() - begun)
+        self._upload(constrained, masks, width)
+
+    def _upload(self, constrained: Sequence[Constrained], masks: Tensor, width: int) -> None:
+        slots, words = self._slots_of(constrained), self.grammars.window_masks.words
+        rows = self._device.upload(masks.view(torch.int64)).view(torch.int32)[: len(slots) * width * words]
+        self._masks.write(slots, rows.view(len(slots), width, words))
 
     def _note_failures(self, constrained: Sequence[Constrained]) -> None:
         self._failed += self.grammars.failures([each.uid for each in constrained])
 
-    def _on_device(self, constrained: Sequence[Constrained]) -> Tensor:
-        """The slots, which most often are there already. Shapes: -> [G] i64."""
+    def _slots_of(self, constrained: Sequence[Constrained]) -> Tensor:
+        """The slots, which most often are on the device already. Shapes: -> [G] i64."""
         slots = [each.slot for each in constrained]
-        if self._uploaded[0] != slots:
-            packer = Packer()
-            packer.add(slots)
-            self._uploaded = slots, packer.upload(self._device)[0].clone()
-        return self._uploaded[1]
+        if self._on_device[0] != slots:
+            self._on_device = slots, self._uploaded(slots).clone()
+        return self._on_device[1]
 
-    def _is_up_to_date(self) -> bool:
-        self.read_tokens()
-        return not self._unread and _are_done(self._advancing)
+    def _uploaded(self, slots: list[int]) -> Tensor:
+        packer = Packer()
+        packer.add(slots)
+        return packer.upload(self._device)[0]
 
-    def _windows(self, constrained: list[Constrained], width: int) -> Tensor:
-        slots = self._on_device(constrained)
+    def _windows(self, constrained: Sequence[Constrained], width: int) -> Tensor:
+        slots = self._slots_of(constrained)
         windows = self._slots.window[slots, :width]
         if self._parents is not None and width > 1:
             return torch.cat((windows, self._parents[slots, :width]), 1)
         return windows.contiguous()
-
-    def _write(
-        self, handle: StepHandle, constrained: list[Constrained], windows: Sequence[tuple[list[int], list[int] | None]]
-    ) -> Iterator[Wait]:
-        width, words = len(windows[0][0]), self.grammars.mask_words
-        masks = torch.full((len(constrained), width, words), -1, dtype=torch.int32)  # all is allowed
-        tasks = [
-            _fill(each.grammar, *window, masks[i])
-            for i, (each, window) in enumerate(zip(constrained, windows, strict=True))
-        ]
-        yield from self._done(tasks)
-        self._note_failures(constrained)
-        handle.host.masks_end = time.monotonic()
-        self._masks.write(self._on_device(constrained), self._device.upload(masks.view(-1).view(torch.int64)))
-
-
-def _are_done(futures: Sequence[Future[None]]) -> bool:
-    """Whether threads are through; lets them run for a while if they are not."""
-    return all(future.done() for future in futures) or not wait(futures, LOOK_S).not_done
-
-
-def _after_one_look() -> Wait:
-    """A wait that ends when the loop has looked at everything else once."""
-    looks = iter((False,))
-    return lambda: next(looks, True)
-
-
-def _advance(grammar: RequestGrammar, tokens: list[int]) -> Callable[[], None]:
-    return lambda: grammar.advance(tokens)
-
-
-def _fill(grammar: RequestGrammar, tokens: list[int], parents: list[int] | None, masks: Tensor) -> Callable[[], None]:
-    return lambda: grammar.fill(tokens, parents, masks)

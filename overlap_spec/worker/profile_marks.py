@@ -35,7 +35,7 @@ class ProfileMarks(Protocol):
         ...
 
     def split(self, device: DeviceTimes) -> dict[str, float]:
-        """Milliseconds of the parts of the last step, which was these graphs; empty if there is none."""
+        """Milliseconds of each part of the last step, if it was a replay; empty if nothing was marked."""
         ...
 
 

@@ -61,6 +61,7 @@ class Seen:
     host: HostTimes
     device: DeviceTimes
     marks: Marks
+    left_out: int  # slots whose masks were late
 
 
 class DeviceClock:
@@ -102,9 +103,8 @@ class DeviceTracer:
     def launched(self, handle: StepHandle) -> None:
         """See `StepTracer`."""
         plan = handle.plan
-        seen = Seen(
-            plan.step_id, plan.phase, len(plan.work), plan.width, handle.host, handle.device, self._parts.take()
-        )
+        sizes, marks = (len(plan.work), plan.width), self._parts.take()
+        seen = Seen(plan.step_id, plan.phase, *sizes, handle.host, handle.device, marks, len(handle.left_out))
         self._seen.append(seen)
 
     def finish(self) -> None:
@@ -129,6 +129,8 @@ class DeviceTracer:
     def _add_device(self, seen: Seen) -> None:
         """The step's parts, each ending where the next begins."""
         args: dict[str, Value] = {"phase": seen.phase.value, "batch": seen.batch, "width": seen.width}
+        if seen.left_out:
+            args["left_out"] = seen.left_out
         before, after = WHOLE[seen.phase]
         marks = dict(seen.marks)
         halves = [(seen.device.decided, "verify", "accept", before, BEFORE_TOKENS)]

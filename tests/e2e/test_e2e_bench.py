@@ -1,4 +1,4 @@
-"""`bench throughput` from the command line to its JSON, on a dummy model whose config.json is all there is."""
+"""`bench throughput` and `bench serve`, from command line to JSON, on a dummy model that is a config.json alone."""
 
 import json
 from pathlib import Path
@@ -72,6 +72,26 @@ def test_sampling_after_greedy_with_n_grams_that_learn_nothing_from_run_to_run(t
     assert first["steps"] == second["steps"] and first["accept_length"] == second["accept_length"]
     ways = [row.get("sampling") for row in report["ratios"]]
     assert ways == [None, "T 1", "T 0.7, top_p 0.9"] and all(row["engine / plain"] > 0 for row in report["ratios"])
+
+
+@pytest.mark.slow
+def test_traffic_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
+    output, sent = tmp_path / "out.json", tmp_path / "sent.jsonl"
+    traffic = ("--request-rate", "20", "--num-requests", "12", "--limit-s", "60", "--save-arrivals", str(sent))
+    lengths = ("--prompt-lognormal", "3,0.5,4,60", "--output-lognormal", "3,0.5,8,60", "--output", str(output))
+    done = run_command(tmp_path, "bench", "serve", *flags(shapes), "--skip-tokenizer-init", *traffic, *lengths)
+    assert done.returncode == 0, done.stderr
+    assert "engine: first token p99" in done.stdout or "engine: time per token p99" in done.stdout
+    assert max(map(len, done.stdout.splitlines()[2:])) <= 80 and "measuring" in done.stderr
+    arrivals = [json.loads(line) for line in sent.read_text().splitlines()]
+    report = json.loads(output.read_text())
+    engine = report["engine"]
+    assert len(arrivals) == engine["answered"] == report["workload"]["requests"] == 12 and not engine["errors"]
+    assert engine["tokens"] == sum(arrival["output_len"] for arrival in arrivals)
+    assert engine["prompt_tokens"] == sum(arrival["prompt_len"] for arrival in arrivals)
+    assert engine["settings"]["num_draft_tokens"] == 4 and report["run"]["command"].startswith(
+        "overlap-spec bench serve"
+    )
 
 
 @pytest.mark.parametrize("command", ["serve", "chat"])

@@ -142,6 +142,7 @@ def terminal(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Terminal]:
     opened.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.wait_for(r"Ctrl-D leaves[\s\S]*> ")
     terminal.type("Hello\n")

@@ -5,8 +5,14 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from support.command_line import Service
 from tokenizers import Tokenizer
+
+from overlap_spec.bench.traffic.arrivals import Arrival
+from overlap_spec.bench.traffic.messages import Target
+from overlap_spec.bench.traffic.rate_search import Limits
+from overlap_spec.bench.traffic.runs import Clients, Traffic, run_against
 
 PAGE = 16  # tokens
 TEXTS = ["The sky is", "Counted by hand: " * 5]
@@ -60,3 +66,19 @@ def test_a_chat_counts_its_template(service: Service, tokenizer: Tokenizer) -> N
     rendered = "<|user|>Why is the sky blue?</s><|assistant|>"
     assert answer["usage"]["prompt_tokens"] == length(tokenizer, rendered)
     assert answer["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["generate", "zmq"])
+def test_a_load_generator_counts_every_token(service: Service, link: str) -> None:
+    """Answers of known length, whichever way they are asked for, with several tokens in an event."""
+    url = service.endpoint if link == "zmq" else service.url
+    target = Target(url=url, endpoint="completions" if link == "zmq" else "generate", vocab_size=100)
+    arrivals = [Arrival(at=0.05 * n, prompt_len=5 + n, output_len=20 + n, tag=f"{n}") for n in range(6)]
+    arrivals.append(Arrival(at=0.0, prompt="The sky is", output_len=9, tag="text"))
+    traffic = Traffic(arrivals, Clients(), Limits())
+    figures = uvloop.run(run_against(target, traffic, lambda what, running: None))["server"]
+    assert figures["answered"] == 7 and not figures["errors"] and figures["counted_by"] == {"usage": 7}
+    assert figures["tokens"] == sum(arrival.output_len for arrival in arrivals)
+    assert [figures["by_tag"][f"{n}"]["tokens"] for n in range(6)] == [20, 21, 22, 23, 24, 25]
+    assert figures["gap_ms"]["max"] >= figures["gap_ms"]["p50"] > 0

@@ -12,7 +12,7 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import EVERY_WORK, Sampling
 from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.rejection import ResidualVerifier, Thresholds

@@ -49,6 +49,12 @@ SHAPES = (ChatRequest, CompletionRequest, GenerateRequest, NativeSampling, Messa
 READS_ALL = msgspec.structs.replace(
     INFO, call_format=call_format("pythonic", ""), reasoning_format=reasoning_format("qwen3", "")
 )
+QUICK = "EAGLE3", 2
+CELLS = [
+    pytest.param(column, depth, marks=[] if (column, depth) == QUICK else pytest.mark.slow)
+    for column in COLUMNS
+    for depth in DEPTHS
+]
 Cases = dict[str, tuple[Case, ...]]
 Replies = dict[str, list[Any]]  # by parameter, case by case, prompt by prompt
 Note = Callable[[str, str, int, str], None]  # parameter, column, depth, what the cell says
@@ -91,10 +97,8 @@ def plain(codec: TextCodec) -> Replies:
     return comparable(replies_of(codec, PLAIN))
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(13)
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.full_but_every(8)
+@pytest.mark.parametrize(("column", "depth"), CELLS)
 def test_replies_are_plain_decodings(
     codec: TextCodec, plain: Replies, note_cell: Note, column: str, depth: int
 ) -> None:

@@ -1,31 +1,38 @@
 """The live audit: it finds nothing where nothing is wrong, and every planted error."""
 
 import asyncio
-import random
+import statistics
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.audited_ring import Served, audited_config, serve_audited
-from support.planted_faults import PLANTS
-from support.ring import RingConfig, running, tiny_loaded
+from support.planted_faults import PLANTS, Chance, forbid_a_token
+from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.storm import run_seeds
+from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import AuditReport, Finish, Grammar, GrammarKind, SamplingParams
+from overlap_spec.scheduler.audits import GRAMMAR_ENDED
 from overlap_spec.tokenizer.audit.auditor import AuditFault
+from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.worker.executor import Executor
 
 ALL = AuditSettings(1.0)
-WRONG_EVERY = 400  # verify steps of a slot: about one token in a thousand is wrong
+Plant = Callable[[Executor, Chance], None]
+WRONG_EVERY = dict.fromkeys(PLANTS, 400)  # windows: about one token in a thousand is wrong
+FORBIDDEN = 3  # a token that no grammar of letters allows
 every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
 
 def test_every_request_of_a_storm_is_plain_decodings(codec: TextCodec) -> None:
     """Among preemptions, aborts and prefix hits."""
-    seen = run_seeds(range(5), codec, {"audit": ALL})
+    seen = run_seeds(range(3), codec, {"audit": ALL})
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
@@ -36,43 +43,116 @@ def test_of_every_method(codec: TextCodec, method: str) -> None:
     assert run_seeds(range(3), codec, {"method": method, "audit": ALL})["audited_tokens"] > 20
 
 
-def planted(codec: TextCodec, plant: object, seed: int, rate: float, most_tokens: int) -> Served:
-    spoil = partial(plant, rng=random.Random(seed), every=WRONG_EVERY)  # type: ignore[operator, arg-type]
-    return serve_audited(audited_config(rate), codec, seed, most_tokens, spoil)
+def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_tokens: int) -> Served:
+    spoil = partial(plant, chance=chance)
+    return serve_audited(audited_config(rate), codec, chance.seed, most_tokens, spoil)
 
 
 @pytest.mark.slow_but_every(3)
 @every_plant
-def test_a_planted_error_is_a_fault(codec: TextCodec, plant: object) -> None:
-    served = planted(codec, plant, 3, 0.5, 6000)
+def test_a_planted_error_is_a_fault(codec: TextCodec, plant: Plant) -> None:
+    """Errors are frequent, so that few requests are enough."""
+    served = serve_audited(audited_config(1.0, num_slots=8), codec, 0, 6000, partial(plant, chance=Chance(20)))
     assert served.report.figures.faults > 0, served
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@every_plant
+@pytest.mark.parametrize("plant", PLANTS)
 @pytest.mark.parametrize(("rate", "most_tokens"), [(0.5, 20_000), (0.05, 200_000)])
 def test_a_planted_error_is_found_in_20_of_20_runs(
-    codec: TextCodec, plant: object, rate: float, most_tokens: int
+    codec: TextCodec, plant: str, rate: float, most_tokens: int, record_summary: Callable[..., None]
 ) -> None:
-    runs = [planted(codec, plant, seed, rate, most_tokens) for seed in range(20)]
-    assert all(run.report.figures.faults > 0 for run in runs), [run.tokens for run in runs]
+    chances = [Chance(WRONG_EVERY[plant], seed) for seed in range(20)]
+    runs = [planted(codec, PLANTS[plant], chance, rate, most_tokens) for chance in chances]
+    found = [run.tokens for run in runs if run.report.figures.faults]
+    figures = {
+        "plant": plant,
+        "audit_rate": rate,
+        "runs": len(runs),
+        "found": len(found),
+        "tokens_to_the_fault": {"median": int(statistics.median(found)), "most": max(found)},
+        "planted_per_1000_tokens": round(
+            1000 * sum(chance.num_planted for chance in chances) / sum(run.tokens for run in runs), 2
+        ),
+    }
+    record_summary(f"audit_{'_'.join(plant.split())}_{rate}", figures)
+    assert len(found) == len(runs) and max(found) <= most_tokens, figures
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_nothing_is_found_in_200_000_tokens(codec: TextCodec, record_summary) -> None:
+def test_nothing_is_found_in_200_000_tokens(codec: TextCodec, record_summary: Callable[..., None]) -> None:
     served = serve_audited(audited_config(1.0), codec, 1, 200_000)
     figures = served.report.figures
     record_summary("audit_200000", msgspec.structs.asdict(figures))
     assert figures.tokens >= 200_000 and not served.report.recent and not figures.control_differences
 
 
-async def serve_a_wrong_token(codec: TextCodec, settings: AuditSettings, num_requests: int) -> tuple[object, list[int]]:
+LETTERS = Grammar(GrammarKind.REGEX, r"([ab]{3}[01]){20}")  # longer than its replies
+Change = Callable[[Ring], None]
+
+
+async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change, method: str = "EAGLE3") -> AuditReport:
+    """Serve a request of each grammar, greedy and drawn, with every one audited."""
+    config = RingConfig(method=method, grammars=True, max_len=200, audit=ALL)
+    async with running(tiny_loaded(0, config.num_steps, method=method), config, codec) as ring:
+        change(ring)
+        requests = [
+            SamplingParams(max_new_tokens=48, temperature=temperature, seed=7, grammar=grammar)
+            for grammar in grammars
+            for temperature in (0.0, 1.0)
+        ]
+        await asyncio.gather(*(ring.ask([11, 40, 71, 9], each) for each in requests))
+        await ring.idle()
+        masking = ring.executor.masking
+        assert masking is not None
+        async with asyncio.timeout(5):  # the last message to the worker is on its way
+            while len(masking.grammars):
+                await asyncio.sleep(0.005)
+        return ring.auditor.report()
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("method", ["EAGLE3", "NGRAM", "STANDALONE"])
+def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> None:
+    grammars = [*TINY_GRAMMARS.values()][:: 2 if method == "EAGLE3" else 1]
+    report = asyncio.run(constrained(codec, grammars, lambda ring: None, method))
+    assert report.figures.requests == 2 * len(grammars) and report.figures.tokens > 20 * len(grammars)
+    assert not report.recent and not report.skipped_because and not report.dropped_because
+
+
+def test_a_wrong_mask_is_a_fault(codec: TextCodec) -> None:
+    """It forbids a token that the grammar allows, so every reply is still valid."""
+    report = asyncio.run(constrained(codec, [LETTERS], lambda ring: forbid_a_token(ring.executor, Chance(2))))
+    assert report.figures.faults > 0 and not report.dropped_because
+
+
+def test_a_token_that_the_grammar_forbids_is_a_fault(codec: TextCodec) -> None:
+    """It has no margin. What follows it is not compared: the grammar knows of no continuation."""
+
+    def change(ring: Ring) -> None:
+        finished = ring.auditor.finished
+
+        def with_a_wrong_token(transcript: Transcript, finish: Finish) -> None:
+            transcript.output[5] = FORBIDDEN
+            finished(transcript, finish)
+
+        ring.auditor.finished = with_a_wrong_token  # type: ignore[method-assign]
+
+    report = asyncio.run(constrained(codec, [LETTERS], change))
+    assert report.dropped_because == {GRAMMAR_ENDED: 2} and report.figures.tokens == 2 * 6
+    assert [(each.position, each.served, each.margin) for each in report.recent] == [(4 + 5, FORBIDDEN, None)] * 2
+    assert report.figures.faults == 2
+
+
+async def serve_a_wrong_token(
+    codec: TextCodec, settings: AuditSettings, num_requests: int
+) -> tuple[AuditReport, list[int]]:
     """Every second guess that is rejected is accepted. Returns the report, and the widths of later decode steps."""
     config = RingConfig(audit=settings)
     async with running(tiny_loaded(3, config.num_steps), config, codec) as ring:
-        PLANTS["a rejected guess accepted"](ring.executor, random.Random(0), 2)
+        PLANTS["a rejected guess accepted"](ring.executor, Chance(2))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
         await ring.ask([7, 8, 9], sampling)
         await ring.idle()
@@ -103,7 +183,7 @@ def test_a_fault_is_written_with_all_that_reproduces_it(codec: TextCodec, tmp_pa
 def test_disable_switches_speculation_off(codec: TextCodec, tmp_path: Path) -> None:
     settings = AuditSettings(1.0, "disable", str(tmp_path / "faults.jsonl"))
     report, widths = asyncio.run(serve_a_wrong_token(codec, settings, 3))
-    assert widths == [1] and not report.figures.speculating  # type: ignore[attr-defined]
+    assert widths == [1] and not report.figures.speculating
 
 
 def test_stop_ends_the_engine(codec: TextCodec, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from support.storm import Counting, random_requests, run_requests, run_storm
 from overlap_spec.tokenizer.codec import TextCodec
 
 
-def test_storm_of_30_schedules(codec: TextCodec) -> None:
-    run_storm(30, codec)
+def test_storm_of_20_schedules(codec: TextCodec) -> None:
+    run_storm(20, codec)
 
 
 @pytest.mark.parametrize("oracle_seed", [10, 20])

@@ -56,7 +56,7 @@ def evaluated(marks: str, has: dict[str, bool]) -> bool:
     return bool(eval(marks, {"__builtins__": {}}, has))
 
 
-@pytest.mark.slow
+@pytest.mark.full  # it collects all tests three times; the rule above says the same of every combination of marks
 def test_each_test_is_in_one_of_the_two() -> None:
     (quick,), (rest,) = commands_in(README), commands_in(CI)
     of_tiers = collected(marks_of(quick)) + collected(marks_of(rest))

@@ -1,17 +1,23 @@
-"""Serves random requests in a ring with audits, until a fault is found or enough tokens are served."""
+"""Serves random requests in a ring with audits, until a fault is found or enough tokens are served.
+
+Requests are numbered as they are asked, so their content and which of them are audited depend on the seed alone.
+"""
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.messages import AuditReport, SamplingParams
+from overlap_spec.scheduler.audits import share_of
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.executor import Executor
 from support.ring import Ring, RingConfig, running, tiny_loaded
 
 BATCH = 32
+CONTEXT = 0.5  # what came before matters more than in other rings: a wrong row then makes a wrong token more often
 Plant = Callable[[Executor], None]
 
 
@@ -25,9 +31,10 @@ class Served:
 
 
 def audited_config(rate: float, **engine: object) -> RingConfig:
-    """Larger than a storm's ring, so that most steps have a full batch."""
+    """Larger than a storm's ring, so that most steps have a full batch; audits have the share of an engine's."""
     config = RingConfig(num_slots=BATCH, num_pages=800, page_size=16, max_len=200, chunk_tokens=1024, num_steps=3)
-    return replace(config, audit=AuditSettings(rate), audit_slots=BATCH, audit_share=1, **engine)  # type: ignore[arg-type]
+    audits = {"audit": AuditSettings(rate), "audit_slots": BATCH, "audit_share": share_of(rate)}
+    return replace(config, **audits, **engine)  # type: ignore[arg-type]
 
 
 def serve_audited(
@@ -38,30 +45,27 @@ def serve_audited(
 
 
 async def _serve(config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant) -> Served:
-    models = tiny_loaded(seed, config.num_steps, config.dtype, config.place, config.method, config.family, config.topk)
-    rng = random.Random(seed)
+    models = tiny_loaded(seed, config.num_steps, config.dtype, method=config.method, topk=config.topk, context=CONTEXT)
     async with running(models, config, codec) as ring:
         ring.inbox.scheduler = None  # invariants are for storms: they take longer than the steps
         plant(ring.executor)
-        tokens = 0
+        tokens, numbers = 0, itertools.count()
 
-        async def client(number: int) -> None:
+        async def client() -> None:
             nonlocal tokens
-            count = 0
             while tokens < most_tokens and not ring.auditor.report().figures.faults:
-                count += 1
-                answer = await _ask(ring, f"{number}-{count}", rng)
-                tokens += answer
+                answered = await _ask(ring, next(numbers), seed)
+                tokens += answered  # read after the wait: others have added to it
 
-        await asyncio.gather(*(client(number) for number in range(config.num_slots)))
-        served = tokens
+        await asyncio.gather(*(client() for _ in range(config.num_slots)))
         while ring.auditor.report().figures.backlog and not ring.auditor.report().figures.faults:
             await asyncio.sleep(0.01)
         stats = ring.scheduler.reporter.snapshot()
-        return Served(served, stats.committed_tokens_total, ring.auditor.report())
+        return Served(tokens, stats.committed_tokens_total, ring.auditor.report())
 
 
-async def _ask(ring: Ring, request_id: str, rng: random.Random) -> int:
+async def _ask(ring: Ring, number: int, seed: int) -> int:
+    rng = random.Random(f"{seed} {number}")
     prompt = [rng.randrange(6, 128) for _ in range(rng.randint(1, 24))]
     filters = rng.choice([{}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}])
     sampling = SamplingParams(
@@ -71,6 +75,6 @@ async def _ask(ring: Ring, request_id: str, rng: random.Random) -> int:
         ignore_eos=True,
         **filters,
     )
-    answer = ring.start(request_id, prompt, sampling)
+    answer = ring.start(str(number), prompt, sampling)
     await asyncio.wait_for(answer.done.wait(), 60)
     return len(answer.token_ids)

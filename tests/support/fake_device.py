@@ -17,10 +17,12 @@ from overlap_spec.messages import (
     AbortReason,
     Admit,
     Audited,
+    DropGrammar,
     Finish,
     FinishKind,
     Flushed,
     Phase,
+    PrepareGrammar,
     Refused,
     SamplingParams,
     SlotWork,
@@ -103,11 +105,16 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths."""
+    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths.
 
-    def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False) -> None:
+    `leaves_out`: how often a slot is left out of a decode step, as one whose masks are late.
+    """
+
+    def __init__(self, ready: WorkerReady, rng: random.Random, branches: bool = False, leaves_out: float = 0.0) -> None:
         self.ready = ready
         self.branches = branches
+        self.leaves_out = leaves_out
+        self.num_left_out = 0
         self.rng = rng
         self.rows: dict[int, Row] = {}
         self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
@@ -134,7 +141,8 @@ class FakeDevice:
             assert any(work.deferred for work in plan.work), "nothing to catch up with"
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
-        tokens = [self._decode(work, plan) for work in plan.work]
+        late = self._late(plan)
+        tokens = [self._leave_out(work, plan) if work in late else self._decode(work, plan) for work in plan.work]
         if not self.branches or plan.width == 1:
             return StepResult(plan.step_id, tokens, num_guesses, 0.001)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
@@ -159,9 +167,26 @@ class FakeDevice:
         drawn = [[work.next_token] for work in plan.work]
         return StepResult(plan.step_id, drawn, [0] * len(drawn), 0.001, leads=[1.0] * len(drawn))
 
+    def _late(self, plan: StepPlan) -> list[SlotWork]:
+        """Slots that are left out: never all, nor where deferred rows are counted."""
+        if not self.leaves_out or plan.catch_up or (plan.width == 1 and self.ready.max_deferred):
+            return []
+        late = [work for work in plan.work if self.rng.random() < self.leaves_out]
+        return late if len(late) < len(plan.work) else late[1:]
+
+    def _leave_out(self, work: SlotWork, plan: StepPlan) -> list[int]:
+        """Only the window's rows are written."""
+        row = self.rows[work.slot]
+        row.pages += work.new_pages
+        root = len(row.tokens) - 1
+        for position in range(root, root + plan.width):
+            self._write(row, position, GARBAGE)
+        self.num_left_out += 1
+        return []
+
     def _path(self, run: list[int], num_guesses: int) -> list[int]:
         """A path of any columns: this device keeps no tree."""
-        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1))
+        return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1)) if run else []
 
     def _prefill(self, work: SlotWork) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
@@ -265,7 +290,7 @@ class Bench:
 
     def __init__(self, ready: WorkerReady, depth: int = 2, seed: int = 0, **options) -> None:
         self.rng = random.Random(seed)
-        self.device = FakeDevice(ready, self.rng, options.pop("branches", False))
+        self.device = FakeDevice(ready, self.rng, options.pop("branches", False), options.pop("leaves_out", 0.0))
         self.now = 0.0
         self.inbox: MemoryLink = MemoryLink(ToScheduler)
         self.worker: MemoryLink = MemoryLink(ToWorker)
@@ -289,6 +314,7 @@ class Bench:
         self.flushed: list[bool] = []
         self.stats: list[Stats] = []
         self.audited: list[Audited] = []
+        self.grammars: list[PrepareGrammar | DropGrammar] = []  # that the worker was told to prepare, and to forget
 
     # --- events
 
@@ -319,8 +345,10 @@ class Bench:
         check_invariants(self.scheduler, self.device.lengths())
         assert self.scheduler.inflight or self.scheduler.queues.idle, "work is left and nothing in flight"
         sent = self.worker.drain()
-        self.plans += sent
-        self.all_plans += sent
+        plans = [each for each in sent if isinstance(each, StepPlan)]
+        self.plans += plans
+        self.all_plans += plans
+        self.grammars += [each for each in sent if isinstance(each, PrepareGrammar | DropGrammar)]
         for message in self.tokenizer.drain():
             self._receive(message)
 

@@ -83,6 +83,7 @@ GRAMMARS: dict[str, tuple[Json, ...]] = {  # values by field
     "guided_choice": ({"guided_choice": ["left", "right"]},),
     "guided_grammar": ({"guided_grammar": 'root ::= "x" [0-9]'},),
     "guided_json_object": ({"guided_json_object": True},),
+    "guided_decoding": ({"guided_decoding": {"choice": ["up", "down"], "backend": "guidance"}},),
 }
 OF_GRAMMARS = {
     name: tuple(
@@ -95,6 +96,10 @@ OF_GRAMMARS = {
 
 CASES: dict[str, tuple[Case, ...]] = {
     **OF_GRAMMARS,
+    "guided_whitespace_pattern": tuple(
+        Case({"guided_whitespace_pattern": " {1,3}"}, endpoint, {**_ENDS, "guided_json": _SCHEMA})
+        for endpoint in (COMPLETIONS, GENERATE)
+    ),
     "max_tokens": (Case({"max_tokens": 7}), Case({"max_tokens": 1}, CHAT), Case({"max_new_tokens": 5}, GENERATE)),
     "min_tokens": (
         Case({"min_tokens": 6}, beside={"stop_token_ids": list(range(64, 96))}),
@@ -110,6 +115,11 @@ CASES: dict[str, tuple[Case, ...]] = {
     "ignore_eos": (Case({"ignore_eos": False}, beside={"logit_bias": {EOS: 6}}),),
     "skip_special_tokens": (Case({"skip_special_tokens": False}, beside={"logit_bias": {EOS: 6}}),),
     "no_stop_trim": (Case({"no_stop_trim": True}, beside={"stop": list("abcdefghijkl0123")}),),
+    "best_of": (
+        Case({"best_of": 4}),
+        Case({"best_of": 3}, beside={"n": 2, "logprobs": 1}),
+        Case({"best_of": 2}, beside={"echo": True, "temperature": 1.5}),
+    ),
     "n": (Case({"n": 3}), Case({"n": 2}, CHAT), Case({"n": 2}, GENERATE)),
     "presence_penalty": (Case({"presence_penalty": 2}, beside={"temperature": 0}), Case({"presence_penalty": -2})),
     "frequency_penalty": (
@@ -173,6 +183,9 @@ CASES |= {
 }
 CASES |= {
     "chat_template_kwargs": (Case({"chat_template_kwargs": {"a": "loud"}}, CHAT, {"chat_template": SAID + "{{ a }}"}),),
+    "documents": (
+        Case({"documents": [{"text": "far"}]}, CHAT, {"chat_template": SAID + "{{ documents[0].text if documents }}"}),
+    ),
     "reasoning_effort": (Case({"reasoning_effort": "low"}, CHAT, {"chat_template": SAID + "{{ reasoning_effort }}"}),),
     "add_special_tokens": (Case({"add_special_tokens": False}),),
     "spaces_between_special_tokens": (
@@ -228,7 +241,6 @@ ALIASES = {
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "bad_word_ids": "bad_words",
-    "best_of": "n",  # it must be n
     "log_probs": "logprobs",
     "grammar": "response_format",  # whichever field asks for it
     "shown_tokens": "tools",
@@ -241,13 +253,16 @@ OUTSIDE = {
     ),
     **dict.fromkeys(("stream", "stream_options", "stream_reasoning"), "how a reply is sent"),
     **dict.fromkeys(("prompt", "messages", "input", "input_ids", "sampling_params"), "what is asked"),
-    **dict.fromkeys(("cache_control", "prompt_cache_retention"), "every prefix is cached"),
-    **dict.fromkeys(("speed", "truncation"), "one value is accepted"),
+    **dict.fromkeys(("cache_control", "prompt_cache_retention", "prompt_cache_options"), "every prefix is cached"),
+    **dict.fromkeys(("speed", "truncation", "guided_decoding_backend"), "one value is accepted"),
 }
 
 # Refused by the value, or at an endpoint: a row, whose first word is the field, and where what is sent.
 REFUSED: dict[str, tuple[str, Json]] = {
-    "best_of other than n": (COMPLETIONS, {"best_of": 3}),
+    "best_of below n": (COMPLETIONS, {"n": 3, "best_of": 2}),
+    "best_of in a stream": (COMPLETIONS, {"best_of": 3, "stream": True}),
+    "best_of in chats": (CHAT, {"best_of": 3}),
+    "best_of in /generate": (GENERATE, {"best_of": 3}),
     "logprobs true in completions": (COMPLETIONS, {"logprobs": True}),
     "top_logprobs without logprobs": (CHAT, {"top_logprobs": 2}),
     "prompt_logprobs in a stream": (CHAT, {"prompt_logprobs": 1, "stream": True}),

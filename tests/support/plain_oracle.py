@@ -9,13 +9,14 @@ import struct
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, Speculative, StepPlan
 from overlap_spec.models.interfaces import LazyLogits, LoadedTarget
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
@@ -29,11 +30,18 @@ from support.tiny.models import CPU
 
 @dataclass(frozen=True)
 class Expected:
-    """A request's tokens, text and end."""
+    """A request's tokens, text and end, and what decided its tokens (see `PlainOracle`)."""
 
     token_ids: list[int]
     text: str
     finish: Finish
+    num_forbidden: int = 0
+    decided: Counter[str] = field(default_factory=Counter)
+    strictest: Counter[str] = field(default_factory=Counter)
+
+
+# By the engine and the request. Storms of every method ask the same, and plain decoding is most of their time.
+KNOWN: dict[tuple[Any, ...], Expected] = {}
 
 
 class Endings:
@@ -116,6 +124,7 @@ class PlainOracle:
         family: str = "llama",
         processor: str | None = None,
     ) -> None:
+        self._engine = seed, codec, dtype, place, family, processor
         config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
         self._geometry = config.geometry()
         models = tiny_loaded(seed, 0, dtype, place, family=family)
@@ -125,6 +134,7 @@ class PlainOracle:
         self._executor: Executor = build_executor(
             replace(models, target=self._target), self._geometry, place, own_processors=own
         )
+        self._begin()
         self.num_forbidden = 0
         self.decided: Counter[str] = Counter()
         self.strictest: Counter[str] = Counter()
@@ -149,7 +159,20 @@ class PlainOracle:
         assert answer.text == expected.text, what
 
     def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
+        """What plain decoding makes of a request, whatever it says of speculation; decoded once in a process."""
+        plain = msgspec.structs.replace(sampling, speculative=Speculative())
+        request = *self._engine, tuple(prompt), msgspec.msgpack.encode(plain)
+        if request not in KNOWN:
+            KNOWN[request] = self._decoded(prompt, plain)
+        found = KNOWN[request]
+        self.num_forbidden += found.num_forbidden
+        self.decided += found.decided
+        self.strictest += found.strictest
+        return found
+
+    def _decoded(self, prompt: list[int], sampling: SamplingParams) -> Expected:
         """Decode until the request ends, token by token: stop id, stop string, length."""
+        self._begin()
         stop_ids = self._endings.stop_ids(sampling)
         first = len(prompt)
         reset = ResetSlot(sampling, first, stop_ids, first + sampling.min_new_tokens, first)
@@ -159,7 +182,12 @@ class PlainOracle:
         tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1), reset, prompt)
         while (finish := self._endings.finish(tokens, sampling)) is None:
             tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1), reset, prompt + tokens)
-        return Expected(tokens, self._endings.text(tokens, finish, sampling), finish)
+        text = self._endings.text(tokens, finish, sampling)
+        return Expected(tokens, text, finish, self._num_forbidden, self._decided, self._strictest)
+
+    def _begin(self) -> None:
+        """Count anew what decides a request's tokens."""
+        self._num_forbidden, self._decided, self._strictest = 0, Counter[str](), Counter[str]()
 
     def _step(self, plan: StepPlan, reset: ResetSlot, before: list[int]) -> list[int]:
         """One token, after these of prompt and answer."""
@@ -177,22 +205,25 @@ class PlainOracle:
             logits = masked(logits, reset.stop_ids)
         forbidden = set() if self._processor is None else self._processor.forbidden(before, reset.prompt_len)
         token = self._chosen(masked(logits, forbidden), sampling, len(before))
-        self.num_forbidden += bool(forbidden) and self._chosen(logits, sampling, len(before)) in forbidden
+        self._num_forbidden += bool(forbidden) and self._chosen(logits, sampling, len(before)) in forbidden
         if (thinking := sampling.thinking) is None:
             return token
         markers = thinking.budget, thinking.is_open, thinking.opening, thinking.closing
         due = must_draw(before, reset.prompt_len, *markers)
-        self.decided["thinking_budgets"] += due not in (-1, token)
+        self._decided["thinking_budgets"] += due not in (-1, token)
         return token if due < 0 else due
 
     def _changed(
         self, logits: list[float], sampling: SamplingParams, before: list[int], prompt_len: int
     ) -> list[float]:
         """By penalties, biases and bad words."""
-        position = len(before)
+        chosen = None
         for name, new in changes(logits, sampling, before[:prompt_len], before[prompt_len:]):
-            self.decided[name] += self._chosen(new, sampling, position) != self._chosen(logits, sampling, position)
-            logits = new
+            if new != logits:
+                was = self._chosen(logits, sampling, len(before)) if chosen is None else chosen
+                chosen = self._chosen(new, sampling, len(before))
+                self._decided[name] += chosen != was
+                logits = new
         return logits
 
     def _chosen(self, logits: list[float], sampling: SamplingParams, position: int) -> int:
@@ -201,7 +232,7 @@ class PlainOracle:
         assert sampling.seed is not None
         filters = Filters(sampling.top_k, sampling.top_p, sampling.min_p)
         if len(filters.names) > 1:
-            self.strictest.update(strictest(softmax(logits, sampling.temperature), filters))
+            self._strictest.update(strictest(softmax(logits, sampling.temperature), filters))
         return drawn(logits, sampling.temperature, filters, sampling.seed, position)
 
 

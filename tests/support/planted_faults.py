@@ -1,10 +1,10 @@
 """Errors of speculative decoding, planted into the verify steps of a ring: the live audit must find each kind.
 
-Plain steps, prefill and audits run through the same target and are left alone. `every`: how many verify steps of a slot
-there are to an error, on average.
+Plain steps, prefill and audits run through the same target and are left alone. Which windows an error goes into depends
+on their roots, and on nothing that time decides: the same requests have the same errors in any batches.
 """
 
-import random
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,25 +12,43 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
+from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.worker.executor import Executor
 
 
+@dataclass
+class Chance:
+    """One window in `every`, on average. `num_planted` counts them."""
+
+    every: float
+    seed: int = 0
+    num_planted: int = 0
+
+    def picks(self, roots: Tensor, positions: Tensor) -> list[int]:
+        """Indices of the windows that have the error."""
+        windows = zip(roots.tolist(), positions.tolist(), strict=True)
+        hashes = (zlib.crc32(b"%d %d %d" % (self.seed, *window)) for window in windows)
+        picked = [index for index, value in enumerate(hashes) if value * self.every < 1 << 32]
+        self.num_planted += len(picked)
+        return picked
+
+
 class AcceptsRejected:
     """Accepts a guess that the target did not draw."""
 
-    def __init__(self, inner: Verifier, rng: random.Random, every: float) -> None:
+    def __init__(self, inner: Verifier, chance: Chance) -> None:
         self._inner = inner
-        self._rng = rng
-        self._every = every
+        self._chance = chance
 
     def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
         drawn = self._inner.verify(window, lazy_logits, batch)
+        if window.tokens.shape[1] == 1:
+            return drawn
         tokens = drawn.tokens.clone()
-        for slot in range(len(tokens)):
-            if window.tokens.shape[1] > 1 and self._rng.random() < 1 / self._every:
-                tokens[slot, 0] = torch.where(window.tokens[slot, 1] >= 0, window.tokens[slot, 1], tokens[slot, 0])
+        for slot in self._chance.picks(window.tokens[:, 0], window.positions[:, 0]):
+            tokens[slot, 0] = torch.where(window.tokens[slot, 1] >= 0, window.tokens[slot, 1], tokens[slot, 0])
         return replace(drawn, tokens=tokens)
 
 
@@ -39,50 +57,79 @@ class WrongRows:
     """A target whose forward gets the rows that `spoil` leaves."""
 
     inner: TargetModel
-    spoil: Callable[[RowBatch], RowBatch]
+    spoil: Callable[[Tensor, RowBatch], RowBatch]
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
-        return self.inner.forward(tokens, self.spoil(rows) if rows.max_rows > 1 else rows)
+        return self.inner.forward(tokens, self.spoil(tokens, rows) if rows.max_rows > 1 else rows)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
 
-def accept_rejected(executor: Executor, rng: random.Random, every: float) -> None:
+def accept_rejected(executor: Executor, chance: Chance) -> None:
     step = executor.decode_step
-    step.method = replace(step.method, verifier=AcceptsRejected(step.method.verifier, rng, every))
+    step.method = replace(step.method, verifier=AcceptsRejected(step.method.verifier, chance))
 
 
-def leave_rows_stale(executor: Executor, rng: random.Random, every: float) -> None:
+def leave_rows_stale(executor: Executor, chance: Chance) -> None:
     """The KV of a root is not written: what is there is a rejected guess's, or another request's."""
     page_size = executor.slots.pool.page_size
 
-    def spoil(rows: RowBatch) -> RowBatch:
+    def spoil(tokens: Tensor, rows: RowBatch) -> RowBatch:
         placed = rows.placed(page_size)
         assert placed.cache_rows is not None
         cache_rows = placed.cache_rows.clone().view(-1, rows.max_rows)
-        for slot in range(len(cache_rows)):
-            if rng.random() < 1 / every:
-                cache_rows[slot, 0] = 0  # the dummy page
+        for slot in _picked(chance, tokens, placed):
+            cache_rows[slot, 0] = 0  # the dummy page
         return replace(placed, cache_rows=cache_rows.view(-1))
 
     _spoil(executor, spoil)
 
 
-def shift_positions(executor: Executor, rng: random.Random, every: float) -> None:
+def shift_positions(executor: Executor, chance: Chance) -> None:
     """A window is rotated, and attends, one position too far."""
+    page_size = executor.slots.pool.page_size
 
-    def spoil(rows: RowBatch) -> RowBatch:
-        positions = rows.placed(executor.slots.pool.page_size).positions.clone().view(-1, rows.max_rows)
-        for slot in range(len(positions)):
-            if rng.random() < 1 / every:
-                positions[slot] += 1
-        return replace(rows.placed(executor.slots.pool.page_size), positions=positions.view(-1))
+    def spoil(tokens: Tensor, rows: RowBatch) -> RowBatch:
+        placed = rows.placed(page_size)
+        positions = placed.positions.clone().view(-1, rows.max_rows)
+        for slot in _picked(chance, tokens, placed):
+            positions[slot] += 1
+        return replace(placed, positions=positions.view(-1))
 
     _spoil(executor, spoil)
 
 
-def _spoil(executor: Executor, spoil: Callable[[RowBatch], RowBatch]) -> None:
+def forbid_a_token(executor: Executor, chance: Chance) -> None:
+    """The mask of a grammar lacks the first token that it allows, where it allows others."""
+    processors = executor.slots.processors
+    assert processors.masks is not None and executor.masking is not None
+    spoilt = MasksOfOneLess(processors.masks.bits, processors.masks.active)
+    spoilt.chance = chance
+    executor.masking._masks = spoilt
+
+
+class MasksOfOneLess(TokenMasks):
+    """The same masks; a token less in some of those that the steps of requests write."""
+
+    chance: Chance
+
+    def write(self, slots: Tensor, masks: Tensor) -> None:
+        if masks.shape[1] > 1:  # audits write one column
+            for row in self.chance.picks(masks[:, 0].sum(1), masks[:, -1].sum(1)):
+                for column in masks[row]:
+                    less, first = column.clone(), int(column.nonzero()[0])
+                    less[first] &= less[first] - 1
+                    column.copy_(less if less.any() else column)
+        super().write(slots, masks)
+
+
+def _picked(chance: Chance, tokens: Tensor, rows: RowBatch) -> list[int]:
+    width = rows.max_rows
+    return chance.picks(tokens.view(-1, width)[:, 0], rows.positions.view(-1, width)[:, 0])
+
+
+def _spoil(executor: Executor, spoil: Callable[[Tensor, RowBatch], RowBatch]) -> None:
     step = executor.decode_step
     step._target = WrongRows(step._target, spoil)  # type: ignore[assignment]
 

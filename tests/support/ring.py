@@ -5,9 +5,12 @@ invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -31,6 +34,7 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_records, recorder
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
@@ -45,11 +49,15 @@ from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.grammars import Grammars
+from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.masking import Masking
+from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
 from overlap_spec.worker.step_graphs import CudaRecorder
+from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
+from overlap_spec.worker.window_masks import HostWindow
 from overlap_spec.worker.worker_actor import worker_ready
 from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
@@ -121,6 +129,8 @@ class RingConfig:
     audit_share: int = 3  # of so many steps one is an audit's, while requests run
     grammars: bool = False  # requests may have grammars
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
+    late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
+    trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
 
     @property
@@ -159,16 +169,20 @@ class Ring:
             grammars=Grammars(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None,
             proposes_forced=config.proposes_forced,
         )  # fmt: skip
+        if config.late_grammars and self.executor.masking is not None:
+            delay(self.executor.masking, config.late_grammars)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
         self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
         back = FromThread(self.to_scheduler, self.inbox.sent)
-        self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0))
+        self.tracer = self._tracer()
+        self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0), self.tracer)
         settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
-        links = Links(self.inbox, self.plans, self.to_tokenizer)
+        self.plan_trace = recorder(SCHEDULER, None if config.trace_dir is None else str(config.trace_dir))
+        links = Links(self.inbox, self.plans, self.to_tokenizer, self.plan_trace)
         self.scheduler = build_scheduler(
             worker_ready(
                 geometry,
@@ -195,6 +209,20 @@ class Ring:
         self.auditor = Auditor(config.audit, BatchNoise(floor), faults, self.to_scheduler.send)
         self.auditor.num_slots = checks.limits.audit_slots
         self.tokenizer.auditor = self.auditor
+
+    def _tracer(self) -> StepTracer:
+        if self._config.trace_dir is None:
+            return NO_TRACER
+        self._step_trace = Trace(WORKER, self._config.trace_dir)
+        return DeviceTracer(self._step_trace, self.executor.device, NO_MARKS)
+
+    def written_trace(self) -> list[Record]:
+        """What scheduler and worker have recorded. Nothing is in flight."""
+        self.tracer.finish()
+        for trace in (self._step_trace, self.plan_trace):
+            trace.write()
+        assert self._config.trace_dir is not None
+        return read_records(self._config.trace_dir)
 
     def start(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
         """Send a request."""
@@ -249,6 +277,19 @@ class Ring:
         finally:
             self.to_worker.send(Shutdown(False))
             await working
+
+
+def delay(masking: Masking, seconds: float) -> None:
+    """Let all grammars be followed in threads, and take so much longer."""
+    masks = masking.grammars.masks
+
+    def late(grammars: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name.startswith("grammar"):
+            time.sleep(seconds)
+        return masks(grammars, windows, memory)
+
+    masking.grammars.masks = late  # type: ignore[method-assign]
+    masking.slow.slow_s = masking.slow.timeout_s = -1.0
 
 
 @asynccontextmanager

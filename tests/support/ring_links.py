@@ -106,17 +106,22 @@ class SentLengths:
 
     def __init__(self) -> None:
         self.lengths: dict[int, int] = {}
+        self.left_out = 0  # slots of decode steps that committed nothing
         self._work: dict[int, list[SlotWork]] = {}  # by step
+        self._decodes: set[int] = set()
 
     def planned(self, plan: StepPlan) -> None:
         """A plan leaves for the worker. Audits commit nothing."""
         self._work[plan.step_id] = [] if plan.audit else plan.work
+        if plan.phase is Phase.DECODE and not plan.audit:
+            self._decodes.add(plan.step_id)
 
     def sent(self, result: StepResult) -> None:
         """A result leaves the worker."""
         for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=False):
             before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
             self.lengths[work.slot] = before + len(tokens)
+            self.left_out += not tokens and result.step_id in self._decodes
 
 
 class WatchedInbox:
@@ -147,7 +152,7 @@ class WatchedInbox:
         if isinstance(message, StepResult):
             rows = zip(message.paths, message.last_guesses, message.tokens if message.paths else [], strict=True)
             for path, last_guess, tokens in rows:
-                assert len(path) == len(tokens) - 1, "a column for each token but the bonus"
+                assert not tokens or len(path) == len(tokens) - 1, "a column for each token but the bonus"
                 assert path == sorted(set(path)) and all(0 < column <= last_guess for column in path)
         return message
 

@@ -121,6 +121,8 @@ def check_audits(scheduler: Scheduler) -> None:
         assert run.request.prompt_len <= len(run.tokens) and run.planned_len < len(run.tokens)
         assert len(run.drawn) == len(run.leads) <= max(run.planned_len - run.request.prompt_len + 1, 0)
     assert all(not run.pages and run.slot < 0 and not run.planned_len for run in audits.waiting)
+    known = {run.request.uid for run in [*audits.running, *audits.waiting] if run.audit.admit.sampling.grammar}
+    assert known <= audits._with_grammar.keys() and not known & set(audits._ended), "its grammar was forgotten"
 
 
 def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:

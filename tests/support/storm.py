@@ -24,7 +24,7 @@ import torch
 
 from overlap_spec.config import NGRAM
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
-from overlap_spec.tokenizer.audit.auditor import GIVEN_UP
+from overlap_spec.scheduler.audits import PAGES_NEEDED
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.plain_oracle import PlainOracle
@@ -270,6 +270,7 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["device_ahead"] += ring.inbox.times_ahead
     seen["catch_ups_before_wide_steps"] += ring.plans.catch_ups[True]
     seen["catch_ups_of_full_rings"] += ring.plans.catch_ups[False]
+    seen["left_out"] += ring.inbox.sent.left_out
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
     seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
     seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)
@@ -283,7 +284,7 @@ def check_audit(ring: Ring, seen: Counter[str]) -> None:
     assert not figures.control_differences and not figures.backlog
     seen["audited_requests"] += figures.requests
     seen["audited_tokens"] += figures.tokens
-    seen["audits_given_up"] += report.dropped_because.get(GIVEN_UP, 0)
+    seen["audits_given_up"] += report.dropped_because.get(PAGES_NEEDED, 0)
     seen["audits_begun_again"] += ring.scheduler.queues.audits.num_restarts
     seen["audit_steps_between_others"] += ring.plans.audits_between
 

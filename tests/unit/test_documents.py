@@ -6,16 +6,19 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from documents.fill import BLOCKS, FIGURE, ROOT, documents, fill, generated, prose
 
+import overlap_spec
 from overlap_spec import cli
 from overlap_spec.bench.tables import MARKED
 from overlap_spec.cli import COMMANDS
 from overlap_spec.cli.flags import flag_name
 from overlap_spec.cli.parser import Parser
 from overlap_spec.config.fields import config_fields
+from overlap_spec.messages import SamplingParams
 from overlap_spec.metrics.prometheus import COUNTERS, GAUGES, PREFIX, ServerMetrics
 
 DOCUMENTS = documents()
@@ -143,6 +146,17 @@ def test_a_request_passes_few_files() -> None:
     files = set(re.findall(r"\]\(\.\./([^)]+)\)", section))
     assert 40 <= len(files) <= MOST_FILES and all((ROOT / name).is_file() for name in files)
     assert f"{len(files)} in all" in section
+
+
+def test_every_public_name_is_described() -> None:
+    """In the documents and by itself. The types that the fields of SamplingParams hold are public too."""
+    text = (DOCS / "operating.md").read_text().partition("## From Python")[2].partition("\n## ")[0]
+    names = set(overlap_spec.__all__) - {"__version__"}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+    assert {name for name in names if not (getattr(overlap_spec, name).__doc__ or "").strip()} == set()
+    held = {held for field in get_type_hints(SamplingParams).values() for held in (field, *get_args(field))}
+    own = {each.__name__ for each in held if getattr(each, "__module__", "").startswith("overlap_spec")}
+    assert own - names == {"Thinking"}, "the tokenizer process makes it of `reasoning`"
 
 
 def test_every_metric_is_named() -> None:

@@ -3,23 +3,28 @@
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import Any
 
-Check = Callable[[], None]
+Check = Callable[[], Mapping[str, Any] | None]  # may return figures
 
 
-def run_checks(checks: dict[str, Check], packages: tuple[str, ...]) -> None:
+def run_checks(checks: Mapping[str, Check], packages: tuple[str, ...]) -> None:
     """Run every check and print which passed. A failure is told with its last line."""
-    results = {}
+    results, figures = {}, {}
     for name, check in checks.items():
         try:
-            check()
+            found = check()
             results[name] = "ok"
         except Exception as error:
             traceback.print_exc()
             results[name] = f"{type(error).__name__}: {error}"[:400]
-    print(json.dumps({"versions": {name: version(name) for name in packages}, "checks": results}))
+            continue
+        if found is not None:
+            figures[name] = found
+    summary = {"versions": {name: version(name) for name in packages}, "checks": results}
+    print(json.dumps(summary | ({"figures": figures} if figures else {})))
 
 
 def arguments() -> tuple[str, str]:

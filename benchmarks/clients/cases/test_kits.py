@@ -2,6 +2,9 @@
 
 The kits are mixins of a test class with `base_url`, `process` and `model`; a kit is a file with such mixins. The
 environment names the folder of kits and the server: KITS, BASE_URL, MODEL, TOKENIZER.
+
+The kit of the Messages API imports two classes of sglang for one of its tests, which does not use the server; it is
+loaded with modules that lack them.
 """
 
 import importlib.util
@@ -11,9 +14,38 @@ import sys
 import unittest
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
-KITS = Path(os.environ["KITS"])
+import openai
+import requests
+
+KITS, BASE_URL, MODEL = Path(os.environ["KITS"]), os.environ["BASE_URL"], os.environ["MODEL"]
 FOREIGN = ("from sglang", "import sglang")
+MESSAGES_KIT = "anthropic_messages_kit"
+LACKING = ("sglang", *(f"sglang.srt.entrypoints.anthropic.{name}" for name in ("protocol", "serving")))
+
+
+def flush_cache() -> None:
+    """What a server's test class has for kits of its prefix cache."""
+    requests.post(f"{BASE_URL}/flush_cache", params={"timeout": 30}).raise_for_status()
+
+
+MEMBERS = {  # of the test class that mixes a kit in
+    "base_url": BASE_URL,
+    "model": MODEL,
+    "served_model_name": MODEL,
+    "tokenizer_path": os.environ["TOKENIZER"],
+    "api_key": "none",
+    "client": openai.Client(api_key="none", base_url=f"{BASE_URL}/v1"),
+    "process": SimpleNamespace(poll=lambda: None, pid=os.getpid()),
+    "flush_cache": staticmethod(flush_cache),
+    "cache_chunk_size": 64,
+    # lengths for a context of 8,192 tokens and a processor
+    "abort_all_max_new_tokens": 1000,
+    "waiting_timeout_max_new_tokens": 64,
+    "running_timeout_max_new_tokens": 64,
+    "pause_max_new_tokens": 64,
+}
 
 
 def alone(path: Path) -> bool:
@@ -36,16 +68,11 @@ def cases(module: ModuleType) -> dict[str, type[unittest.TestCase]]:
     for name, mixin in inspect.getmembers(module, inspect.isclass):
         own = mixin.__module__ == module.__name__ and not issubclass(mixin, unittest.TestCase)
         if own and any(each.startswith("test") for each in dir(mixin)):
-            members = {
-                "base_url": os.environ["BASE_URL"],
-                "model": os.environ["MODEL"],
-                "tokenizer_path": os.environ["TOKENIZER"],
-                "process": SimpleNamespace(poll=lambda: None, pid=os.getpid()),
-            }
-            found[f"Test{name}"] = type(f"Test{name}", (mixin, unittest.TestCase), members)
+            found[f"Test{name}"] = type(f"Test{name}", (mixin, unittest.TestCase), MEMBERS)
     return found
 
 
+sys.modules.update({name: MagicMock() for name in LACKING})
 for kit in sorted(KITS.glob("*_kit.py")):
-    if alone(kit):
+    if alone(kit) or kit.stem == MESSAGES_KIT:
         globals().update(cases(load(kit)))

@@ -7,7 +7,7 @@ from overlap_spec.models.layers.head_norm import HeadNormLinear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
+from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear, take_qkv
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -58,7 +58,7 @@ def load_layer(
         ),
         mlp_norm=load_norm(config, checkpoint, f"{prefix}.post_attention_layernorm"),
         mlp=GatedMLP(
-            take_linear(checkpoint, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, hidden, config.mlp_bias),
+            take_gate_up(checkpoint, mlp, hidden, inner, config.mlp_bias),
             take_linear(checkpoint, {f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
         ),
     )
@@ -67,9 +67,7 @@ def load_layer(
 def _load_qkv(
     config: LlamaConfig, checkpoint: Weights, attention: str, shape: AttentionShape, input_size: int
 ) -> Projection:
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
-    qkv = take_linear(checkpoint, sizes, input_size, config.attention_bias.qkv)
+    qkv, _ = take_qkv(checkpoint, attention, shape, input_size, config.attention_bias.qkv)
     if not config.head_norms:
         return qkv
     query, key = (checkpoint.take(f"{attention}.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import Weights
@@ -48,6 +49,21 @@ def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bia
     """Stack linears with the same input. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
     return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+
+
+def take_qkv(
+    checkpoint: Weights, attention: str, shape: AttentionShape, input_size: int, bias: bool = False
+) -> tuple[AnyLinear, tuple[int, int, int]]:
+    """Stack the projections of queries, keys and values. Returns the output rows of each as well."""
+    keys = shape.num_kv_heads * shape.head_dim
+    sizes = (shape.num_heads * shape.head_dim, keys, keys)
+    named = {f"{attention}.{part}_proj": size for part, size in zip("qkv", sizes, strict=True)}
+    return take_linear(checkpoint, named, input_size, bias), sizes
+
+
+def take_gate_up(checkpoint: Weights, mlp: str, input_size: int, size: int, bias: bool = False) -> AnyLinear:
+    """Stack the gate and up projections of a gated MLP."""
+    return take_linear(checkpoint, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, input_size, bias)
 
 
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:

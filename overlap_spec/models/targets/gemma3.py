@@ -20,7 +20,7 @@ from overlap_spec.models.layers.mlp import GeluMLP
 from overlap_spec.models.layers.norm import WideRMSNorm, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
+from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear, take_qkv
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader, DecoderConfig
 
@@ -83,24 +83,23 @@ def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
 def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PostNormLayer:
     name, shape = f"layers.{index}", config.shapes[index]
     hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
-    sizes = (shape.num_heads * dim, shape.num_kv_heads * dim, shape.num_kv_heads * dim)
-    projections = {f"{name}.self_attn.{part}_proj": size for part, size in zip("qkv", sizes, strict=True)}
+    projections, sizes = take_qkv(checkpoint, f"{name}.self_attn", shape, hidden)
     qkv = QueryKeyNormLinear(
-        take_linear(checkpoint, projections, hidden),
+        projections,
         _load_norm(config, checkpoint, f"{name}.self_attn.q_norm", dim),
         _load_norm(config, checkpoint, f"{name}.self_attn.k_norm", dim),
         sizes,
         groups=(shape.num_heads, shape.num_kv_heads),
     )
     output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, sizes[0])
-    gate_up = {f"{name}.mlp.{part}_proj": inner for part in ("gate", "up")}
     return PostNormLayer(
         input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
         attention=SelfAttention(qkv, output, shape),
         attention_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
         mlp_norm=_load_norm(config, checkpoint, f"{name}.pre_feedforward_layernorm", hidden),
         mlp=GeluMLP(
-            take_linear(checkpoint, gate_up, hidden), take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner)
+            take_gate_up(checkpoint, f"{name}.mlp", hidden, inner),
+            take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner),
         ),
         output_norm=_load_norm(config, checkpoint, f"{name}.post_feedforward_layernorm", hidden),
     )

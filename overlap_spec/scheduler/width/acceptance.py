@@ -6,10 +6,10 @@ width w would have accepted those of its columns that are below w. So a step tes
     widths        1         2                 4                        8
     committed     1   +     r1       +     r1 r2         +          r1 r2 r3
 
-Between two widths a group of columns is accepted r times as often as the group before it: in a chain, r is the rate at
-which a guess is accepted after those before it were. Each r is a slow average. The first one that is not tested,
-because steps are narrower, drifts up: so it is tried again now and then, until a few steps show that it still does not
-pay. That takes a share of steps of about DRIFT x what is hoped / what would pay.
+The columns between two widths are a group. Its r is how often it is accepted, relative to the group before: in a chain,
+the rate at which a guess is accepted once those before it were. Each r is a slow average. While steps are narrow, the
+first r beyond them is not tested and drifts up. So that width is tried again now and then, until a few steps show that
+it still does not pay. Such trials take a share of steps of about DRIFT x (hoped-for tokens / tokens that would pay).
 """
 
 import math
@@ -27,7 +27,7 @@ DRIFT = 1 / 256  # how fast hope comes back, in terms of how fast tests take it 
 
 
 def fading(count: int) -> float:
-    """What older tests count for after so many new ones."""
+    """The weight that older tests keep after so many new ones."""
     return math.exp(-count / max(MEMORY, MEMORY_STEPS * count))
 
 

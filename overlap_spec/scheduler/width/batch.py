@@ -1,8 +1,7 @@
-"""How wide the steps of a batch are whose requests may ask for less speculation than the engine has, or for none.
+"""How wide steps are when some requests ask for less speculation than the engine has, or for none.
 
-A policy chooses for requests that are speculated for as far as the engine can, and learns from them alone: guesses that
-were not wanted would teach it that drafts fail. A step is no wider than its requests' limits need, as far as the engine
-has such a width.
+A policy chooses for the requests without a limit and learns from them alone: guesses that a request did not want would
+look like guesses that failed. A step is no wider than the limits of its requests allow, if the engine has such a width.
 """
 
 from collections.abc import Sequence
@@ -41,8 +40,9 @@ class BatchWidths:
         return min(width, self._enough_for(most)) if self._narrows else width
 
     def observe(self, requests: Sequence[Request], result: StepResult) -> None:
-        """Learn from a settled decode step."""
-        rows = [row for row, request in enumerate(requests) if not request.is_limited]
+        """Learn from a settled decode step. Nothing is learnt from a slot that was left out."""
+        runs = result.tokens
+        rows = [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]
         if len(rows) == len(requests):
             self.policy.observe(result)
         elif rows:

@@ -1,12 +1,12 @@
-"""How wide steps of self-drafting methods are: as wide as what is guessed there pays for.
+"""How wide steps of self-drafting methods are: as wide as their guesses pay for.
 
-Guesses of n-grams are free, and a window is filled whole after every step: so a step may have any width, at once. What
-narrow steps leave out is tested all the same: at every width the device reports which guess would have been right next,
-if any. The next windows are taken to be like those of the last result, which are a step or two old: matches go on while
-they are right.
+Guesses of n-grams are free, and the whole window is filled after every step, so the width may change with every step.
+Guesses beyond a narrow step are tested as well: at every width the device reports which guess would have been right
+next, if any. The next windows are expected to be like those of the last result, which is a step or two old: a match
+usually goes on.
 
 A guess after a long match is right more often than one after a short match, so each class of matches has a rate of its
-own. How wide a tree must be for a level, the columns of its right guesses tell.
+own. How many columns a tree needs for a level is learnt from the columns of the right guesses there.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,8 @@
-"""How wide decode steps are: as wide as the window, unless the worker's costs and what was accepted say otherwise.
+"""How wide decode steps are: the whole window, or the width that commits the most tokens per second.
 
-The worker measures at start what a step of each width takes (`StepCosts`); `AcceptedTokens` learns slowly what it
-commits. The width with the most tokens per second is taken, down to 1, which is plain decoding, and kept until another
-one is faster by more than `CLEAR_GAIN`: near break-even nothing changes.
+The worker measures at start what a step of each width takes (`StepCosts`); `AcceptedTokens` learns slowly how
+many tokens it commits. The fastest width is taken, down to 1, which is plain decoding. It is kept until another one is
+faster by more than `CLEAR_GAIN`, so that the width does not swing between two that are about equal.
 """
 
 import bisect
@@ -12,8 +12,8 @@ from typing import Protocol
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.acceptance import AcceptedTokens
 
-CLEAR_GAIN = 1.02  # tokens per second over those of now, for which the width changes
-LASTING_STEPS = 1024  # for which a width is kept before it is logged: trials are not
+CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
+LASTING_STEPS = 1024  # a width is logged once it was kept for so many: trials are not
 
 log = logging.getLogger(__name__)
 

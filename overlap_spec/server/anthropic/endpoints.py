@@ -1,24 +1,15 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from overlap_spec.messages import ChatPrompt
-from overlap_spec.server.anthropic import replies
-from overlap_spec.server.anthropic.requests import (
-    MESSAGES,
-    CountRequest,
-    MessagesRequest,
-    chat_fields,
-    refuse_not_built,
-)
+from overlap_spec.server.anthropic.replies import MessageEvents, MessageHead
+from overlap_spec.server.anthropic.requests import MESSAGES, CountRequest, MessagesRequest, chat_fields
 from overlap_spec.server.bodies import Json, convert, read_json
-from overlap_spec.server.chat_blocks import Blocks, collect_blocks, stream_blocks
-from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
+from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
+from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.streams import EventStream, unless_gone
@@ -45,10 +36,12 @@ class Messages:
         fields = await self._read(request)
         body = convert(fields, MessagesRequest)
         group = prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info)
+        head = MessageHead(group.id, self._info.model_name, body.stop_sequences)
         if body.stream:
-            return EventStream(self._events(group, body.stop_sequences), replies.failed)
+            events = MessageEvents(head)
+            return EventStream(stream_blocks(self._chats.run(group), events), events.failed)
         answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group, streams=False)))
-        return as_json(replies.whole(group.id, self._info.model_name, answer, body.stop_sequences))
+        return as_json(head.whole(answer))
 
     async def count(self, request: Request) -> Response:
         """Count the tokens of the prompt."""
@@ -62,18 +55,5 @@ class Messages:
 
     async def _read(self, request: Request) -> Json:
         fields = await read_json(request, self._info.max_body_bytes)
-        refuse_not_built(fields)
+        MESSAGES.refuse_not_built(fields)
         return fields
-
-    async def _events(self, group: ChatGroup, stop_sequences: list[str]) -> AsyncGenerator[bytes, None]:
-        answer = Blocks()
-        begun = False
-        async with aclosing(stream_blocks(self._chats.run(group), answer)) as steps:
-            async for changes in steps:
-                parts = [] if begun else [replies.opening(group.id, self._info.model_name, answer.usage)]
-                begun = True
-                parts += [replies.block_event(change) for change in changes]
-                if answer.finish is not None:
-                    parts.append(replies.closing(answer, stop_sequences))
-                if parts:
-                    yield b"".join(parts)

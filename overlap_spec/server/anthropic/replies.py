@@ -1,13 +1,12 @@
 """Answers of `/v1/messages`, whole and as events."""
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, assert_never
 
 from overlap_spec.messages import Usage
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.chat_blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grown, Opened
-from overlap_spec.server.chat_runs import ChatFinish
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.streams import named_event
 
@@ -15,56 +14,65 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 PING = named_event("ping", {"type": "ping"})
 
 
-def message(name: str, model: str, content: list[Json], stop: Json, usage: Json) -> Json:
-    """A message, whole or at its beginning."""
-    head = {"id": name, "type": "message", "role": "assistant", "model": model}
-    return {**head, "content": content, **stop, "usage": usage}
+class MessageHead:
+    """What the whole answer and the events of one message share."""
+
+    def __init__(self, name: str, model: str, stop_sequences: Sequence[str]) -> None:
+        self._head = {"id": name, "type": "message", "role": "assistant", "model": model}
+        self._stop_sequences = stop_sequences
+
+    def snapshot(self, content: list[Json], stop: Json, usage: Usage) -> Json:
+        """A message, whole or at its beginning."""
+        return {**self._head, "content": content, **stop, "usage": usage_fields(usage)}
+
+    def whole(self, answer: Blocks) -> Json:
+        """The whole answer. A call that max_tokens has cut is left out: its input is no JSON."""
+        content = [shown for block in answer.blocks if (shown := _content(block)) is not None]
+        return self.snapshot(content, self.stop_fields(answer), answer.usage)
+
+    def stop_fields(self, answer: Blocks) -> Json:
+        """Why the answer ended."""
+        finish = answer.finish
+        assert finish is not None
+        if finish.reason == "stop" and finish.matched in self._stop_sequences:
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
+        return {"stop_reason": STOP_REASONS[finish.reason], "stop_sequence": None}
 
 
-def whole(name: str, model: str, answer: Blocks, stop_sequences: Sequence[str]) -> Json:
-    """The whole answer. A call that max_tokens has cut is left out: its input is no JSON."""
-    assert answer.finish is not None
-    content = [shown for block in answer.blocks if (shown := _content(block)) is not None]
-    return message(name, model, content, stop_fields(answer.finish, stop_sequences), usage_fields(answer.usage))
+class MessageEvents:
+    """A `BlockWriter`: the events of one stream."""
 
+    def __init__(self, head: MessageHead) -> None:
+        self._head = head
 
-def opening(name: str, model: str, usage: Usage) -> bytes:
-    """The first events. No token has been sent yet."""
-    start = Usage(usage.prompt_tokens, usage.cached_tokens, 0, 0)
-    empty = message(name, model, [], {"stop_reason": None, "stop_sequence": None}, usage_fields(start))
-    return _event({"type": "message_start", "message": empty}) + PING
+    def opening(self, answer: Blocks) -> bytes:
+        """The first events. No token has been sent yet."""
+        start = Usage(answer.usage.prompt_tokens, answer.usage.cached_tokens, 0, 0)
+        empty = self._head.snapshot([], {"stop_reason": None, "stop_sequence": None}, start)
+        return _event({"type": "message_start", "message": empty}) + PING
 
+    def change(self, event: BlockEvent, answer: Blocks) -> Iterator[bytes]:
+        """The event of one change of a block."""
+        index = event.block.index
+        match event:
+            case Opened(block):
+                yield _event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
+            case Grown(block, text):
+                yield _event({"type": "content_block_delta", "index": index, "delta": _piece(block.kind, text)})
+            case Closed():
+                yield _event({"type": "content_block_stop", "index": index})
+            case _:
+                assert_never(event)
 
-def block_event(event: BlockEvent) -> bytes:
-    """One event of a block."""
-    index = event.block.index
-    match event:
-        case Opened(block):
-            return _event({"type": "content_block_start", "index": index, "content_block": _empty(block)})
-        case Grown(block, text):
-            return _event({"type": "content_block_delta", "index": index, "delta": _piece(block.kind, text)})
-        case Closed():
-            return _event({"type": "content_block_stop", "index": index})
+    def closing(self, answer: Blocks) -> bytes:
+        """The last events."""
+        delta = self._head.stop_fields(answer)
+        last = {"type": "message_delta", "delta": delta, "usage": usage_fields(answer.usage)}
+        return _event(last) + _event({"type": "message_stop"})
 
-
-def closing(answer: Blocks, stop_sequences: Sequence[str]) -> bytes:
-    """The last events."""
-    assert answer.finish is not None
-    delta = stop_fields(answer.finish, stop_sequences)
-    last = {"type": "message_delta", "delta": delta, "usage": usage_fields(answer.usage)}
-    return _event(last) + _event({"type": "message_stop"})
-
-
-def failed(problem: Problem) -> bytes:
-    """The last event of a stream that fails."""
-    return _event(problem.anthropic())
-
-
-def stop_fields(finish: ChatFinish, stop_sequences: Sequence[str]) -> Json:
-    """Why the answer ended."""
-    if finish.reason == "stop" and finish.matched in stop_sequences:
-        return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}
-    return {"stop_reason": STOP_REASONS[finish.reason], "stop_sequence": None}
+    def failed(self, problem: Problem) -> bytes:
+        """The last event of a stream that fails."""
+        return _event(problem.anthropic())
 
 
 def usage_fields(usage: Usage) -> Json:

@@ -15,9 +15,17 @@ from typing import Annotated, Any, Literal, assert_never
 import msgspec
 from msgspec import Struct
 
-from overlap_spec.server.bodies import Json
+from overlap_spec.server.bodies import Json, without_nulls
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.translation import Dialect
+from overlap_spec.server.translation import (
+    Dialect,
+    choice_of,
+    function_call,
+    function_tool,
+    joined_text,
+    system_message,
+    tool_result,
+)
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):
@@ -153,14 +161,8 @@ MESSAGES = Dialect(
         "parallel_tool_calls": "tool_choice",
         "max_completion_tokens": "max_tokens",
     },
+    not_built=NOT_BUILT,
 )
-
-
-def refuse_not_built(fields: Json) -> None:
-    """Raise a Problem for the first feature that is known and not built."""
-    for name, why in NOT_BUILT.items():
-        if fields.get(name):
-            raise Problem(400, f"{name} is not supported: {why}", name, "unsupported_parameter")
 
 
 def chat_fields(body: MessagesRequest | CountRequest, given: Json) -> Json:
@@ -184,8 +186,7 @@ def _sampling(body: MessagesRequest) -> Json:
     if body.output_config.format is not None:
         schema = {"name": "answer", "schema": body.output_config.format.schema, "strict": True}
         made["response_format"] = {"type": "json_schema", "json_schema": schema}
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    return made | {name: value for name, value in given.items() if value is not None}
+    return made | without_nulls({"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k})
 
 
 def _tools(body: MessagesRequest | CountRequest) -> Json:
@@ -201,19 +202,16 @@ def _tools(body: MessagesRequest | CountRequest) -> Json:
         case "any":
             made["tool_choice"] = "required"
         case "tool":
-            made["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+            made["tool_choice"] = choice_of(choice.name)
         case _:
             assert_never(choice.type)
     return made
 
 
 def _function(tool: Tool) -> Json:
-    function: Json = {"name": tool.name, "parameters": {"type": "object", **tool.input_schema}}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    parameters = {"type": "object", **tool.input_schema}
+    optional = without_nulls({"description": tool.description, "strict": tool.strict})
+    return function_tool({"name": tool.name, "parameters": parameters, **optional})
 
 
 def _thinking(body: MessagesRequest | CountRequest, given: Json) -> Json:
@@ -228,8 +226,7 @@ def _thinking(body: MessagesRequest | CountRequest, given: Json) -> Json:
 
 
 def _messages(body: MessagesRequest | CountRequest) -> list[Json]:
-    system = _text(body.system)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = system_message(joined_text(body.system))
     for index, message in enumerate(body.messages):
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
@@ -252,7 +249,7 @@ def _turn(message: InputMessage, where: str) -> Iterator[Json]:
             case ThinkingBlock():
                 reasoning += block.thinking
             case ToolUseBlock():
-                calls.append(_call(block))
+                calls.append(function_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
             case ToolResultBlock():
                 yield _result(block)
             case _:
@@ -271,23 +268,10 @@ def _check_role(block: Any, role: str, where: str) -> None:
         raise Problem(400, text, "messages", "invalid_value")
 
 
-def _call(block: ToolUseBlock) -> Json:
-    arguments = json.dumps(block.input, ensure_ascii=False)
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
-
-
 def _result(block: ToolResultBlock) -> Json:
     """Chats have no flag for a failed call: the failure is named in its result."""
-    text = _text(block.content or "")
-    return {
-        "role": "tool",
-        "tool_call_id": block.tool_use_id,
-        "content": f"Error: {text}" if block.is_error else text,
-    }
-
-
-def _text(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
+    text = joined_text(block.content or "")
+    return tool_result(block.tool_use_id, f"Error: {text}" if block.is_error else text)
 
 
 def _continues(messages: list[InputMessage]) -> bool:

@@ -1,18 +1,15 @@
 """`POST /v1/responses`."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.server.bodies import convert, read_json
-from overlap_spec.server.chat_blocks import Blocks, collect_blocks, stream_blocks
-from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
+from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
+from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_responses.replies import ResponseEvents, ResponseHead
-from overlap_spec.server.openai_responses.requests import RESPONSES, ResponsesRequest, chat_fields, refuse_not_built
+from overlap_spec.server.openai_responses.requests import RESPONSES, ResponsesRequest, chat_fields
 from overlap_spec.server.streams import EventStream, unless_gone
 from overlap_spec.server.translation import prepare
 
@@ -27,25 +24,12 @@ class Responses:
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of events."""
         fields = await read_json(request, self._info.max_body_bytes)
-        refuse_not_built(fields)
+        RESPONSES.refuse_not_built(fields)
         body = convert(fields, ResponsesRequest)
         group = prepare(self._chats, RESPONSES, fields, chat_fields(body), self._info)
         head = ResponseHead(group.id, self._info.model_name, body, group.requests[0].sampling)
         if body.stream:
             events = ResponseEvents(head)
-            return EventStream(self._events(group, events), events.failed)
+            return EventStream(stream_blocks(self._chats.run(group), events), events.failed)
         answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group, streams=False)))
         return as_json(head.whole(answer))
-
-    async def _events(self, group: ChatGroup, events: ResponseEvents) -> AsyncGenerator[bytes, None]:
-        answer = Blocks()
-        begun = False
-        async with aclosing(stream_blocks(self._chats.run(group), answer)) as steps:
-            async for changes in steps:
-                parts = [] if begun else [events.opening()]
-                begun = True
-                parts += [part for change in changes for part in events.block(change, answer)]
-                if answer.finish is not None:
-                    parts.append(events.closing(answer))
-                if parts:
-                    yield b"".join(parts)

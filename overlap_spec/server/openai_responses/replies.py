@@ -74,18 +74,18 @@ class ResponseHead:
 
 
 class ResponseEvents:
-    """The events of one stream, numbered."""
+    """A `BlockWriter`: the events of one stream, numbered."""
 
     def __init__(self, head: ResponseHead) -> None:
         self._head = head
         self._number = 0
 
-    def opening(self) -> bytes:
+    def opening(self, answer: Blocks) -> bytes:
         """The first events."""
         start = self._head.snapshot("in_progress", [])
         return self._event("response.created", response=start) + self._event("response.in_progress", response=start)
 
-    def block(self, event: BlockEvent, answer: Blocks) -> Iterator[bytes]:
+    def change(self, event: BlockEvent, answer: Blocks) -> Iterator[bytes]:
         """The events of one change of a block."""
         block = event.block
         match event:

@@ -17,7 +17,15 @@ from msgspec import Struct
 
 from overlap_spec.server.bodies import Json, convert, without_nulls
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.translation import Dialect
+from overlap_spec.server.translation import (
+    Dialect,
+    choice_of,
+    function_call,
+    function_tool,
+    joined_text,
+    system_message,
+    tool_result,
+)
 
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -184,14 +192,8 @@ RESPONSES = Dialect(
         "response_format": "text",
         "reasoning_effort": "reasoning",
     },
+    not_built=NOT_BUILT,
 )
-
-
-def refuse_not_built(fields: Json) -> None:
-    """Raise a Problem for the first feature that is known and not built."""
-    for name, why in NOT_BUILT.items():
-        if fields.get(name):
-            raise Problem(400, f"{name} is not supported: {why}", name, "unsupported_parameter")
 
 
 def chat_fields(body: ResponsesRequest) -> Json:
@@ -203,8 +205,7 @@ def chat_fields(body: ResponsesRequest) -> Json:
         "reasoning_effort": body.reasoning.effort,
         "response_format": _response_format(body.text),
     }
-    made = {name: value for name, value in given.items() if value is not None}
-    return {"model": body.model, "messages": _messages(body), **_tools(body), **made}
+    return {"model": body.model, "messages": _messages(body), **_tools(body), **without_nulls(given)}
 
 
 def text_format(text: TextConfig) -> Json:
@@ -232,15 +233,15 @@ def _tools(body: ResponsesRequest) -> Json:
 
 def _function(tool: FunctionTool) -> Json:
     function = {name: value for name, value in msgspec.to_builtins(tool).items() if name != "type"}
-    return {"type": "function", "function": function}
+    return function_tool(function)
 
 
 def _choice(choice: str | NamedFunction) -> str | Json:
-    return choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
+    return choice if isinstance(choice, str) else choice_of(choice.name)
 
 
 def _messages(body: ResponsesRequest) -> list[Json]:
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    system = system_message(body.instructions)
     if isinstance(body.input, str):
         return [*system, {"role": "user", "content": body.input}]
     items = [{"type": "message", **without_nulls(item)} for item in body.input]
@@ -258,14 +259,14 @@ def _turns(items: list[Item]) -> Iterator[Json]:
             case ReasoningItem():
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, number)
             case CallItem():
-                turn.setdefault("tool_calls", []).append(_call(item))
+                turn.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
             case MessageItem(role="assistant"):
-                turn["content"] = _text(item.content)
+                turn["content"] = joined_text(item.content)
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
-                yield {"role": role, "content": _text(item.content)}
+                yield {"role": role, "content": joined_text(item.content)}
             case CallOutputItem():
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                yield tool_result(item.call_id, joined_text(item.output))
             case _:
                 assert_never(item)
     if turn:
@@ -288,17 +289,9 @@ def _assistant(turn: Json) -> Json:
     return {"role": "assistant", "content": None if "tool_calls" in turn else "", **turn}
 
 
-def _call(item: CallItem) -> Json:
-    return {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-
-
-def _text(content: str | list[InputText | OutputText] | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 def _reasoning(item: ReasoningItem, number: int) -> str:
     if item.content:
-        return "".join(part.text for part in item.content)
+        return joined_text(item.content)
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):

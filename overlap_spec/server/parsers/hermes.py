@@ -26,10 +26,7 @@ class HermesParser:
 
     def end(self, is_cut: bool) -> None:
         if self._state == self._object:
-            if is_cut and self._writer.is_open:
-                self._writer.cut()
-            else:
-                self._writer.abandon(self._before + self._call.text)
+            self._writer.break_off(self._before + self._call.text, is_cut)
         self._writer.text(self._opening.flush())
 
     def _text(self, char: str) -> None:

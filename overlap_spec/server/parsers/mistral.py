@@ -30,10 +30,8 @@ class MistralParser:
         self._state(char)
 
     def end(self, is_cut: bool) -> None:
-        if self._state == self._object and is_cut and self._writer.is_open:
-            self._writer.cut()
-        elif self._state == self._object:
-            self._writer.abandon(self._before + self._call.text)
+        if self._state == self._object:
+            self._writer.break_off(self._before + self._call.text, is_cut)
         elif self._state != self._text:
             self._writer.text(self._before)
         self._writer.text(self._marker.flush())

@@ -65,7 +65,7 @@ class CallWriter:
         self._pieces: list[ToolCallPiece] = []
         self._call: list[ToolCallPiece] = []  # of the open call, not yet given out
         self._next_index = 0
-        self._is_open = False
+        self._is_open = False  # whether the name of a call has been written, and its end has not
 
     def text(self, text: str) -> None:
         """Add content."""
@@ -92,9 +92,12 @@ class CallWriter:
             self._close(keeps=self._streams)
         self.text(text)
 
-    def cut(self) -> None:
-        """The answer ends inside the open call, by its length."""
-        self._close(keeps=True)
+    def break_off(self, text: str, is_cut: bool) -> None:
+        """The answer ends inside a call, of which `text` was read. One that the length has cut is given out."""
+        if is_cut and self._is_open:
+            self._close(keeps=True)
+        else:
+            self.abandon(text)
 
     def end(self) -> None:
         """No text follows."""
@@ -108,11 +111,6 @@ class CallWriter:
         self._content.clear()
         self._pieces.clear()
         return found
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the name of a call has been written, and its end has not."""
-        return self._is_open
 
     def _write(self, piece: ToolCallPiece) -> None:
         if self._most_calls is None or self.num_calls < self._most_calls:

@@ -17,18 +17,23 @@ import torch
 from overlap_spec_kernels import (
     NgramLimits,
     NgramLog,
+    allocate_log,
     clear_log,
     ngram_absorb,
     ngram_lookahead,
     ngram_match,
     ngram_merge,
+    with_slots,
 )
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.config import NgramSettings
+from overlap_spec.models.interfaces import DraftProfile, RowBatch, TargetOutput, TreeShape
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.sampling.token_pool import TokenPool
+from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.proposers.ngram_corpus import enter_corpus
+from overlap_spec.spec.proposers.ngram_corpus import enter_corpus, read_corpus
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
 
@@ -129,3 +134,49 @@ class NgramProposer:
     def forget(self) -> None:
         """See `SelfDrafting`."""
         self.memory.forget()
+
+
+@dataclass(frozen=True)
+class NgramDraft:
+    """What n-gram guessing loads: its limits, and the log. It drafts trees, or chains where no node has two children.
+
+    The log takes its memory at load, as weights do, so that KV pages get what it leaves.
+    """
+
+    limits: NgramLimits
+    log: NgramLog
+    num_guesses: int
+    corpus: Tensor  # [n] i32
+
+    @staticmethod
+    def of(asked: NgramSettings, num_guesses: int, place: torch.device) -> "NgramDraft":
+        """Take the log's memory, and read what it begins with. Raises: ConfigError."""
+        limits = NgramLimits(
+            min_match=asked.min_match,
+            max_match=asked.max_match,
+            branch=asked.branch,
+            min_breadth=asked.min_breadth,
+            max_breadth=asked.max_breadth,
+            by_frequency=asked.by_frequency,
+        )
+        corpus = torch.zeros(0, dtype=torch.int32)
+        if asked.corpus is not None:
+            assert asked.tokenizer_dir is not None, "resolve() lets no corpus through without a tokenizer"
+            corpus = read_corpus(asked.corpus, asked.tokenizer_dir, asked.corpus_tokens)
+        return NgramDraft(limits, allocate_log(asked.capacity, place), num_guesses, corpus.to(place))
+
+    @property
+    def profile(self) -> DraftProfile:
+        """Guesses are not drawn at random. What is taken at load is the log, and what it begins with."""
+        num_bytes = self.log.num_bytes + self.corpus.numel() * self.corpus.element_size()
+        return DraftProfile(
+            num_bytes=num_bytes,
+            log_bytes=num_bytes,
+            tree=None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses),
+        )
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> NgramProposer:
+        log = with_slots(self.log, shape.num_rows)
+        memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus)
+        memory.enter_corpus()
+        return NgramProposer(memory, NgramWindows.allocate(shape.num_rows, self.num_guesses, shape.device))

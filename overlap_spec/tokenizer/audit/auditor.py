@@ -37,7 +37,7 @@ from overlap_spec.tokenizer.audit.transcripts import Transcript
 
 MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts
-GIVEN_UP = "requests needed its pages"
+NOT_FINISHED = "aborted or failed before its end"
 CONTROL_EVERY = 16
 RECENT = 1000  # differences that the report holds, of each kind
 LOG_S = 600.0  # between summaries; between faults that are logged, a tenth of it
@@ -51,7 +51,7 @@ class AuditFault(OverlapSpecError):
 
 @dataclass(frozen=True)
 class Run:
-    """What plain decoding draws for the tokens of a request, and the leads of those served."""
+    """What plain decoding draws for the tokens of a request, and the leads of those served; as far as it came."""
 
     drawn: "array[int]"
     leads: "array[float]"
@@ -62,6 +62,10 @@ class Run:
         drawn.frombytes(message.drawn)
         leads.frombytes(message.leads)
         return cls(drawn, leads)
+
+    def cut(self, num_tokens: int) -> "Run":
+        """Its first tokens."""
+        return Run(self.drawn[:num_tokens], self.leads[:num_tokens])
 
 
 @dataclass
@@ -104,15 +108,12 @@ class Auditor:
         """A request was admitted. Returns what is to be kept of it if it is chosen."""
         if not self.num_slots or not self._chooses(admit.uid):
             return None
-        if admit.sampling.grammar is not None:
-            self._skipped["grammar"] += 1  # its masks are made for steps of requests alone
-            return None
         return Transcript(request_id, admit)
 
     def finished(self, transcript: Transcript, finish: Finish) -> None:
         """A chosen request has been served."""
         if finish.kind is FinishKind.ABORT:
-            self._skipped["aborted"] += 1
+            self._skipped[NOT_FINISHED] += 1
         elif not transcript.output:
             self._skipped["no tokens"] += 1
         elif len(self._backlog) >= MOST_WAITING or self._backlog_bytes + transcript.num_bytes > MOST_BYTES:
@@ -121,6 +122,10 @@ class Auditor:
             self._backlog.append(transcript)
             self._backlog_bytes += transcript.num_bytes
             self._start()
+
+    def not_finished(self) -> None:
+        """A chosen request was aborted, or has failed."""
+        self._skipped[NOT_FINISHED] += 1
 
     def _chooses(self, uid: int) -> bool:
         digest = hashlib.blake2b(uid.to_bytes(8, "little"), digest_size=8, key=self.key).digest()
@@ -137,25 +142,27 @@ class Auditor:
 
     def audited(self, message: Audited) -> None:
         """A run has ended. Raises: AuditFault where a fault is to end the engine."""
-        running = self._running[message.uid]
-        if not message.drawn:
-            self._dropped[GIVEN_UP] += 1
-        else:
-            run = Run.of(message)
-            if running.first is None and self._wants_control(running.transcript, run):
-                running.first = run
-                self._send(running.transcript.audit(control=True))
-                return
-            self._judge(running.transcript, *((run, None) if running.first is None else (running.first, run)))
+        running, run = self._running[message.uid], Run.of(message)
+        first = running.first
+        if first is None and self._wants_control(running.transcript, run):
+            running.first = run
+            self._send(running.transcript.audit(control=True))
+            return
+        if run.drawn:
+            self._judge(running.transcript, *((run, None) if first is None else (first.cut(len(run.drawn)), run)))
+        self._dropped.update([message.dropped] if message.dropped else [])
+        self._figures = replace(self._figures, requests=self._figures.requests + (not message.dropped))
         del self._running[message.uid]
         self._start()
         self._log_summary()
 
     def _wants_control(self, transcript: Transcript, run: Run) -> bool:
+        if not run.drawn:
+            return False
         if not self._noise.is_measured or self._figures.requests % CONTROL_EVERY == 0:
             return True
         bound = self._noise.bound
-        pairs = zip(transcript.output, run.drawn, run.leads, strict=True)
+        pairs = zip(transcript.output, run.drawn, run.leads, strict=False)
         return any(served != drawn and -lead > bound for served, drawn, lead in pairs)
 
     def _judge(self, transcript: Transcript, run: Run, control: Run | None) -> None:
@@ -169,7 +176,6 @@ class Auditor:
         num_changed = sum(one != other for one, other in zip(run.drawn, control.drawn, strict=True)) if control else 0
         self._figures = replace(
             before,
-            requests=before.requests + 1,
             tokens=before.tokens + num_tokens,
             near_ties=before.near_ties + len(found) - len(faults),
             faults=before.faults + len(faults),
@@ -181,7 +187,7 @@ class Auditor:
 
     def _differences(self, transcript: Transcript, run: Run, control: Run | None) -> list[Difference]:
         bound, found = self._noise.bound, []
-        for i, (served, drawn, lead) in enumerate(zip(transcript.output, run.drawn, run.leads, strict=True)):
+        for i, (served, drawn, lead) in enumerate(zip(transcript.output, run.drawn, run.leads, strict=False)):
             if served == drawn:
                 continue
             control_margin = None if control is None else -control.leads[i]

@@ -23,7 +23,9 @@ class Transcript:
     @property
     def num_bytes(self) -> int:
         """What it takes of a bounded backlog."""
-        return len(self.admit.prompt) + 4 * len(self.output) + 16 * len(self.steps)
+        grammar = self.admit.sampling.grammar
+        of_grammar = 0 if grammar is None else len(grammar.text)
+        return len(self.admit.prompt) + 4 * len(self.output) + 16 * len(self.steps) + of_grammar
 
     @property
     def prompt_len(self) -> int:

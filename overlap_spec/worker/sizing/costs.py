@@ -20,7 +20,7 @@ REPEATS = 4
 
 
 def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device, ceiling: Ceiling | None = None) -> Roofline:
-    """The models' forwards on this device, whose `ceiling` is found out if it is not given."""
+    """What forwards of the models need of this device. Without `ceiling`, the device's is looked up or measured."""
     ceiling = ceiling or ceiling_of(place, dtype)
     target, draft = models.target, models.proposer.profile
     tree = draft.tree
@@ -36,7 +36,7 @@ def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device, ceil
 
 
 def ceiling_of(place: torch.device, dtype: torch.dtype) -> Ceiling:
-    """From the table, or measured."""
+    """The ceiling of a device that the table has; else it is measured."""
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
     return known_ceiling(name, str(dtype).removeprefix("torch.")) or measure_ceiling(place, dtype)
 

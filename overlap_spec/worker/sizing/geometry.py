@@ -11,15 +11,15 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
-from overlap_spec.worker.grammars import mask_words
 from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
+from overlap_spec.worker.window_masks import mask_words
 
-MAX_DEPTH = 2  # steps in flight that tables and rings are made for
+MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
-TORCH_CHUNK_TOKENS = 512  # attention in torch may hold a number for every head, row and key
-MAX_DEFERRED = 16  # draft rows that one forward catches up with: enough to make its launches and weights cheap
-CPU_AUDITS, GPU_AUDITS = 8, 32  # at once
+TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
+MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
+CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
 MOST_CONTROLS = 128  # rows of a step of controls
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
@@ -71,7 +71,7 @@ class Geometry:
 
 
 class AuditSizes(TypedDict):
-    """Those of `Geometry`."""
+    """The fields of `Geometry` about audits."""
 
     num_audits: int
     num_controls: int
@@ -97,9 +97,10 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
 
 
 def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:
-    """Audits at once, as many as one step holds at little more than the price of one; controls differ clearly in size.
+    """How many audits share a step, and how many rows a step of controls has.
 
-    On a GPU a control has as many rows as a verify step of many requests, so that it meets the same kernels.
+    So many audits cost little more than one. Controls have clearly more rows, to meet the noise of batch shapes: on a
+    GPU as many as a verify step of many requests, for which the same kernels run.
     """
     slots, on_cpu = settings.scheduler.max_running_requests, device.type == "cpu"
     verification = models.method.verification(settings.spec.accept)

@@ -1,6 +1,6 @@
 """Chooses threads and the form of linears on a CPU by timing them on the loaded weights.
 
-It takes most of a second, so what came of it is kept for the next start with the same model, width and machine.
+It takes most of a second, so the result is kept for the next start with the same model, width and machine.
 """
 
 import time
@@ -20,18 +20,18 @@ from overlap_spec.runtime.measured import once
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
 KEPT = "linears"
-MEASURED_BYTES = 128 << 20  # of weights: more than caches hold
-ROUNDS = 2  # after one that does not count
-HOPELESS = 3.0  # times the best form's seconds, in that one: no other round follows
-PROMPT_ROWS = 16  # of prefill, which is so many times as rare as its rows are more
-FASTER = 0.9  # fewer threads must do it in so much of the time
+MEASURED_BYTES = 128 << 20  # of weights that are timed: more than caches hold
+ROUNDS = 2  # timed after the first, which only decides whether the form is hopeless
+HOPELESS = 3.0  # a form whose first round takes so many times the best form's time gets no other round
+PROMPT_ROWS = 16  # of a prefill step; its time counts 1/16, as there is one such step for 16 of a single row
+FASTER = 0.9  # fewer threads are taken if they need at most this share of the time
 
-Seconds = Callable[[Form, int, tuple[int, ...]], float]  # form, threads, at these numbers of rows, one after another
+Seconds = Callable[[Form, int, tuple[int, ...]], float]  # (form, threads, numbers of rows) -> seconds, added up
 
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """What was fastest at the rows of a lone request's step."""
+    """The threads and forms that were fastest for a step of one request."""
 
     threads: int
     target: str
@@ -49,9 +49,9 @@ class LinearChoice:
 
 @torch.inference_mode()
 def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
-    """The models with their linears in the forms that are fastest here, and torch on as many threads.
+    """Put the linears into the forms that are fastest here, and set the number of threads.
 
-    As they were on a GPU, and in other types than float32: float64 is the oracle, the same on every machine.
+    Nothing changes on a GPU, nor in other types than float32: float64 is for tests and the same on every machine.
     """
     if settings.model.device != "cpu" or settings.model.dtype != "float32":
         return models
@@ -67,18 +67,18 @@ def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
 
 
 def use_threads(count: int) -> None:
-    """Set torch's threads, unless there are so many: MKL's are set along, whatever a user has said of them."""
+    """Set torch's threads if the number differs: torch sets MKL's as well, and a user may have set those apart."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
 
 def thread_counts(most: int) -> list[int]:
-    """All, and halves of them, down to one."""
+    """The number itself, and halves of it, down to one."""
     return [most, *thread_counts(most // 2)] if most > 1 else [1]
 
 
 def measure(models: LoadedModels, width: int, counts: list[int]) -> LinearChoice:
-    """Time the forms at `width` rows, the draft's at one too, which is what most of its steps have."""
+    """Time the forms at `width` rows, and those of the draft at one row too, as most of its steps have one."""
     head = getattr(models.target, "head", None)
     of_layers = timer(linear for linear in linears_of(models.target) if linear is not head)
     target = fastest(lambda form: of_layers(form, counts[0], (width,)))
@@ -100,12 +100,12 @@ def fewest_threads(seconds: Callable[[int], float], counts: list[int]) -> int:
 
 
 def fastest(seconds: Callable[[Form], float]) -> str:
-    """The form that takes least."""
+    """The name of the form that takes the least time."""
     return min(FORMS.values(), key=seconds).name
 
 
 def timer(linears: Iterable[object]) -> Seconds:
-    """Times some of the linears, as much memory as does not fit into a cache. Nothing is timed twice."""
+    """What times these linears, as many of them as fill more than a cache. It times nothing twice."""
     measured: list[DenseLinear] = []
     num_bytes = 0
     for linear in linears_of(tuple(linears)):

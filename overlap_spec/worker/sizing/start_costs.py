@@ -23,7 +23,7 @@ KEPT = "start"
 
 @dataclass(frozen=True)
 class StartCosts:
-    """What is told the scheduler of time."""
+    """What the scheduler is told about the time that steps take."""
 
     chunk: ChunkSize
     steps: StepCosts
@@ -31,7 +31,7 @@ class StartCosts:
 
 
 def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
-    """As they were kept, or measured now. Nothing may be in flight; call it after `warm_up`."""
+    """Read the costs that an earlier start has kept, or measure them. Call it after `warm_up`, nothing in flight."""
     if settings.model.device != "cpu":
         return _measure(settings, executor, geometry)
     of = what_they_depend_on(settings)
@@ -39,7 +39,7 @@ def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> S
 
 
 def what_they_depend_on(settings: Settings) -> object:
-    """All of the settings that a step's time may follow, and more."""
+    """Every setting that the time of a step may depend on; some others are among them."""
     model, spec = settings.model, msgspec.structs.replace(settings.spec, draft_path=None)
     sizes = (model.dtype, model.max_len, settings.cache.page_size, settings.num_threads, settings.spin_count)
     return model.files.config, sizes, spec, settings.scheduler, settings.attention
@@ -49,6 +49,6 @@ def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> Star
     on_cpu, scheduler = settings.model.device == "cpu", settings.scheduler
     sized = on_cpu and scheduler.chunk_tokens is None
     chunk = measure_chunk(executor, geometry) if sized else ChunkSize(geometry.max_chunk, 0)
-    ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # then the costs are not used
+    ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # in both cases the costs are not used
     steps = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
     return StartCosts(chunk, steps, ceiling_of(torch.device(settings.model.device), geometry.dtype))

@@ -20,18 +20,18 @@ from overlap_spec.worker.prefill_graphs import GraphPrefiller
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
 
-CHUNK_SECONDS = 0.5  # what a prefill step on a CPU may delay all other requests
+CHUNK_SECONDS = 0.5  # the longest that a prefill step on a CPU may delay the other requests
 PROBE_TOKENS = 64
-PROBE_CONTEXT = 4096  # tokens before the later of the two chunks that are timed: attention is most of it
-PROBES = 3  # of the other, at most
-AGREEING = 1.1  # times the best: two such chunks are enough
-FEW_TOKENS = 16  # of the prompts that warm up a CPU, where nothing is compiled
-SMALL_STEP = 2048  # rows; with more, tensors are large, and fit into what the longest step had
+PROBE_CONTEXT = 4096  # two chunks are timed, one with so many tokens before it: most of its time is attention
+PROBES = 3  # how often the other one is timed, at most
+AGREEING = 1.1  # no more once two times differ by at most this factor
+FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
+SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
 MIN_CHUNK = 16
-COST_CONTEXT = 256  # tokens before the root where decode steps are timed
+COST_CONTEXT = 256  # tokens before the root of the decode steps that are timed
 COST_ROUNDS = 2
-QUEUED_STEPS = 8  # of which CUDA's mean is taken
-CPU_COST_SIZES = (1, 4)  # batches that are timed on a CPU; more rows take as much longer as there are more
+QUEUED_STEPS = 8  # on CUDA so many steps are queued, and their mean is taken
+CPU_COST_SIZES = (1, 4)  # batch sizes that are timed on a CPU, where time grows in proportion beyond them
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
@@ -46,7 +46,7 @@ EVERYTHING = SamplingParams(
     bad_word_ids=((2, 3),),
     seed=0,
     log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
-)  # which compiles what every other kind of sampling needs
+)  # compiles the kernels of every other kind of sampling too
 
 
 def warm_up(
@@ -57,7 +57,7 @@ def warm_up(
 ) -> None:
     """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
 
-    `prompt_lengths`: prompts before those; `num_tokens`: how long the prompts of the variants are.
+    `prompt_lengths`: greedy prompts that are run before. `num_tokens`: the length of the prompts of the variants.
     """
     for length in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
@@ -168,7 +168,7 @@ def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
 
 
 def _agreed(seconds: Callable[[], float]) -> float:
-    """The least of several, which are no more once two agree."""
+    """The least of several times; measuring ends once two agree."""
     taken = [seconds()]
     while len(taken) < PROBES:
         taken.append(seconds())
@@ -179,9 +179,10 @@ def _agreed(seconds: Callable[[], float]) -> float:
 
 
 def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> StepCosts:
-    """Time decode steps of greedy requests at every width that a step may have; nothing where there is only one.
+    """Time decode steps of greedy requests at every width; nothing is timed where there is only one.
 
-    `batch_sizes`: those that are captured; without any, what the scheduler must interpolate from. Call it last.
+    `batch_sizes`: those that are captured, if any are. The scheduler interpolates between the sizes that are timed.
+    Call it last.
     """
     if not geometry.narrower:
         return StepCosts()
@@ -190,7 +191,7 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
     sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
     of_size = _single_steps if on_cpu else _queued_steps
-    # each of all: a short disturbance of the machine spoils no step in every round
+    # all steps in each round: a short disturbance then spoils a step in one round, not in all
     rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
     return StepCosts(tuple(sizes), geometry.step_widths, fastest)
@@ -203,12 +204,12 @@ def _queued_steps(executor: Executor, geometry: Geometry, size: int) -> list[flo
 def _single_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
     """Seconds of one step of each width where nothing is queued, one after another on the same requests.
 
-    The widest is first: each finds the guesses that it needs, and no draft has rows to catch up with.
+    From the widest to the narrowest: so each finds the guesses that it needs, and no draft has rows to catch up with.
     """
     seconds: list[float] = []
     last = geometry.max_len - 1
     start = min(COST_CONTEXT, max(last - 1 - sum(geometry.step_widths), 0))
-    length = last  # at most that of the requests: none has room yet
+    length = last  # so the first width begins new requests
     for width in reversed(geometry.step_widths):
         if length + width > last:
             work = [_prompt(geometry, GREEDY, start, 1, slot) for slot in range(size)]

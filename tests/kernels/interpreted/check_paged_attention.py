@@ -23,7 +23,8 @@ def check(
     torch.testing.assert_close(out, paged_attention_reference(*tensors, scale, window), **CLOSE)
 
 
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("requests", DECODE)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -40,7 +41,8 @@ def test_prefill(requests: list[tuple[int, int]], heads: HeadShape, page_size: i
     check(requests, heads, page_size, num_splits=1)
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("requests", [DECODE[1], [(100, 17), (0, 5)]])
 @pytest.mark.parametrize("window", [1, 6, 50])
 @pytest.mark.parametrize("num_splits", [1, 3])

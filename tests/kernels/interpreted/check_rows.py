@@ -47,7 +47,8 @@ def test_silu_mul(num_rows: int, size: int) -> None:
     torch.testing.assert_close(_silu_mul_triton(gate_up), silu_mul_reference(gate_up), **CLOSE)
 
 
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("heads", [HeadShape(3, 3, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape(6, 6, 128)])

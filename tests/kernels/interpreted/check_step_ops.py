@@ -53,7 +53,8 @@ def check_gather(num_rows: int, width: int, columns: int, page_size: int, longes
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
-@pytest.mark.slow_but_every(11)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(18)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
 @pytest.mark.parametrize("given", [False, True])

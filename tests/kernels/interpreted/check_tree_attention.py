@@ -24,7 +24,8 @@ def check(inputs: TreeInputs, num_programs: int = SPLIT, window: int | None = No
     torch.testing.assert_close(run(inputs, num_programs, window), expected, **CLOSE)
 
 
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("width", "num_extra"), [(1, 1), (4, 9), (16, 16), (10, 65)])

@@ -7,7 +7,7 @@ import torch
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
-from overlap_spec.spec.proposers.ngram_draft import NgramDraft
+from overlap_spec.spec.proposers.ngram import NgramDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3

@@ -229,6 +229,8 @@ def test_the_summary_has_a_column_for_every_batch_size() -> None:
 def test_the_printed_table_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     _print(REPORT)
     printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80, "a heading or a figure is cut in a small terminal"
+    assert printed.count("tok/s") == printed.count("accept") == 1, "the columns of all methods have one heading"
     assert "0.83 slower" in printed and "tree (3, 1, 4): refused: --speculative-eagle-topk" in printed
 
 

@@ -161,7 +161,7 @@ def test_the_prompts_that_ship_are_ten() -> None:
         ({"text": "a", "sampling_params": {"top_k": "x"}}, "top_k: expected `int`, got `str`"),
         ({"text": "a", "sampling_params": {"use_beam_search": True}}, "use_beam_search is not supported"),
         ({"text": "a", "sampling_params": {"n": 2}}, "n: one answer is verified for each line, got 2"),
-        ({"text": "a", "sampling_params": {"regex": "a+"}}, "regex: requests with a grammar are not audited"),
+        ({"text": "a", "sampling_params": {"regex": 3}}, "regex: expected a string"),
     ],
 )
 def test_a_bad_line_is_status_2_and_named(

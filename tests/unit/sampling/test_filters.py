@@ -17,7 +17,7 @@ from torch import Tensor
 from overlap_spec.sampling.sampler import draw_columns, log_weights
 from overlap_spec.sampling.types import Sampling, SamplingWork
 from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 

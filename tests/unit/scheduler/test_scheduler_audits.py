@@ -2,10 +2,21 @@
 
 from array import array
 
+import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.messages import Audit, FlushCache, Phase
-from overlap_spec.scheduler.audits import MOST_STARTS, SHARE
+from overlap_spec.messages import (
+    Audit,
+    DropGrammar,
+    FlushCache,
+    Grammar,
+    GrammarFailed,
+    GrammarKind,
+    GrammarReady,
+    Phase,
+    PrepareGrammar,
+)
+from overlap_spec.scheduler.audits import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
 
 PROMPT = list(range(1, 11))
 
@@ -15,8 +26,11 @@ def make_bench(num_pages: int = 65, **options: object) -> Bench:
     return Bench(ready, **options)
 
 
-def audit(uid: int, prompt: list[int] = PROMPT, num_served: int = 5, control: bool = False) -> Audit:
-    return Audit(make_admit(uid, prompt, num_served), array("i", range(num_served)).tobytes(), control)
+def audit(
+    uid: int, prompt: list[int] = PROMPT, num_served: int = 5, control: bool = False, grammar: Grammar | None = None
+) -> Audit:
+    admit = make_admit(uid, prompt, num_served, grammar=grammar)
+    return Audit(admit, array("i", range(num_served)).tobytes(), control)
 
 
 def test_an_idle_engine_runs_audits_to_their_end() -> None:
@@ -70,7 +84,7 @@ def test_a_request_takes_an_audits_pages_at_once() -> None:
             bench.run_device()
             bench.deliver_result()
     bench.finish_all()
-    assert [message.drawn for message in bench.audited] == [b""]
+    assert [(message.drawn, message.dropped) for message in bench.audited] == [(b"", PAGES_NEEDED)]
     bench.check_streams()
     bench.check_drained()
 
@@ -81,4 +95,72 @@ def test_the_cache_is_flushed_while_audits_run() -> None:
     bench.deliver(FlushCache())
     assert bench.flushed == [True] and bench.scheduler.inflight
     bench.finish_all()
+    bench.check_drained()
+
+
+@pytest.mark.parametrize(("rate", "share"), [(0.001, 64), (0.01, 64), (0.05, 13), (0.5, 1), (1.0, 1)])
+def test_more_steps_are_audits_where_more_requests_are_audited(rate: float, share: int) -> None:
+    assert share_of(rate) == share
+
+
+REGEX = Grammar(GrammarKind.REGEX, "[a-z]+")
+
+
+def drawn_of(bench: Bench) -> list[int]:
+    (message,) = bench.audited
+    return array("i", message.drawn).tolist()
+
+
+def test_an_audit_with_a_grammar_waits_for_one_of_its_own() -> None:
+    bench = make_bench()
+    bench.deliver(audit(7, grammar=REGEX))
+    assert bench.grammars == [PrepareGrammar(-7, REGEX)] and not bench.all_plans
+    bench.deliver(GrammarReady(-7))
+    bench.finish_all()
+    resets = [work.reset for plan in bench.all_plans for work in plan.work if work.reset is not None]
+    assert [reset.grammar for reset in resets] == [-7]
+    assert drawn_of(bench) == [0, 1, 2, 3, 4] and bench.grammars[1:] == [DropGrammar(-7)]
+    bench.check_drained()
+
+
+def test_an_audit_whose_grammar_does_not_compile_is_given_up() -> None:
+    bench = make_bench()
+    bench.deliver(audit(7, grammar=REGEX))
+    bench.deliver(GrammarFailed(-7, "not today"))
+    assert [(message.drawn, message.dropped) for message in bench.audited] == [(b"", GRAMMAR_ENDED)]
+    assert bench.grammars[1:] == [DropGrammar(-7)]
+    bench.check_drained()
+
+
+def test_an_audit_ends_where_its_grammar_does() -> None:
+    """The tokens before are compared; those of the step that could not follow it are not."""
+    bench = make_bench()
+    bench.deliver(audit(7, [9], grammar=REGEX))
+    bench.deliver(GrammarReady(-7))
+    for _ in range(2):
+        bench.run_device()
+        bench.deliver_result()
+    bench.run_device()
+    bench.deliver(GrammarFailed(-7, "no further"))
+    bench.finish_all()
+    assert drawn_of(bench) == [0, 1] and bench.audited[0].dropped == GRAMMAR_ENDED
+    assert len(bench.audited[0].leads) == 8 * 2 and bench.grammars[1:] == [DropGrammar(-7)]
+    bench.check_drained()
+
+
+def test_a_grammar_is_kept_while_a_step_in_flight_has_it() -> None:
+    """The audit is given up while its step is in flight; that its grammar fails meanwhile is no matter."""
+    bench = make_bench(num_pages=15, prefix_cache=False)
+    bench.deliver(audit(1, list(range(1, 31)), 10, grammar=REGEX))
+    bench.deliver(GrammarReady(-1))
+    bench.scheduler.queues.audits.running[0].num_starts = MOST_STARTS
+    bench.admit(make_admit(2, list(range(1, 40)), max_new=4))
+    bench.deliver(GrammarFailed(-1, "late"))
+    assert [message.dropped for message in bench.audited] == [PAGES_NEEDED]
+    assert bench.scheduler.inflight[0].plan.audit and len(bench.grammars) == 1
+    bench.run_device()
+    bench.deliver_result()
+    assert bench.grammars[1:] == [DropGrammar(-1)]
+    bench.finish_all()
+    bench.check_streams()
     bench.check_drained()

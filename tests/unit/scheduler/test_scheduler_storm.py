@@ -36,6 +36,7 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         ready = replace(ready, step_costs=costs)
     options = {
         "widths_seed": seed if ready.max_deferred and not ready.step_costs.widths else None,
+        "leaves_out": 0.3 if seed % 3 == 2 else 0.0,
         "branches": bool(ready.step_costs.widths) and seed % 8 == 1,
     }
     return Bench(ready, rng.choice([1, 2, 2]), seed, prefix_cache=rng.random() < 0.85, **options)
@@ -98,6 +99,7 @@ def run_schedule(seed: int) -> Counter:
     seen["catch-ups of full rings"] = bench.device.num_catch_ups["full"]
     seen["catch-ups before wider steps"] = bench.device.num_catch_ups["wider"]
     seen["prefix hits"] = sum(usage.cached_tokens > 0 for usage in bench.usages.values())
+    seen["left out"] = bench.device.num_left_out
     seen["requests"] = uid
     seen["steps"] = bench.device.last_step
     check_counts(bench)
@@ -124,7 +126,7 @@ def test_random_schedules_give_every_request_its_tokens(capsys):
             raise AssertionError(f"schedule {seed}") from error
     with capsys.disabled():
         print(f"\n{NUM_SCHEDULES} schedules: {dict(seen)}")
-    for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts"):
+    for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out"):
         assert seen[what] > 20, what
     assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import msgspec
 import pytest
 from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
+from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import SamplingDefaults
-from overlap_spec.messages import ChatPrompt, SamplingParams
+from overlap_spec.messages import ChatPrompt, LogProbParams, SamplingParams, Speculative
 from overlap_spec.server.app import create_app
-from overlap_spec.server.choices import choice_seed
+from overlap_spec.server.choices import best_answers, choice_seed
+from overlap_spec.server.running import Collected
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 MESSAGES = [{"role": "user", "content": "one two three"}]
@@ -57,6 +60,32 @@ def test_choices_are_numbered_prompt_by_prompt_and_a_prompt_counts_once() -> Non
     }
     native = ask(FakeClient(), "POST", GENERATE, json={"text": "a b", "rid": "x", "sampling_params": {"n": 2}}).json()
     assert [(each["text"], each["meta_info"]["id"]) for each in native] == [("a b", "x_0"), ("a b", "x_1")]
+
+
+@pytest.mark.parametrize("scores", [[-1.0, -0.5, -2.0, -0.5], [-math.inf, None, -1.0, -math.inf]])
+def test_the_best_answers_come_best_first_and_equals_in_their_order(scores: list[float | None]) -> None:
+    """A score is the mean of an answer's tokens: longer answers are not worse for it. None: no tokens."""
+    answers = []
+    for index, score in enumerate(scores):
+        answer = Collected(Speculative())
+        answer.text = str(index)
+        each = [] if score is None else [score] * (index + 1)
+        answer.log_probs = [TokenLogProb(7, log_prob, b"", [], []) for log_prob in each]
+        answers.append(answer)
+    ordered = sorted(range(4), key=lambda index: (-(-math.inf if scores[index] is None else scores[index]), index))
+    assert [answer.text for answer in best_answers(answers, 4, 3)] == [str(index) for index in ordered[:3]]
+    by_prompt = [answer.text for answer in best_answers(answers, 2, 1)]
+    assert by_prompt == [str(min(pair, key=ordered.index)) for pair in ((0, 1), (2, 3))]
+    assert best_answers(answers, 2, 2) == answers
+
+
+def test_candidates_have_log_probs_only_to_be_ranked() -> None:
+    for best_of, log_probs in ((3, LogProbParams()), (2, None)):
+        client = FakeClient()
+        reply = ask(client, "POST", COMPLETIONS, json={"prompt": "a b", "n": 2, "best_of": best_of, "seed": 5}).json()
+        assert [sampling.log_probs for _, _, sampling in client.asked] == [log_probs] * best_of
+        assert [sampling.seed for _, _, sampling in client.asked] == [choice_seed(5, i) for i in range(best_of)]
+        assert len(reply["choices"]) == 2 and reply["usage"]["completion_tokens"] == 2 * best_of
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

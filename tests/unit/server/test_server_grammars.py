@@ -42,6 +42,7 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_choice": ["a", "b"]}, CHOICE),
     ({"guided_grammar": EBNF.text}, EBNF),
     ({"guided_json_object": True}, OBJECT),
+    ({"guided_decoding": {"json": SCHEMA, "backend": "guidance"}, "guided_decoding_backend": "auto"}, OF_SCHEMA),
     ({"guided_json_object": False, "regex": "", "json_schema": "", "guided_choice": []}, None),
 ]
 PATHS = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]}, "/v1/completions": {"prompt": "x"}}
@@ -71,6 +72,23 @@ def test_white_space_goes_with_the_schema() -> None:
         assert ask(client, "POST", "/v1/completions", json=body).status_code == 200
         grammar = client.asked[0][2].grammar
         assert grammar is not None and json.loads(grammar.text) == {"x-guidance": guidance, **SCHEMA}
+
+
+def test_vllms_older_names_of_white_space_and_library() -> None:
+    client = FakeClient()
+    asked = {"prompt": "x", "guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}
+    assert ask(client, "POST", "/v1/completions", json=asked).status_code == 200
+    grammar = client.asked[0][2].grammar
+    assert grammar is not None and json.loads(grammar.text) == {"x-guidance": {"whitespace_pattern": " ?"}, **SCHEMA}
+    for field, fields in (
+        ("guided_whitespace_pattern", {"guided_whitespace_pattern": " "}),  # of no schema
+        ("guided_whitespace_pattern", {"guided_whitespace_pattern": " ", "regex": "a"}),
+        ("guided_whitespace_pattern", {"guided_whitespace_pattern": 5, "guided_json": SCHEMA}),
+        ("guided_decoding_backend", {"guided_decoding_backend": "xgrammar", "guided_json": SCHEMA}),
+        ("guided_decoding", {"guided_decoding": {"json": SCHEMA, "backend": ["auto"]}}),
+    ):
+        response = ask(FakeClient(), "POST", "/v1/completions", json={"prompt": "x", **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
 def test_a_grammar_needs_a_tokenizer() -> None:

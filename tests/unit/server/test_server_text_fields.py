@@ -97,7 +97,15 @@ def test_token_ids_are_returned_if_asked_for(stream: bool) -> None:
 def test_fields_for_the_clients_own_records_change_nothing() -> None:
     client = FakeClient()
     records = {"user": "me", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    records |= {"prompt_cache_retention": "in_memory", "prompt_cache_options": {"ttl": "30m"}}
     neutral = {"store": False, "service_tier": "auto"}
     for more in ({}, records | neutral):
         assert ask(client, "POST", CHAT, json={"messages": MESSAGES, **more}).status_code == 200
     assert client.asked[0][1:] == client.asked[1][1:]
+
+
+def test_documents_are_the_chat_templates() -> None:
+    client, documents = FakeClient(), [{"title": "a", "text": "b"}]
+    assert ask(client, "POST", CHAT, json={"messages": MESSAGES, "documents": documents}).status_code == 200
+    (_, prompt, _) = client.asked[0]
+    assert isinstance(prompt, ChatPrompt) and prompt.template_kwargs == {"documents": documents}

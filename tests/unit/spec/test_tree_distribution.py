@@ -29,7 +29,7 @@ from torch import Tensor
 
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.rejection import Thresholds
@@ -116,7 +116,7 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 }
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
@@ -174,7 +174,7 @@ WRONG: dict[str, type[TreeThresholdVerifier]] = {
 }
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [4, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:

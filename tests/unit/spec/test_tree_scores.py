@@ -11,7 +11,7 @@ from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]

@@ -22,7 +22,6 @@ def checks(eos: tuple[int, ...] = (2,), most: int = 3, seed: int | None = 1) -> 
         ({}, [], LIMITS, "prompt", "at least one token"),
         ({}, [1, 50], LIMITS, "prompt", "token id 50 is outside the vocabulary"),
         ({}, [-1], LIMITS, "prompt", "token id -1"),
-        ({"stop_token_ids": (3, 77)}, [1], LIMITS, "stop_token_ids", "77"),
         ({"max_new_tokens": 95}, [1] * 6, ROOMY, "max_new_tokens", "maximum context length of 100 tokens"),
         ({"max_new_tokens": 1}, [1] * 100, ROOMY, "prompt", "100 prompt tokens.*maximum context length of 100"),
         ({"max_new_tokens": None}, [1] * 100, ROOMY, "prompt", "maximum context length of 100 tokens"),
@@ -62,6 +61,7 @@ def test_stop_ids_are_eos_and_the_requests_own() -> None:
     rules = checks(eos=(2, 3))
     assert rules.stop_ids(SamplingParams(stop_token_ids=(9, 3))) == (2, 3, 9)
     assert rules.stop_ids(SamplingParams(stop_token_ids=(9,), ignore_eos=True)) == (9,)
+    assert rules.stop_ids(SamplingParams(stop_token_ids=(9, LIMITS.vocab_size))) == (2, 3, 9)  # it is never drawn
     many = checks(eos=tuple(range(100, 100 + MAX_STOP_IDS)))
     with pytest.raises(RequestError) as caught:
         many.stop_ids(SamplingParams(stop_token_ids=(1,)))

@@ -131,7 +131,7 @@ BAD = [
     (TextPrompt("x " * 1500), {}, "prompt"),
     (TextPrompt("x" * 90_000), {}, "prompt"),
     (TextPrompt("Hi"), {"max_new_tokens": 1000}, "max_new_tokens"),
-    (TextPrompt("Hi"), {"stop_token_ids": (49152,)}, "stop_token_ids"),
+    (TextPrompt("Hi"), {"allowed_token_ids": (49152,)}, "allowed_token_ids"),
     (ChatPrompt([]), {}, "messages"),
     (ChatPrompt([{"role": "user", "content": [{"type": "image_url"}]}]), {}, "messages"),
 ]

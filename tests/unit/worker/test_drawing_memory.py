@@ -12,7 +12,7 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, Sampling, SamplingWork
 from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
@@ -20,7 +20,7 @@ from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
 from overlap_spec.worker.sizing.memory_budget import DRAWN_BYTES, LOGIT_BYTES, drawing_bytes
 
 # Slots, rows of each, vocabulary: less than a slice of logits, several slices, and a slot that is more than one.
-SHAPES = [(4, 4, 3000), (96, 4, 32000), (4, 32, 32000), (1, 40, 120_000)]
+SHAPES = [(4, 4, 3000), (48, 4, 32000), (4, 32, 32000), (1, 40, 120_000)]
 WORK = {"sampled": SamplingWork(True, False, False), "filtered": SamplingWork(True, True, False), "all": EVERY_WORK}
 WAYS = ["match", "thresholds", "rejection", "tree thresholds", "children"]
 SORT_BYTES = 40  # of a logit: what torch's sort takes while it runs, which the operations' results do not show
@@ -62,7 +62,8 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: SamplingWork, proce
     return taken + size * rows * vocab * LOGIT_BYTES
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("way", WAYS)

@@ -88,6 +88,7 @@ def test_layers_can_be_captured_with_each_kind() -> None:
     assert decode == {"layers and judge": 9 * KINDS, "draft": 6 * KINDS, "catch up": 3}
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("layers_apart", [True, False])
 @pytest.mark.parametrize(
     ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]

@@ -1,0 +1,127 @@
+"""The requests of a run and when they are sent: read from a JSON-lines file, or written to one.
+
+{"at": 0.5, "prompt_len": 1200, "output_len": 150}
+{"at": 0.7, "prompt": "The sky is", "output_len": 16, "body": {"temperature": 0.8}}
+{"id": "first", "at": 0, "prompt_len": 8000, "output_len": 64, "row": 1}
+{"after": "first", "at": 0.5, "prompt_len": 8200, "output_len": 64, "row": 1}
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from overlap_spec.errors import ConfigError
+
+FIRST_ID = 5  # ids below are often special tokens
+ROW_BITS = 48
+OWN_ROWS = 1 << 32  # rows of requests that name none begin here
+RESERVED = {"prompt", "text", "input_ids", "max_tokens", "max_new_tokens", "stream", "stream_options"}
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One request. `at`: seconds from the start, or from the end of the request whose `id` is in `after`.
+
+    `prompt`: a text or token ids; without it, `prompt_len` random ids. Prompts of the same `row` begin with the same
+    ids, others share nothing. `body`: fields of the request's body. `tag`: requests with figures of their own.
+    `ends_run`: when it is answered, the other requests of its client are cut off.
+    """
+
+    at: float
+    output_len: int
+    prompt: str | list[int] | None = None
+    prompt_len: int = 0
+    row: int | None = None
+    id: str = ""
+    after: str = ""
+    tag: str = ""
+    ends_run: bool = False
+    body: dict[str, Any] = {}
+
+
+def read_arrivals(path: str) -> list[Arrival]:
+    """The arrivals of a file. Raises: ConfigError that names the line and the field."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError("arrivals", f"cannot read {path}: {error.strerror}") from None
+    arrivals: list[Arrival] = []
+    known: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            arrival = msgspec.json.decode(line, type=Arrival)
+            _check(arrival, known)
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ConfigError("arrivals", f"{path} line {number}: {error}") from None
+        arrivals.append(arrival)
+        known.add(arrival.id)
+    if not arrivals:
+        raise ConfigError("arrivals", f"{path} has no requests")
+    return arrivals
+
+
+def write_arrivals(path: str, arrivals: Sequence[Arrival]) -> None:
+    """Write a file that `read_arrivals` reads."""
+    Path(path).write_bytes(b"".join(msgspec.json.encode(arrival) + b"\n" for arrival in arrivals))
+
+
+def with_rows(arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """The same; each has a row, so that its prompt does not depend on how requests are shared among processes."""
+    return [
+        msgspec.structs.replace(arrival, row=OWN_ROWS + index) if arrival.row is None else arrival
+        for index, arrival in enumerate(arrivals)
+    ]
+
+
+def shared_out(arrivals: Sequence[Arrival], count: int) -> list[list[Arrival]]:
+    """`count` parts of about equal size. What waits for another request is in the same part."""
+    part_of: dict[str, int] = {}
+    parts: list[list[Arrival]] = [[] for _ in range(count)]
+    turn = 0
+    for arrival in arrivals:
+        if arrival.after:
+            part = part_of[arrival.after]
+        else:
+            part, turn = turn, (turn + 1) % count
+        parts[part].append(arrival)
+        if arrival.id:
+            part_of[arrival.id] = part
+    return parts
+
+
+def prompt_of(arrival: Arrival, vocab_size: int, seed: int) -> str | list[int]:
+    """The arrival's prompt. Of the same row and seed, a shorter random prompt is the beginning of a longer one."""
+    if arrival.prompt is not None:
+        return arrival.prompt
+    assert arrival.row is not None, "with_rows has given one"
+    rng = random.Random((seed << ROW_BITS) + arrival.row)
+    return rng.choices(range(FIRST_ID, vocab_size), k=arrival.prompt_len)
+
+
+def check_body(body: dict[str, Any]) -> None:
+    """Raises: ValueError for a field that is made of other fields of an arrival."""
+    if reserved := RESERVED & body.keys():
+        raise ValueError(f"body: {min(reserved)} is set by the load generator; give prompt, prompt_len or output_len")
+
+
+def _check(arrival: Arrival, known: set[str]) -> None:
+    """Raises: ValueError naming the field."""
+    if not 0 <= arrival.at < float("inf"):
+        raise ValueError(f"at: must be seconds from 0 on, got {arrival.at}")
+    if arrival.output_len < 1:
+        raise ValueError(f"output_len: must be at least 1, got {arrival.output_len}")
+    if (arrival.prompt is None) == (arrival.prompt_len == 0) or arrival.prompt_len < 0:
+        raise ValueError("prompt_len: give either prompt, or prompt_len of at least 1")
+    if arrival.prompt is not None and not arrival.prompt:
+        raise ValueError("prompt: is empty")
+    if arrival.row is not None and arrival.row < 0:
+        raise ValueError(f"row: must be at least 0, got {arrival.row}")
+    check_body(arrival.body)
+    if arrival.id and arrival.id in known:
+        raise ValueError(f"id: {arrival.id!r} is the id of an earlier line")
+    if arrival.after and arrival.after not in known:
+        raise ValueError(f"after: {arrival.after!r} is the id of no earlier line")

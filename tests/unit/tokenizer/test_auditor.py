@@ -1,0 +1,233 @@
+"""What the audit concludes from the leads of two runs. The scheduler is a list of what it was sent."""
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from overlap_spec.config import AuditSettings
+from overlap_spec.messages import Admit, Audit, Audited, Finish, FinishKind, SamplingParams, StopSpeculating
+from overlap_spec.tokenizer.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
+from overlap_spec.tokenizer.audit.fault_file import FaultFile
+from overlap_spec.tokenizer.audit.noise import ENOUGH, FACTOR, BatchNoise
+
+FLOOR = 0.5
+SERVED = [11, 12, 13, 14]
+SURE = [9.0, 9.0, 9.0, 9.0]  # leads of tokens that plain decoding draws too
+END = Finish(FinishKind.LENGTH)
+
+
+@dataclass
+class Bench:
+    """An auditor. `wrong` in `runs`: tokens that plain decoding draws instead, with the margins, by index."""
+
+    file: Path
+    settings: AuditSettings = AuditSettings(1.0)
+    measured: bool = True
+    num_slots: int = 2
+    sent: list[Audit | StopSpeculating] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        noise = BatchNoise(FLOOR)
+        if self.measured:
+            noise.add(array("d", [1.0] * ENOUGH), array("d", [1.0] * ENOUGH))
+        self.auditor = Auditor(self.settings, noise, FaultFile(str(self.file)), self.sent.append)
+        self.auditor.num_slots = self.num_slots
+
+    def serve(self, uid: int, finish: Finish = END, served: list[int] = SERVED) -> None:
+        """A request in two steps."""
+        sampling = SamplingParams(max_new_tokens=len(served), seed=1)
+        transcript = self.auditor.opened(f"r{uid}", Admit(uid, array("i", [7, 8, 9]).tobytes(), sampling, (), 0.0))
+        assert transcript is not None
+        transcript.add(20, served[:3])
+        transcript.add(22, served[3:])
+        self.auditor.finished(transcript, finish)
+
+    def audited(self, uid: int, wrong: dict[int, float] | None = None, cut: int = 4, dropped: str = "") -> None:
+        drawn = [99 if i in (wrong or {}) else token for i, token in enumerate(SERVED)][:cut]
+        leads = [-(wrong or {}).get(i, -lead) for i, lead in enumerate(SURE)][:cut]
+        self.auditor.audited(Audited(uid, array("i", drawn).tobytes(), array("d", leads).tobytes(), dropped))
+
+    def run(self, uid: int, *runs: dict[int, float]) -> None:
+        """A request, served and audited; there are as many runs as the auditor wants."""
+        before = len(self.sent)
+        self.serve(uid)
+        for wrong in runs:
+            self.audited(uid, wrong)
+        audits = [each for each in self.sent[before:] if isinstance(each, Audit)]
+        assert [each.control for each in audits] == [False, True][: len(runs)]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Near-ties and faults."""
+        figures = self.auditor.report().figures
+        return figures.near_ties, figures.faults
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """One that has had the first request, which is always run twice."""
+    bench = Bench(tmp_path / "faults.jsonl")
+    bench.run(1, {}, {})
+    return bench
+
+
+def test_a_margin_within_the_noise_is_a_near_tie(bench: Bench) -> None:
+    bench.run(2, {1: FLOOR})
+    assert bench.counts == (1, 0) and not bench.file.exists()
+
+
+def test_a_margin_beyond_the_noise_in_both_runs_is_a_fault(bench: Bench) -> None:
+    bench.run(2, {1: FLOOR + 0.1}, {1: FLOOR + 0.2})
+    (fault,) = bench.auditor.report().recent
+    assert fault.is_fault and (fault.served, fault.drawn) == (12, 99)
+    assert (fault.position, fault.step_id) == (3 + 1, 20) and fault.bound == FLOOR
+    assert (fault.margin, fault.control_margin) == (FLOOR + 0.1, FLOOR + 0.2)
+
+
+@pytest.mark.parametrize("second", [{}, {1: FLOOR}], ids=["none", "within the noise"])
+def test_a_margin_that_the_second_run_does_not_have_is_a_near_tie(bench: Bench, second: dict[int, float]) -> None:
+    bench.run(2, {1: 3.0}, second)
+    assert bench.counts == (1, 0)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_fault_is_found_at_any_token(bench: Bench, index: int) -> None:
+    bench.run(2, {index: 3.0}, {index: 3.0})
+    (fault,) = bench.auditor.report().recent
+    assert fault.position == 3 + index and fault.step_id == (20 if index < 3 else 22)
+
+
+def test_a_difference_does_not_hide_the_next(bench: Bench) -> None:
+    bench.run(2, {0: 0.1, 1: 3.0, 3: 4.0}, {0: 0.1, 1: 3.0, 3: 4.0})
+    assert bench.counts == (1, 2)
+    record = msgspec.json.decode(bench.file.read_bytes())
+    assert [fault["position"] for fault in record["faults"]] == [4, 6]
+    assert record["prompt_ids"] == [7, 8, 9] and record["output_ids"] == SERVED
+    assert (record["step_ids"], record["step_tokens"]) == ([20, 22], [3, 1])
+
+
+def test_a_forbidden_token_has_no_margin(bench: Bench) -> None:
+    bench.run(2, {2: 1e30}, {2: 1e30})
+    (fault,) = bench.auditor.report().recent
+    assert fault.is_fault and fault.margin is None and fault.control_margin is None
+
+
+def test_every_16th_request_has_a_control(bench: Bench) -> None:
+    for uid in range(2, 2 * CONTROL_EVERY + 2):
+        bench.run(uid, *({} for _ in range(1 if (uid - 1) % CONTROL_EVERY else 2)))
+    figures = bench.auditor.report().figures
+    assert figures.requests == 2 * CONTROL_EVERY + 1 and figures.tokens == 4 * figures.requests
+    assert figures.control_tokens == 4 * 3 and figures.control_differences == 0
+
+
+def test_every_request_has_a_control_until_the_noise_is_measured(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "faults.jsonl", measured=False)
+    for uid in range(1, ENOUGH // 4 + 1):
+        bench.run(uid, {}, {})
+    bench.run(uid + 1, {})
+
+
+def test_what_two_runs_differ_by_is_counted_and_is_noise(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "faults.jsonl", measured=False)
+    bench.run(1, {0: 2.0}, {0: 1.0})  # the served token was behind by 2 logits, or by 1
+    report = bench.auditor.report()
+    assert report.figures.bound == FACTOR and bench.counts == (1, 0)
+    assert report.figures.control_differences == 0
+    bench.run(2, {}, {3: 0.1})
+    assert bench.auditor.report().figures.control_differences == 1
+
+
+def test_disable_switches_speculation_off_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "faults.jsonl", AuditSettings(1.0, "disable"))
+    for uid in (1, 2):
+        bench.run(uid, {0: 3.0}, {0: 3.0})
+    assert sum(isinstance(each, StopSpeculating) for each in bench.sent) == 1
+    assert not bench.auditor.report().figures.speculating
+
+
+def test_stop_raises(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "faults.jsonl", AuditSettings(1.0, "stop"))
+    with pytest.raises(AuditFault, match="token 11 was served, plain decoding draws 99"):
+        bench.run(1, {0: 3.0}, {0: 3.0})
+    assert bench.file.exists()
+
+
+def test_log_goes_on(bench: Bench) -> None:
+    bench.run(2, {0: 3.0}, {0: 3.0})
+    assert not any(isinstance(each, StopSpeculating) for each in bench.sent)
+    assert bench.auditor.report().figures.speculating
+
+
+def test_what_was_not_audited_is_counted_by_reason(bench: Bench) -> None:
+    bench.serve(2, Finish(FinishKind.ABORT))
+    bench.serve(3, served=[])
+    bench.auditor.not_finished()
+    bench.serve(4)
+    bench.audited(4, cut=0, dropped="requests needed its pages")
+    report = bench.auditor.report()
+    assert report.skipped_because == {"aborted or failed before its end": 2, "no tokens": 1}
+    assert report.dropped_because == {"requests needed its pages": 1}
+    assert (report.figures.skipped, report.figures.dropped, report.figures.requests) == (3, 1, 1)
+    assert not report.figures.backlog
+
+
+def test_an_audit_that_ends_early_is_judged_as_far_as_it_came(bench: Bench) -> None:
+    bench.serve(2)
+    for _ in range(2):
+        bench.audited(2, {1: 3.0}, cut=2, dropped="its grammar could be followed no further")
+    report = bench.auditor.report()
+    assert bench.counts == (0, 1) and report.figures.requests == 1 and report.figures.tokens == 4 + 2
+    assert report.dropped_because == {"its grammar could be followed no further": 1}
+
+
+def test_requests_wait_in_a_bounded_backlog(bench: Bench) -> None:
+    for uid in range(2, 2 + bench.num_slots + MOST_WAITING + 3):
+        bench.serve(uid)
+    report = bench.auditor.report()
+    assert report.dropped_because == {"the backlog is full": 3}
+    assert report.figures.backlog == bench.num_slots + MOST_WAITING
+    num_sent = len(bench.sent)
+    bench.audited(2)
+    assert len(bench.sent) == num_sent + 1, "the next one is started"
+
+
+def test_as_many_requests_are_chosen_as_were_asked_for(tmp_path: Path) -> None:
+    auditor = Bench(tmp_path / "faults.jsonl", AuditSettings(0.05)).auditor
+    admits = (Admit(uid, b"\0\0\0\0", SamplingParams(), (), 0.0) for uid in range(1, 10_001))
+    chosen = sum(auditor.opened("r", admit) is not None for admit in admits)
+    assert 400 < chosen < 600
+    off = Bench(tmp_path / "faults.jsonl", num_slots=0).auditor
+    assert off.opened("r", Admit(1, b"", SamplingParams(), (), 0.0)) is None and off.report().why_off
+
+
+# --- the noise --------------------------------------------------------------------------------------------------------
+
+
+def noise_of(changes: list[float]) -> BatchNoise:
+    noise = BatchNoise(1e-9)
+    noise.add(array("d", [5.0] * len(changes)), array("d", [5.0 - change for change in changes]))
+    return noise
+
+
+def test_few_changes_bound_the_noise_by_the_largest() -> None:
+    assert noise_of([0.01, 0.04, 0.02]).bound == pytest.approx(FACTOR * 0.04)
+    assert noise_of([]).bound == 1e-9
+
+
+def test_many_changes_bound_it_by_all_but_one_in_a_thousand() -> None:
+    noise = noise_of([0.01] * 9990 + [0.02] * 9 + [7.0])
+    assert noise.is_measured and noise.bound == pytest.approx(FACTOR * 0.01, rel=0.08)
+    assert noise_of([0.01] * 9989 + [0.02] * 11).bound == pytest.approx(FACTOR * 0.02, rel=0.08)
+    for _ in range(100):
+        noise.add(array("d", [0.01] * 100), array("d", [0.0] * 100))
+    assert noise.bound == pytest.approx(FACTOR * 0.01, rel=0.08), "it does not grow with what is learnt"
+    assert noise.quantile(0.5) == pytest.approx(0.01, rel=0.08)
+
+
+def test_forbidden_tokens_tell_nothing() -> None:
+    noise = BatchNoise(0.1)
+    noise.add(array("d", [-1e30, 1e30, 1.0]), array("d", [2.0, -1e30, 1.25]))
+    assert noise.num_leads == 1 and noise.bound == pytest.approx(0.75)
