@@ -17,7 +17,7 @@ from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.draw_contexts import level_context, window_context
 from overlap_spec.spec.interfaces import SpecMethod
 from overlap_spec.spec.proposers.none import NoProposer
-from overlap_spec.spec.proposers.tree_children import top_children
+from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.rejection import draw_guess
