@@ -25,7 +25,8 @@ from overlap_spec.worker.executor import Executor
 
 ALL = AuditSettings(1.0)
 Plant = Callable[[Executor, Chance], None]
-WRONG_EVERY = dict.fromkeys(PLANTS, 400)  # windows: about one token in a thousand is wrong
+# Windows: about one error in a thousand tokens changes a token. Of stale rows half do, of shifted windows one in four.
+WRONG_EVERY = {"a rejected guess accepted": 800, "a stale KV row": 400, "a window one position off": 200}
 FORBIDDEN = 3  # a token that no grammar of letters allows
 every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
@@ -120,6 +121,26 @@ def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> No
     report = asyncio.run(constrained(codec, grammars, lambda ring: None, method))
     assert report.figures.requests == 2 * len(grammars) and report.figures.tokens > 20 * len(grammars)
     assert not report.recent and not report.skipped_because and not report.dropped_because
+
+
+def test_a_grammar_begins_again_where_its_audit_does(codec: TextCodec) -> None:
+    """After the audit has lost its pages."""
+
+    async def serve() -> AuditReport:
+        config = RingConfig(grammars=True, max_len=200, audit=ALL)
+        async with running(tiny_loaded(0, config.num_steps), config, codec) as ring:
+            audits = ring.scheduler.queues.audits
+            await ring.ask([11, 40, 71, 9], SamplingParams(max_new_tokens=48, temperature=1, seed=7, grammar=LETTERS))
+            async with asyncio.timeout(30):
+                while not (audits.running and len(audits.running[0].drawn) > 3):
+                    await asyncio.sleep(0)
+            audits.give_back()
+            await ring.idle()
+            assert audits.num_restarts == 1
+            return ring.auditor.report()
+
+    report = asyncio.run(serve())
+    assert report.figures.tokens == 48 and not report.recent and not report.dropped_because
 
 
 def test_a_wrong_mask_is_a_fault(codec: TextCodec) -> None:

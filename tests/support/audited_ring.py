@@ -17,7 +17,7 @@ from overlap_spec.worker.executor import Executor
 from support.ring import Ring, RingConfig, running, tiny_loaded
 
 BATCH = 32
-CONTEXT = 0.5  # what came before matters more than in other rings: a wrong row then makes a wrong token more often
+CONTEXT = 1.0  # what came before matters more than in other rings: a wrong row then makes a wrong token more often
 Plant = Callable[[Executor], None]
 
 
@@ -32,7 +32,7 @@ class Served:
 
 def audited_config(rate: float, **engine: object) -> RingConfig:
     """Larger than a storm's ring, so that most steps have a full batch; audits have the share of an engine's."""
-    config = RingConfig(num_slots=BATCH, num_pages=800, page_size=16, max_len=200, chunk_tokens=1024, num_steps=3)
+    config = RingConfig(num_slots=BATCH, num_pages=800, page_size=16, max_len=200, chunk_tokens=1024, num_steps=1)
     audits = {"audit": AuditSettings(rate), "audit_slots": BATCH, "audit_share": share_of(rate)}
     return replace(config, **audits, **engine)  # type: ignore[arg-type]
 

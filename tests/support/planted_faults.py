@@ -1,14 +1,14 @@
 """Errors of speculative decoding, planted into the verify steps of a ring: the live audit must find each kind.
 
-Plain steps, prefill and audits run through the same target and are left alone. Which windows an error goes into depends
-on their roots, and on nothing that time decides: the same requests have the same errors in any batches.
+Windows are chains. Plain steps, prefill and audits run through the same target and are left alone. Which windows an
+error goes into depends on their roots, and on nothing that time decides: the same requests have the same errors in any
+batches.
 """
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
@@ -20,7 +20,7 @@ from overlap_spec.worker.executor import Executor
 
 @dataclass
 class Chance:
-    """One window in `every`, on average. `num_planted` counts them."""
+    """One window in `every`, on average. `num_planted` counts the errors."""
 
     every: float
     seed: int = 0
@@ -29,10 +29,12 @@ class Chance:
     def picks(self, roots: Tensor, positions: Tensor) -> list[int]:
         """Indices of the windows that have the error."""
         windows = zip(roots.tolist(), positions.tolist(), strict=True)
-        hashes = (zlib.crc32(b"%d %d %d" % (self.seed, *window)) for window in windows)
-        picked = [index for index, value in enumerate(hashes) if value * self.every < 1 << 32]
+        picked = [index for index, window in enumerate(windows) if self._hash(*window) * self.every < 1 << 32]
         self.num_planted += len(picked)
         return picked
+
+    def _hash(self, *window: int) -> int:
+        return int.from_bytes(blake2b(b"%d %d %d" % (self.seed, *window), digest_size=4).digest())
 
 
 class AcceptsRejected:
@@ -46,9 +48,10 @@ class AcceptsRejected:
         drawn = self._inner.verify(window, lazy_logits, batch)
         if window.tokens.shape[1] == 1:
             return drawn
-        tokens = drawn.tokens.clone()
-        for slot in self._chance.picks(window.tokens[:, 0], window.positions[:, 0]):
-            tokens[slot, 0] = torch.where(window.tokens[slot, 1] >= 0, window.tokens[slot, 1], tokens[slot, 0])
+        tokens, guesses = drawn.tokens.clone(), window.tokens[:, 1]
+        (rejected,) = ((guesses >= 0) & (guesses != tokens[:, 0])).nonzero(as_tuple=True)
+        for picked in self._chance.picks(window.tokens[rejected, 0], window.positions[rejected, 0]):
+            tokens[rejected[picked], 0] = guesses[rejected[picked]]
         return replace(drawn, tokens=tokens)
 
 

@@ -164,3 +164,18 @@ def test_a_grammar_is_kept_while_a_step_in_flight_has_it() -> None:
     bench.finish_all()
     bench.check_streams()
     bench.check_drained()
+
+
+def test_a_step_in_flight_does_not_count_once_the_pages_are_lost() -> None:
+    """The audit begins again, and draws every token once."""
+    bench = make_bench()
+    bench.deliver(audit(1, [9]))
+    for _ in range(3):
+        bench.run_device()
+        bench.deliver_result()
+    audits = bench.scheduler.queues.audits
+    assert len(audits.running[0].drawn) == 3 and bench.scheduler.inflight
+    audits.give_back()
+    bench.finish_all()
+    assert drawn_of(bench) == [0, 1, 2, 3, 4] and audits.num_restarts == 1
+    bench.check_drained()
