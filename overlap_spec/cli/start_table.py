@@ -11,6 +11,7 @@ from overlap_spec.messages import CudaFacts, EngineFacts
 from overlap_spec.server.parsers.formats import AUTO, call_format, reasoning_format
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+QUEUE_ORDER = {"fcfs": "first come, first served", "lpm": "longest cached prefix first"}
 PLAIN_WIDTH = 120  # columns where stdout is no terminal
 
 
@@ -50,7 +51,8 @@ def _settled(settings: Settings, facts: EngineFacts) -> dict[str, str]:
         "dtype, device": f"{model.dtype}, {model.device}",
         "steps in flight": f"{scheduler.depth}" + (" (overlapped)" if scheduler.depth > 1 else " (no overlap)"),
         "context": f"{model.max_len} tokens",
-        "requests": f"at most {scheduler.max_running_requests} running",
+        "requests": f"at most {scheduler.max_running_requests} running, {QUEUE_ORDER[scheduler.schedule_policy]}",
+        **_gap(scheduler.max_gap_s),
         "sampling defaults": _sampling(settings.server.sampling_defaults),
     }
 
@@ -70,6 +72,10 @@ def _read(settings: Settings, facts: EngineFacts) -> dict[str, str]:
     }
     by = {AUTO: " (by the chat template)"}
     return {what: (form.name if form else "not read") + by.get(name, "") for what, (name, form) in found.items()}
+
+
+def _gap(max_gap_s: float | None) -> dict[str, str]:
+    return {} if max_gap_s is None else {"chunks beside decoding": f"at most {max_gap_s * 1000:g} ms"}
 
 
 def _made_up(load_format: str) -> str:

@@ -10,6 +10,7 @@ Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 AuditAction = Literal["log", "disable", "stop"]
+SchedulePolicy = Literal["fcfs", "lpm"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "qwen25", "qwen", "llama3_json", "llama3", "pythonic", "llama4_pythonic", "mistral"
 ]
@@ -125,6 +126,21 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     chunked_prefill_size: Annotated[
         int | None, Meta(description="prompt tokens in a prefill step; -1: unbounded; default: from the machine")
     ] = None
+    max_gap_ms: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="most ms that a prompt chunk keeps decoding requests waiting; default 25 on a GPU, and on a"
+                " CPU half a second",
+            ),
+        ]
+        | None
+    ) = None
+    schedule_policy: Annotated[
+        SchedulePolicy,
+        Meta(description="which waiting request gets a slot: the first come, or the longest cached prefix"),
+    ] = "fcfs"
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False

@@ -169,7 +169,10 @@ class CacheSettings(Struct, frozen=True):
 
 
 class SchedulerSettings(Struct, frozen=True):
-    """Owner: scheduler. `depth`: steps in flight. `chunk_tokens` None: the worker measures it; -1: unbounded."""
+    """Owner: scheduler. `depth`: steps in flight. `chunk_tokens` None: the worker measures it; -1: unbounded.
+
+    `max_gap_s`: seconds that a prompt chunk may keep decoding requests waiting; None: as many as its size takes.
+    """
 
     max_running_requests: int
     depth: int
@@ -178,6 +181,8 @@ class SchedulerSettings(Struct, frozen=True):
     width_rules: tuple[WidthRule, ...] = ()  # empty: adaptive widths follow measured costs
     keeps_width: bool = False  # explicit numbers: a step is narrower only if results show that no slot has a guess
     width_padding: tuple[int, ...] = ()  # batch sizes that a rule's batch is rounded up to
+    max_gap_s: float | None = None
+    schedule_policy: str = "fcfs"  # or lpm
     synthetic_acceptance: bool = False  # every log line with an accept length reports it
 
 

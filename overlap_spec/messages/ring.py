@@ -124,6 +124,19 @@ class StepCosts(Message, frozen=True):
     seconds: tuple[tuple[float, ...], ...] = ()
 
 
+class PrefillCosts(Message, frozen=True):
+    """What a prefill step takes, measured: step_s + rows * token_s + pairs * pair_s seconds.
+
+    Pairs are of a prompt token and a key that it attends to. `padded_rows`: a step of no more rows than the last of
+    these takes as long as one of the next of them, ascending. Without a `token_s` nothing was measured.
+    """
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    padded_rows: tuple[int, ...] = ()
+
+
 class WorkerReady(Message, frozen=True):
     """All the scheduler knows of model, method and memory.
 
@@ -158,6 +171,7 @@ class WorkerReady(Message, frozen=True):
     first_audit_slot: int = 0
     audit_slots: int = 0
     control_slots: int = 0
+    prefill_costs: PrefillCosts = PrefillCosts()
 
 
 class StepResult(Message, frozen=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from overlap_spec.messages import Admit
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prefix_cache import TOKEN_BYTES
+from overlap_spec.scheduler.queue_order import QueueOrder
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 
@@ -62,27 +63,30 @@ class NewTokenRatio:
 
 
 class Admission:
-    """Moves the head of the queue into a slot when there is room; strictly first come, first served."""
+    """Moves requests from the queue into slots when there is room; none passes the one whose turn it is."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits) -> None:
+    def __init__(self, queues: RequestQueues, limits: Limits, order: QueueOrder) -> None:
         self.ratio = NewTokenRatio()
         self._queues = queues
         self._limits = limits
+        self._order = order
 
     def admit_next(self) -> Request | None:
-        """Start the oldest waiting request; None if it does not fit now."""
+        """Start the waiting request whose turn it is; None if it does not fit now."""
         queues, memory = self._queues, self._queues.memory
         if not queues.waiting or not queues.free_slots or queues.victims_leaving:
             return None
         if not queues.running:
             self.ratio.reset()
-        request = queues.waiting[0]
+        request = self._order.next(queues.waiting)
         match = memory.match(request)
         needed = memory.pages_to_start(request) - len(match.pages)
         spare = memory.num_available - match.num_evictable - needed
         if spare < 0 or (queues.running and spare * self._limits.page_size < self._growth(request)):
             return None
-        return queues.start(match)
+        if request is not queues.waiting[0]:
+            queues.waiting[0].passed += 1
+        return queues.start(request, match)
 
     def _growth(self, newcomer: Request) -> float:
         """Tokens that the running requests and this one are expected to add."""

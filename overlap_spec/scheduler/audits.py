@@ -28,6 +28,7 @@ from overlap_spec.messages import (
     StepPlan,
     StepResult,
 )
+from overlap_spec.scheduler.chunk_sizes import ChunkSizes
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request, unpack_tokens
@@ -94,11 +95,12 @@ class AuditRun:
 class Audits:
     """Owner of the audits' slots and pages. At most one step of theirs is in flight."""
 
-    def __init__(self, memory: RequestPages, limits: Limits) -> None:
+    def __init__(self, memory: RequestPages, limits: Limits, chunks: ChunkSizes) -> None:
         self.waiting: deque[AuditRun] = deque()
         self.running: list[AuditRun] = []  # oldest first
         self._memory = memory
         self._limits = limits
+        self._chunks = chunks
         self.free_slots = [limits.first_audit_slot + i for i in reversed(range(limits.audit_slots))]
         self._in_step: list[AuditRun] | None = None
         self._controls_next = False
@@ -195,16 +197,18 @@ class Audits:
             self.running.append(run)
 
     def _prefill(self, step_id: int) -> StepPlan | None:
-        budget = CHUNK_BUDGET
+        budget, room = CHUNK_BUDGET, self._chunks.room(decoding=True)
         runs: list[AuditRun] = []
         work: list[SlotWork] = []
         for run in self.running:
             if not run.prefills:
                 continue
-            most = max(self._limits.affordable(budget, run.planned_len), 0 if work else 1)
+            most = min(self._limits.affordable(budget, run.planned_len), room.fitting(run.planned_len, len(run.tokens)))
+            most = max(most, 0 if work else 1)
             if most == 0:
                 break
             end = min(run.planned_len + most, run.request.prompt_len - 1)
+            room.take(run.planned_len, end - run.planned_len)
             budget = max(budget - self._limits.chunk_cost(run.planned_len, end - run.planned_len), 0.0)
             work.append(run.work(end))
             runs.append(run)

@@ -8,12 +8,14 @@ from overlap_spec.messages import WorkerReady
 from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.admission import Admission
 from overlap_spec.scheduler.audits import Audits
+from overlap_spec.scheduler.chunk_sizes import ChunkSizes
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links, Scheduler
 from overlap_spec.scheduler.pages import PagePool
-from overlap_spec.scheduler.planner import Planner
+from overlap_spec.scheduler.planner import Planner, Policies
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+from overlap_spec.scheduler.queue_order import QUEUE_ORDERS
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
@@ -36,12 +38,15 @@ def build_scheduler(
     pool = PagePool(limits.num_pages)
     prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
-    queues = RequestQueues(memory, limits.num_slots, Audits(memory, limits))
+    chunks = ChunkSizes(limits, ready.prefill_costs, settings.max_gap_s)
+    queues = RequestQueues(memory, limits.num_slots, Audits(memory, limits, chunks))
     counters = Counters(runs=[0] * (limits.width + 1))
     widths = BatchWidths(_width_policy(ready, settings), limits)
-    planner = Planner(queues, Admission(queues, limits), limits, counters, widths)
+    policies = Policies(widths, chunks)
+    admission = Admission(queues, limits, QUEUE_ORDERS[settings.schedule_policy](memory))
+    planner = Planner(queues, admission, limits, counters, policies)
     kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
-    ledger, reporter = Ledger(queues, limits, counters, widths), Reporter(queues, limits, counters, clock)
+    ledger, reporter = Ledger(queues, limits, counters, policies), Reporter(queues, limits, counters, clock)
     return kind_of_loop(queues, planner, ledger, reporter, links)
 
 

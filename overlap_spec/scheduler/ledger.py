@@ -23,20 +23,21 @@ from overlap_spec.messages import (
 )
 from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.planner import Policies
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.batch import BatchWidths
 
 
 class Ledger:
     """Applies results and aborts to the queues."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, widths: BatchWidths) -> None:
+    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, policies: Policies) -> None:
         self._queues = queues
         self._counters = counters
         self._limits = limits
-        self._widths = widths
+        self._widths = policies.widths
+        self._chunks = policies.chunks
         self._speculative = limits.width > 1
         self._roofline = limits.roofline
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
@@ -50,6 +51,7 @@ class Ledger:
         if step.plan.phase is Phase.DECODE:
             self._settle_decode(step, result, deltas)
         else:
+            self._chunks.observe(step.expected_s, result.gpu_time)
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
         return deltas if deltas.uids or deltas.prompt_log_probs else None

@@ -57,10 +57,10 @@ class Limits:
         return num_tokens / self.chunk_tokens + num_tokens * (start + num_tokens / 2) * self._pair_cost
 
     def affordable(self, budget: float, start: int) -> int:
-        """The longest chunk from position `start` that costs at most `budget`: the root of a quadratic."""
+        """The longest chunk from position `start` that costs at most `budget`."""
         per_token = 1 / self.chunk_tokens + start * self._pair_cost
         budget += 1e-9  # so that rounding does not take a token off a whole chunk
-        return int(2 * budget / (per_token + math.sqrt(per_token**2 + 2 * self._pair_cost * budget)))
+        return longest_chunk(budget, per_token, self._pair_cost)
 
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
@@ -72,3 +72,8 @@ class Limits:
         if settings.chunk_tokens == -1:
             return max(ready.chunk_tokens, ready.max_len)
         return min(settings.chunk_tokens or ready.chunk_tokens, ready.chunk_tokens)
+
+
+def longest_chunk(budget: float, per_token: float, per_pair: float) -> int:
+    """The most tokens n for which n * per_token + n**2 / 2 * per_pair is at most `budget`."""
+    return int(2 * budget / (per_token + math.sqrt(per_token**2 + 2 * per_pair * budget)))

@@ -9,11 +9,15 @@ How wide a decode step is, is `width/batch.py`'s decision. At width 1 the draft 
 catches up when it is wider than that, or when a slot's deferred rows would become more than the worker keeps.
 """
 
+from dataclasses import dataclass
+
 from msgspec.structs import replace
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.scheduler.admission import Admission
+from overlap_spec.scheduler.chunk_sizes import ChunkRoom, ChunkSizes
 from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.prompt_turns import PromptTurns
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
@@ -21,14 +25,24 @@ from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.policy import FixedWidth
 
 
+@dataclass(frozen=True)
+class Policies:
+    """What steps are sized by; the ledger tells them what steps took and committed."""
+
+    widths: BatchWidths
+    chunks: ChunkSizes
+
+
 class Planner:
     """Prefill chunks and decode steps take turns while there is work for both; audits (`audits.py`) come last."""
 
     def __init__(
-        self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, widths: BatchWidths
+        self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, policies: Policies
     ) -> None:
         self.limits = limits
-        self.widths = widths
+        self.widths = policies.widths
+        self.chunks = policies.chunks
+        self._turns = PromptTurns()
         self._queues = queues
         self._admission = admission
         self.counters = counters
@@ -62,37 +76,41 @@ class Planner:
     # --- prefill --------------------------------------------------------------------------------------------
 
     def _prefill(self) -> Step | None:
-        """Fill the chunk budget, oldest request first; at most one prompt is left unfinished."""
+        """Fill a step with chunks of the unfinished prompts; at most one chunk is cut for want of room."""
+        while self._admission.admit_next():
+            pass
+        unfinished = self._queues.unfinished
+        if not unfinished:
+            return None
         work: list[SlotWork] = []
         requests: list[Request] = []
         ends: list[int] = []
-        budget = 1.0  # of a step; what is left is checked for the request at hand
-        while self.limits.affordable(budget, 0) and (request := self._next_to_prefill()):
-            end = self._chunk_end(request, budget, alone=not work)
+        room = self.chunks.room(decoding=self._some_decode())
+        for request in self._turns.order(unfinished, room):
+            if request.planned_len == request.cached_len:
+                self._queues.memory.match_again(request)
+            end = self._chunk_end(request, room, alone=not work)
             if end == request.planned_len:
                 break
-            budget -= self.limits.chunk_cost(request.planned_len, end - request.planned_len)
+            room.take(request.planned_len, end - request.planned_len)
             work.append(self._chunk(request, end))
             requests.append(request)
             ends.append(end)
             if end < request.target:
                 break
-        return self._step(Phase.PREFILL, work, requests, ends, self.limits.width) if work else None
+        return self._step(Phase.PREFILL, work, requests, ends, self.limits.width, expected_s=room.expected_s)
 
-    def _next_to_prefill(self) -> Request | None:
-        """The running request whose prompt is unfinished (only the youngest can be), or a newly admitted one."""
-        running = self._queues.running
-        if running and running[-1].planned_len < running[-1].target:
-            return running[-1]
-        request = self._admission.admit_next()
-        if request and request.cached_tokens < 0:
-            request.cached_tokens = request.cached_len
-            self.counters.admitted(request)
-        return request
+    def _some_decode(self) -> bool:
+        """Whether a decode step could be planned now, so that requests wait for a step of prompts."""
+        return any(
+            request.planned_len == request.target
+            and len(request.tokens) + request.pending_min < request.committed_limit
+            for request in self._queues.running
+        )
 
-    def _chunk_end(self, request: Request, budget: float, alone: bool) -> int:
-        """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the budget ends."""
-        most = self.limits.affordable(budget, request.planned_len)
+    def _chunk_end(self, request: Request, room: ChunkRoom, alone: bool) -> int:
+        """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the room ends."""
+        most = room.fitting(request.planned_len, request.target - request.planned_len)
         end = request.planned_len + (max(most, 1) if alone else most)
         if end >= request.target:
             return request.target
@@ -103,9 +121,13 @@ class Planner:
 
     def _chunk(self, request: Request, end: int) -> SlotWork:
         start, completes, first = request.planned_len, end == request.target, request.planned_len == request.cached_len
+        if request.cached_tokens < 0:
+            request.cached_tokens = request.cached_len
+            self.counters.admitted(request)
         request.planned_len = end
         request.in_flight += 1
         if completes:  # exactly one token follows; the pages for it are there since the request was placed
+            self._queues.unfinished.remove(request)
             request.pending_min += 1
             request.pending_max += 1
             request.decode_work = SlotWork(request.slot)
@@ -196,7 +218,8 @@ class Planner:
         ends: list[int],
         width: int,
         catch_up: bool = False,
+        expected_s: float = 0.0,
     ) -> Step:
         self._last = phase
         self._next_step_id += 1
-        return Step(StepPlan(self._next_step_id, phase, work, width, catch_up), requests, ends)
+        return Step(StepPlan(self._next_step_id, phase, work, width, catch_up), requests, ends, expected_s)

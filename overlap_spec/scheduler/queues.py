@@ -31,6 +31,7 @@ class RequestQueues:
         self._ended: list[int] = []  # uids of requests with a grammar that are gone
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
+        self.unfinished: list[Request] = []  # of the running ones, those whose prompts are; oldest first
         self.leaving: list[Request] = []  # still in flight; nothing more is planned
         self.num_limited = 0  # of the running ones, those that limit their speculation
         self.free_slots = list(range(num_slots - 1, -1, -1))
@@ -59,14 +60,15 @@ class RequestQueues:
         self.open[request.uid] = request
         self.waiting.append(request)
 
-    def start(self, match: Match) -> Request:
-        """Give the head of the queue a slot and pages."""
-        request = self.waiting.popleft()
+    def start(self, request: Request, match: Match) -> Request:
+        """Give a waiting request a slot and pages."""
+        self.waiting.remove(request)
         self.memory.place(request, match)
         request.slot = self.free_slots.pop()
         request.running = True
         self.num_limited += request.is_limited
         insort(self.running, request, key=ARRIVAL)
+        insort(self.unfinished, request, key=ARRIVAL)
         return request
 
     def leave(self, request: Request) -> None:
@@ -74,6 +76,8 @@ class RequestQueues:
         request.running = False
         self.num_limited -= request.is_limited
         self.running.remove(request)
+        if request.planned_len < request.target:
+            self.unfinished.remove(request)
         self.leaving.append(request)
         self.step_settled(request)
 

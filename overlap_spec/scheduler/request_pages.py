@@ -77,6 +77,20 @@ class RequestPages:
         request.planned_len = request.prefilled_len = request.cached_len
         request.target = len(request.tokens)
 
+    def match_again(self, request: Request) -> None:
+        """Let a request of which nothing is planned yet start from the longer prefix that others have cached."""
+        match = self.match(request)
+        if len(match.pages) <= request.num_shared:
+            return
+        self.cache.lock(match.node)
+        self.pool.hold(match.pages)
+        self.cache.unlock(request.node)
+        self.pool.drop(reversed(request.pages[: len(match.pages)]))
+        request.node = match.node
+        request.num_shared = len(match.pages)
+        request.pages[: len(match.pages)] = match.pages
+        request.cached_len = request.planned_len = request.prefilled_len = len(match.pages) * self._limits.page_size
+
     def extend(self, request: Request, count: int) -> list[int]:
         """Append pages to a request's table. Returns them. Raises: OutOfPages."""
         pages = self._take(count)

@@ -32,7 +32,7 @@ class Request:
 
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
-        "most_steps", "node", "num_shared", "order", "pages", "pending_max", "pending_min", "planned_len",
+        "most_steps", "node", "num_shared", "order", "pages", "passed", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
         "uid", "unabsorbed", "verify_steps",
     )  # fmt: skip
@@ -53,6 +53,7 @@ class Request:
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
+        self.passed = 0  # how many younger requests went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         # Steps in flight: how many, and how many tokens they commit at least and at most.
         self.in_flight = 0
@@ -126,9 +127,11 @@ class Request:
 class Step:
     """A plan in flight and the requests whose work it holds, in plan order.
 
-    `chunk_ends`: in prefill, the position after each row's chunk; empty in decode.
+    In prefill, `chunk_ends` are the positions after each row's chunk, and `expected_s` is how long the worker's costs
+    let the step take.
     """
 
     plan: StepPlan
     requests: list[Request]
     chunk_ends: list[int]
+    expected_s: float = 0.0

@@ -35,6 +35,11 @@ class PromptGraphs:
     parts: PartGraphs[Prefilled, Published]
 
 
+def captured_rows(most_rows: int) -> tuple[int, ...]:
+    """The sizes, ascending, that are captured where a row has at most so many positions."""
+    return tuple(rows for rows in ROWS if rows <= most_rows)
+
+
 class GraphPrefiller:
     """Replays the smallest captured size that holds the step's rows. `most_rows`: positions that a row may have.
 
@@ -44,7 +49,7 @@ class GraphPrefiller:
     def __init__(self, step: PrefillStep, slots: SlotRows, most_rows: int, layers_apart: bool = LAYERS_APART) -> None:
         self._step = step
         self._slots = slots
-        self._shapes = [PromptShape(rows, CHUNKS + 1, rows) for rows in ROWS if rows <= most_rows]
+        self._shapes = [PromptShape(rows, CHUNKS + 1, rows) for rows in captured_rows(most_rows)]
         self._layers_apart = layers_apart
         self._graphs: dict[PromptShape, PromptGraphs] = {}
         self._running: PromptGraphs | None = None  # of the step being launched

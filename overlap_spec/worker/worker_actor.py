@@ -59,6 +59,7 @@ def worker_ready(
         vocab_size=models.target.vocab_size,
         chunk_tokens=chunk.tokens,
         chunk_pairs=chunk.pairs,
+        prefill_costs=chunk.costs,
         step_costs=costs,
         max_deferred=0 if executor.is_self_drafting else geometry.max_deferred,
         roofline=ceiling,

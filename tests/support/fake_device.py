@@ -10,6 +10,7 @@ import random
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
@@ -40,6 +41,7 @@ from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from support.memory_link import MemoryLink
+from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
 from support.scheduler_invariants import check_invariants
 
@@ -72,7 +74,7 @@ def expected_stream(admit: Admit) -> tuple[list[int], Finish]:
     return tokens, Finish(FinishKind.LENGTH)
 
 
-def make_ready(**changes: int) -> WorkerReady:
+def make_ready(**changes: Any) -> WorkerReady:
     fields = {
         "num_slots": 8,
         "num_pages": 65,
@@ -295,13 +297,19 @@ class Bench:
         self.inbox: MemoryLink = MemoryLink(ToScheduler)
         self.worker: MemoryLink = MemoryLink(ToWorker)
         self.tokenizer: MemoryLink = MemoryLink(ToTokenizer)
-        settings = SchedulerSettings(options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None)
+        settings = SchedulerSettings(
+            options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None,
+            max_gap_s=options.pop("max_gap_s", None), schedule_policy=options.pop("schedule_policy", "fcfs"),
+        )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
             self.scheduler.planner.widths.policy = RandomWidths(widths_seed, ready.width)
+        chunks_seed = options.pop("chunks_seed", None)
+        if chunks_seed is not None:
+            self.scheduler.planner.chunks = RandomChunks(chunks_seed, self.scheduler.limits)
         self.plans: deque[StepPlan] = deque()  # sent, not yet run
         self.results: deque[StepResult] = deque()  # run, not yet delivered
         self.all_plans: list[StepPlan] = []

@@ -61,6 +61,7 @@ from overlap_spec.worker.window_masks import HostWindow
 from overlap_spec.worker.worker_actor import worker_ready
 from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
+from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
@@ -129,6 +130,8 @@ class RingConfig:
     audit_share: int = 3  # of so many steps one is an audit's, while requests run
     grammars: bool = False  # requests may have grammars
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
+    chunks_seed: int | None = None  # prompts are cut anywhere, by a generator with this seed; None: where they must be
+    schedule_policy: str = "fcfs"
     late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
     trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
@@ -179,7 +182,9 @@ class Ring:
         back = FromThread(self.to_scheduler, self.inbox.sent)
         self.tracer = self._tracer()
         self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0), self.tracer)
-        settings = SchedulerSettings(config.num_slots, config.depth, config.chunk_tokens, 0)
+        settings = SchedulerSettings(
+            config.num_slots, config.depth, config.chunk_tokens, 0, schedule_policy=config.schedule_policy
+        )
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         self.plan_trace = recorder(SCHEDULER, None if config.trace_dir is None else str(config.trace_dir))
         links = Links(self.inbox, self.plans, self.to_tokenizer, self.plan_trace)
@@ -197,6 +202,8 @@ class Ring:
         )
         if config.widths_seed is not None:
             self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
+        if config.chunks_seed is not None:
+            self.scheduler.planner.chunks = RandomChunks(config.chunks_seed, self.scheduler.limits)
         self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()

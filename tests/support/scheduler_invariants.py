@@ -10,6 +10,7 @@ from itertools import pairwise
 from overlap_spec.messages import Phase
 from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node
+from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
 from overlap_spec.scheduler.requests import Request
 
 
@@ -40,11 +41,9 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
     assert all(a.order < b.order for a, b in pairwise(queues.running)), "running out of order"
     assert all(a.order < b.order for a, b in pairwise(queues.waiting)), "waiting out of order"
-    if queues.running and queues.waiting:
-        assert queues.running[-1].order < queues.waiting[0].order, "a younger request runs before an older one"
-    for victim in queues.leaving:
-        passed = victim.finish is None and any(request.order > victim.order for request in queues.running)
-        assert not passed, "a younger request passed a preempted one"
+    check_order(scheduler)
+    unfinished = [request for request in queues.running if request.planned_len < request.target]
+    assert queues.unfinished == unfinished, "a prompt is not known to be unfinished, or is finished"
     assert all(request.running and request.finish is None for request in queues.running)
     assert all(not request.running and request.in_flight for request in queues.leaving), "left, but not let go of"
     assert all(not request.pages and request.slot < 0 and not request.in_flight for request in queues.waiting)
@@ -52,6 +51,19 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
         request.uid for request in [*placed, *queues.waiting, *queues.preparing.values()] if request.finish is None
     ]
     assert sorted(unfinished) == sorted(queues.open), "a request was lost"
+
+
+def check_order(scheduler: Scheduler) -> None:
+    """Nobody goes before an older one, unless by their prefix; then only so often."""
+    queues = scheduler.queues
+    if isinstance(scheduler.planner._admission._order, LongestPrefix):
+        assert all(request.passed <= MOST_PASSED for request in queues.open.values()), "passed too often"
+        return
+    if queues.running and queues.waiting:
+        assert queues.running[-1].order < queues.waiting[0].order, "a younger request runs before an older one"
+    for victim in queues.leaving:
+        passed = victim.finish is None and any(request.order > victim.order for request in queues.running)
+        assert not passed, "a younger request passed a preempted one"
 
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:

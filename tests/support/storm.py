@@ -190,7 +190,8 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
     """One schedule. Returns how often each tested event happened."""
     rng = random.Random(seed)
     crowded = rng.random() < 0.25  # long answers that together exceed the pool: a request must be preempted
-    config = with_room(replace(random_config(rng, crowded), **engine))
+    cuts = {"chunks_seed": seed if seed % 2 else None, "schedule_policy": "lpm" if seed % 3 == 0 else "fcfs"}
+    config = with_room(replace(random_config(rng, crowded), **{**cuts, **engine}))
     requests = [
         replace(request, sampling=limited(request.sampling, config.num_steps))
         for request in random_requests(rng, rng.randint(4, 10), crowded)

@@ -31,6 +31,7 @@ from overlap_spec.errors import ConfigError
 DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
 DEFAULT_COMPILED_BATCH = 32  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
+GPU_GAP_MS = 25.0
 SPIN_S = 0.02  # longer than a decode step of a large model
 SPIN_CORES = 6  # two for the polling processes, the rest for tokenizer, server and clients
 
@@ -65,6 +66,8 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             max_running_requests=running,
             depth=1 if config.disable_overlap_schedule else 2,
             chunk_tokens=_resolve_chunk(config),
+            max_gap_s=_resolve_gap(config, device),
+            schedule_policy=config.schedule_policy,
             seed=config.random_seed,
             width_rules=rules,
             keeps_width=keeps_width(spec, config) and not rules,
@@ -216,6 +219,11 @@ def _resolve_chunk(config: EngineConfig) -> int | None:
             "chunked_prefill_size", f"must be -1 (unbounded) or at least the page size {config.page_size}, got {chunk}"
         )
     return chunk
+
+
+def _resolve_gap(config: EngineConfig, device: str) -> float | None:
+    milliseconds = config.max_gap_ms or (GPU_GAP_MS if device == "cuda" else None)
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _resolve_cache(config: EngineConfig) -> CacheSettings:

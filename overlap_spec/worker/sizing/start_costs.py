@@ -3,7 +3,7 @@
 On a CPU they take seconds, so they are kept for the next start with the same model, settings and machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -13,9 +13,10 @@ from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill_graphs import captured_rows
 from overlap_spec.worker.sizing.costs import ceiling_of
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import ChunkSize, measure_chunk, measure_steps
+from overlap_spec.worker.sizing.warmup import ChunkSize, measure_chunk, measure_prefill, measure_steps
 
 NO_COSTS = StepCosts()
 KEPT = "start"
@@ -47,8 +48,14 @@ def what_they_depend_on(settings: Settings) -> object:
 
 def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
     on_cpu, scheduler = settings.model.device == "cpu", settings.scheduler
-    sized = on_cpu and scheduler.chunk_tokens is None
-    chunk = measure_chunk(executor, geometry) if sized else ChunkSize(geometry.max_chunk, 0)
+    chunk = ChunkSize(geometry.max_chunk, 0)
+    if not on_cpu and scheduler.max_gap_s is not None:
+        rows = captured_rows(min(geometry.max_len, geometry.max_chunk)) if settings.graph_batch_sizes else ()
+        chunk = ChunkSize(chunk.tokens, 0, measure_prefill(executor, geometry, rows))
+    elif on_cpu and scheduler.chunk_tokens is None:
+        chunk = measure_chunk(executor, geometry)
+    elif on_cpu and scheduler.max_gap_s is not None:
+        chunk = replace(chunk, costs=measure_chunk(executor, geometry).costs)
     ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # in both cases the costs are not used
     steps = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)
     return StartCosts(chunk, steps, ceiling_of(torch.device(settings.model.device), geometry.dtype))

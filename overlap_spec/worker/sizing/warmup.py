@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from overlap_spec.messages import LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepCosts, StepPlan
+from overlap_spec.messages import (
+    LogProbParams,
+    Phase,
+    PrefillCosts,
+    ResetSlot,
+    SamplingParams,
+    SlotWork,
+    StepCosts,
+    StepPlan,
+)
 from overlap_spec.worker.audit import GraphAuditor
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
@@ -24,15 +33,18 @@ CHUNK_SECONDS = 0.5  # the longest that a prefill step on a CPU may delay the ot
 PROBE_TOKENS = 64
 PROBE_CONTEXT = 4096  # two chunks are timed, one with so many tokens before it: most of its time is attention
 PROBES = 3  # how often the other one is timed, at most
+PREFILL_PROBES = (1024, 4096, 16384)  # on CUDA: tokens of a short chunk, of a long one, and before another short one
 AGREEING = 1.1  # no more once two times differ by at most this factor
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
 MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root of the decode steps that are timed
 COST_ROUNDS = 2
+QUEUED_PROMPTS = 2  # on CUDA so many prefill steps are queued, and the faster counts
 QUEUED_STEPS = 8  # on CUDA so many steps are queued, and their mean is taken
 CPU_COST_SIZES = (1, 4)  # batch sizes that are timed on a CPU, where time grows in proportion beyond them
 
+NOT_MEASURED = PrefillCosts()
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
 EVERYTHING = SamplingParams(
@@ -146,10 +158,11 @@ def _growing(first: int, last: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class ChunkSize:
-    """How much prompt a prefill step may hold (`WorkerReady`)."""
+    """How much prompt a prefill step may hold, and how long it takes (`WorkerReady`)."""
 
     tokens: int
     pairs: int
+    costs: PrefillCosts = NOT_MEASURED
 
 
 def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
@@ -164,7 +177,29 @@ def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
     fitting = int(CHUNK_SECONDS / near_s * num_tokens)
     tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))
     attention_s = max(far_s - near_s, 0.0)
-    return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0)
+    costs = PrefillCosts(0.0, near_s / num_tokens, attention_s / (num_tokens * far) if far else 0.0)
+    return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0, costs)
+
+
+def measure_prefill(executor: Executor, geometry: Geometry, padded_rows: tuple[int, ...]) -> PrefillCosts:
+    """Time prefill steps with others queued ahead: a short chunk, a long one, and a short one far from its start."""
+    longest = min(geometry.max_chunk, geometry.max_len - 1)
+    few, many = (min(size, longest) for size in PREFILL_PROBES[:2])
+    far = min(PREFILL_PROBES[2], geometry.max_len - 1 - few)
+    near_s = _prompt_seconds(executor, geometry, 0, few)
+    pair_s = max(_prompt_seconds(executor, geometry, far, few) - near_s, 0.0) / (few * far) if far else 0.0
+    if many == few:
+        return PrefillCosts(0.0, near_s / few, pair_s, padded_rows)
+    more_s = _prompt_seconds(executor, geometry, 0, many) - near_s - pair_s * (many**2 - few**2) / 2
+    token_s = max(more_s / (many - few), near_s / few / 2)
+    return PrefillCosts(max(near_s - few * token_s - pair_s * few**2 / 2, 0.0), token_s, pair_s, padded_rows)
+
+
+def _prompt_seconds(executor: Executor, geometry: Geometry, start: int, num_tokens: int) -> float:
+    """Device time from one such step to the next. The first is not counted: it may take memory."""
+    plan = _prefill(geometry, GREEDY, start, num_tokens)
+    results = [handle.wait() for handle in [executor.launch(plan) for _ in range(1 + QUEUED_PROMPTS)]]
+    return min(result.gpu_time + result.gpu_gap for result in results[1:])
 
 
 def _agreed(seconds: Callable[[], float]) -> float:

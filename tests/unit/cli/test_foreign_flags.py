@@ -49,15 +49,15 @@ def test_a_foreign_flag_is_refused_by_its_name(flag: str, value: tuple[str, ...]
 
 
 def test_what_is_always_so_is_granted_with_a_note() -> None:
-    words = ["serve", "--enable-metrics", "--schedule-policy", "fcfs"]
+    words = ["serve", "--enable-metrics", "--scheduling-policy", "fcfs"]
     arguments = cli._parser(words).parse_args(words)
     assert engine_config(arguments) == EngineConfig()
     assert arguments.granted == [
         "--enable-metrics changes nothing: figures are always at /metrics",
-        "--schedule-policy changes nothing: requests run in the order of their arrival",
+        "--scheduling-policy changes nothing: requests run in the order of their arrival",
     ]
-    with pytest.raises(UsageError, match="--schedule-policy: .*give fcfs"):
-        parsed("--schedule-policy", "lpm")
+    with pytest.raises(UsageError, match="--scheduling-policy: .*give fcfs"):
+        parsed("--scheduling-policy", "priority")
 
 
 def test_names_of_vllm_are_understood() -> None:

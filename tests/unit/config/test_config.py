@@ -63,6 +63,16 @@ def test_the_same_request_gives_the_same_settings_and_survives_the_wire() -> Non
     assert decode_settings(encode_settings(settings)) == settings
 
 
+def test_chunks_are_bound_by_time_on_a_gpu_and_where_it_is_asked() -> None:
+    gpu = Machine(8, has_cuda=True)
+    assert resolved(ALIAS).scheduler.max_gap_s is None
+    assert resolved(ALIAS, max_gap_ms=80).scheduler.max_gap_s == 0.08
+    on_gpu, _ = resolve(EngineConfig(), ALIAS, gpu)
+    assert on_gpu.scheduler.max_gap_s == 0.025 and on_gpu.scheduler.schedule_policy == "fcfs"
+    on_gpu, _ = resolve(EngineConfig(max_gap_ms=40.0, schedule_policy="lpm"), ALIAS, gpu)
+    assert on_gpu.scheduler.max_gap_s == 0.04 and on_gpu.scheduler.schedule_policy == "lpm"
+
+
 def test_an_alias_brings_its_preset() -> None:
     spec = resolved(ALIAS).spec
     assert (spec.method, spec.draft_path, spec.num_steps, spec.topk, spec.width) == ("EAGLE3", "/heads/tiny", 3, 1, 4)

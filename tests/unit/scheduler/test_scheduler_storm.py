@@ -36,6 +36,8 @@ def random_bench(rng: random.Random, seed: int) -> Bench:
         ready = replace(ready, step_costs=costs)
     options = {
         "widths_seed": seed if ready.max_deferred and not ready.step_costs.widths else None,
+        "chunks_seed": seed if seed % 5 == 0 else None,
+        "schedule_policy": "lpm" if seed % 3 == 0 else "fcfs",
         "leaves_out": 0.3 if seed % 3 == 2 else 0.0,
         "branches": bool(ready.step_costs.widths) and seed % 8 == 1,
     }
@@ -127,7 +129,7 @@ def test_random_schedules_give_every_request_its_tokens(capsys):
     with capsys.disabled():
         print(f"\n{NUM_SCHEDULES} schedules: {dict(seen)}")
     for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out"):
-        assert seen[what] > 20, what
+        assert seen[what] > 10, what
     assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
-from overlap_spec.messages import StepCosts
+from overlap_spec.messages import PrefillCosts, StepCosts
 from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime import measured as measured_module
 from overlap_spec.worker.sizing import start_costs as module
@@ -26,6 +26,7 @@ FILES = ModelFiles(
     vocab_size=32,
 )
 GEOMETRY = Geometry(4, 1, 16, 64, 100, 48, torch.float32)
+PREFILL = PrefillCosts(0.5, 0.25, 0.125)
 STEPS = StepCosts((1, 4), (1, 2), ((0.5, 0.25), (1.0, 2.0)))
 EXECUTOR: Any = None
 
@@ -40,7 +41,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setenv("OVERLAP_SPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(measured_module, "seconds_of_others", lambda: 0.0)  # as on a quiet machine
-    measuring("measure_chunk", ChunkSize(48, 7))
+    measuring("measure_chunk", ChunkSize(48, 7, PREFILL))
+    measuring("measure_prefill", PREFILL)
     measuring("measure_steps", STEPS)
     measuring("ceiling_of", Ceiling(3.0, 4.0))
     return done
@@ -57,7 +59,7 @@ ALL = ["measure_chunk", "measure_steps", "ceiling_of"]
 def test_the_second_start_measures_nothing_and_says_the_same(measured: list[str]) -> None:
     first, second = (start_costs(settings(), EXECUTOR, GEOMETRY) for _ in range(2))
     assert first == second
-    assert (first.chunk, first.steps, first.ceiling) == (ChunkSize(48, 7), STEPS, Ceiling(3.0, 4.0))
+    assert (first.chunk, first.steps, first.ceiling) == (ChunkSize(48, 7, PREFILL), STEPS, Ceiling(3.0, 4.0))
     assert measured == ALL
 
 
@@ -98,6 +100,16 @@ def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> Non
     given = start_costs(settings(chunked_prefill_size=32), EXECUTOR, GEOMETRY)
     assert given.chunk == ChunkSize(GEOMETRY.max_chunk, 0)
     assert measured == ["measure_steps", "ceiling_of"]
+
+
+def test_prompts_are_timed_where_a_chunk_is_sized_by_its_time(measured: list[str]) -> None:
+    sized = settings(max_gap_ms=40)
+    on_gpu = replace(sized, model=replace(sized.model, device="cuda"))
+    assert start_costs(on_gpu, EXECUTOR, GEOMETRY).chunk == ChunkSize(GEOMETRY.max_chunk, 0, PREFILL)
+    assert measured == ["measure_prefill", "measure_steps", "ceiling_of"]
+    both = start_costs(settings(max_gap_ms=40, chunked_prefill_size=32), EXECUTOR, GEOMETRY)
+    assert both.chunk == ChunkSize(GEOMETRY.max_chunk, 0, PREFILL)
+    assert measured[3:] == ALL
 
 
 def test_step_costs_that_are_not_needed_are_not_measured(measured: list[str]) -> None:

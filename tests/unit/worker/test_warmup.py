@@ -6,18 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_spec.messages import Phase, StepPlan
+from overlap_spec.messages import Phase, PrefillCosts, StepPlan
 from overlap_spec.worker.sizing import warmup
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.warmup import (
     COST_CONTEXT,
     PROBE_CONTEXT,
     SMALL_STEP,
-    ChunkSize,
     _agreed,
     _run_uncaptured,
     _single_steps,
     measure_chunk,
+    measure_prefill,
     measure_steps,
 )
 
@@ -110,4 +110,29 @@ def test_attention_is_timed_behind_no_more_context_than_it_needs(
     monkeypatch.setattr(warmup, "_timed", seconds)
     found = measure_chunk(None, geometry(8, 4096, max_len))
     assert starts == [0, 0, far]
-    assert found == ChunkSize(320, pytest.approx(0.5 / 0.001 * 64, abs=1))
+    assert (found.tokens, found.pairs) == (320, pytest.approx(0.5 / 0.001 * 64, abs=1))
+    assert found.costs.token_s == pytest.approx(0.1 / 64) and found.costs.pair_s == pytest.approx(0.001 / 64)
+
+
+@pytest.mark.parametrize("max_len", [131072, 4096, 600])
+@pytest.mark.parametrize("costs", [PrefillCosts(0.002, 2e-5, 1e-9), PrefillCosts(0.0, 1e-6, 0.0)])
+def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: PrefillCosts) -> None:
+    """A constant is found where two lengths fit."""
+
+    def launch(plan: StepPlan) -> SimpleNamespace:
+        (work,) = plan.work
+        num_tokens = len(work.prompt_chunk) // 4
+        pairs = num_tokens * (work.start + num_tokens / 2)
+        seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
+        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4))
+
+    sized = geometry(8, 8192, max_len)
+    found = measure_prefill(SimpleNamespace(launch=launch), sized, (16, 512))
+    assert found.padded_rows == (16, 512)
+    longest = min(8192, max_len - 1)
+    for start, num_tokens in ((0, longest), (0, longest // 2), (max_len - 1 - longest // 4, longest // 4)):
+        pairs = num_tokens * (start + num_tokens / 2)
+        seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
+        expected = found.step_s + num_tokens * found.token_s + pairs * found.pair_s
+        loose = max_len == 600  # a chunk is as long as the context
+        assert expected == pytest.approx(seconds, rel=0.7 if loose else 0.01), (start, num_tokens)

@@ -1,0 +1,84 @@
+"""How much of its prompts a prefill step holds: what the worker's buffers hold, and what fits its time.
+
+While requests decode, they wait for every prefill step, so it may take `max_gap_s`. Without them it may take
+`ALONE_GAPS` times that, which bounds what a prompt waits for that comes later.
+
+How long a step takes is what the worker has measured at its start, times a correction: how much longer the last steps
+took than was expected of them.
+"""
+
+import math
+
+from overlap_spec.messages import PrefillCosts
+from overlap_spec.scheduler.limits import Limits, longest_chunk
+
+ALONE_GAPS = 10
+LEAST_TOKENS = 64  # of a step, however long they take: fewer hardly take less
+KEPT = 0.9  # of what was observed, after every step
+PRIOR_S = 0.1  # of steps as expected, before any was observed
+OUTLIER = 4.0  # times the expected: more is not the step's own
+
+
+class ChunkRoom:
+    """What is left of one prefill step that is being planned. `seconds`: of its time, uncorrected."""
+
+    def __init__(self, limits: Limits, costs: PrefillCosts, seconds: float) -> None:
+        self.expected_s = costs.step_s
+        self._limits = limits
+        self._costs = costs
+        self._seconds = seconds
+        self._share = 1.0  # of what a step holds, whatever its time
+        self._rows = 0
+
+    def fitting(self, start: int, wanted: int) -> int:
+        """The longest chunk from position `start`, of `wanted` tokens at most. 0: the step is full."""
+        most = self._limits.affordable(self._share, start)
+        if self._seconds < math.inf:
+            most = min(most, self._in_time(start))
+        return wanted if most >= wanted else self._unpadded(most)
+
+    def take(self, start: int, num_tokens: int) -> None:
+        """Note that a chunk is in the step."""
+        self._share = max(self._share - self._limits.chunk_cost(start, num_tokens), 0.0)
+        self._rows += num_tokens
+        costs = self._costs
+        self.expected_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s)
+
+    def _in_time(self, start: int) -> int:
+        left, costs = max(self._seconds - self.expected_s, 0.0), self._costs
+        most = longest_chunk(left, costs.token_s + start * costs.pair_s, costs.pair_s)
+        return most if self._rows else max(most, LEAST_TOKENS)
+
+    def _unpadded(self, num_tokens: int) -> int:
+        """No more tokens than leave the step without padding."""
+        sizes, rows = self._costs.padded_rows, self._rows + num_tokens
+        if not sizes or rows >= sizes[-1]:
+            return num_tokens
+        return max(max((size for size in sizes if size <= rows), default=rows) - self._rows, 0)
+
+
+class ChunkSizes:
+    """Makes the room of every prefill step, and learns how long steps take. `max_gap_s` None: time bounds none."""
+
+    def __init__(self, limits: Limits, costs: PrefillCosts, max_gap_s: float | None) -> None:
+        self._limits = limits
+        self._costs = costs
+        self._max_gap_s = max_gap_s if max_gap_s is not None and costs.token_s > 0 else math.inf
+        self._expected_s = self._taken_s = PRIOR_S
+
+    @property
+    def correction(self) -> float:
+        """How many times as long as expected steps take."""
+        return self._taken_s / self._expected_s
+
+    def room(self, decoding: bool) -> ChunkRoom:
+        """A whole step. `decoding`: requests wait for it that decode."""
+        seconds = self._max_gap_s if decoding else ALONE_GAPS * self._max_gap_s
+        return ChunkRoom(self._limits, self._costs, seconds / self.correction)
+
+    def observe(self, expected_s: float, taken_s: float) -> None:
+        """Learn from a settled prefill step. Longer ones count for more."""
+        if self._max_gap_s == math.inf:
+            return
+        self._expected_s = KEPT * self._expected_s + expected_s
+        self._taken_s = KEPT * self._taken_s + min(taken_s, OUTLIER * expected_s)

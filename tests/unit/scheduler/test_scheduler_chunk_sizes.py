@@ -1,0 +1,105 @@
+"""How long a chunk may be: by what the worker holds, by its time, by what was learnt of it."""
+
+import math
+
+import pytest
+from support.fake_device import Bench, make_admit, make_ready
+
+from overlap_spec.messages import Phase, PrefillCosts
+from overlap_spec.scheduler.chunk_sizes import ALONE_GAPS, LEAST_TOKENS, ChunkRoom, ChunkSizes
+
+COSTS = PrefillCosts(0.001, 20e-6, 2e-9)
+GAP_S = 0.025
+LIMITS = Bench(make_ready(chunk_tokens=8192)).scheduler.limits
+
+
+def sizes(costs: PrefillCosts = COSTS, max_gap_s: float | None = GAP_S) -> ChunkSizes:
+    return ChunkSizes(LIMITS, costs, max_gap_s)
+
+
+def seconds(costs: PrefillCosts, start: int, num_tokens: int) -> float:
+    return costs.step_s + num_tokens * costs.token_s + num_tokens * (start + num_tokens / 2) * costs.pair_s
+
+
+@pytest.mark.parametrize("start", [0, 1000, 40_000])
+def test_a_chunk_beside_decoding_is_the_longest_that_fits(start: int):
+    room = sizes().room(decoding=True)
+    length = room.fitting(start, 100_000)
+    assert seconds(COSTS, start, length) <= GAP_S < seconds(COSTS, start, length + 2)
+    room.take(start, length)
+    assert room.expected_s == pytest.approx(seconds(COSTS, start, length))
+    assert room.fitting(start, 100_000) <= 1
+
+
+def test_alone_a_chunk_is_as_long_as_the_worker_holds_unless_that_takes_too_long():
+    assert sizes().room(decoding=False).fitting(0, 100_000) == 8192
+    deep = sizes().room(decoding=False).fitting(100_000, 100_000)
+    assert seconds(COSTS, 100_000, deep) == pytest.approx(ALONE_GAPS * GAP_S, rel=0.01)
+
+
+@pytest.mark.parametrize(("costs", "max_gap_s"), [(PrefillCosts(), GAP_S), (COSTS, None)])
+def test_without_costs_or_without_a_bound_time_counts_for_nothing(costs: PrefillCosts, max_gap_s: float | None):
+    chunks = sizes(costs, max_gap_s)
+    chunks.observe(0.001, 1.0)
+    assert chunks.room(decoding=True).fitting(100_000, 100_000) == 8192 and chunks.correction == 1
+
+
+def test_a_slow_device_still_gets_chunks():
+    room = sizes(PrefillCosts(1.0, 0.1)).room(decoding=True)
+    assert room.fitting(0, 100_000) == LEAST_TOKENS
+    room.take(0, LEAST_TOKENS)
+    assert room.fitting(0, 100_000) == 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5, 3.0])
+def test_a_device_that_is_slower_or_faster_than_it_was_measured_is_learnt(factor: float):
+    chunks = sizes()
+    for _ in range(40):
+        room = chunks.room(decoding=True)
+        room.take(5000, room.fitting(5000, 100_000))
+        chunks.observe(room.expected_s, factor * room.expected_s)
+    assert chunks.correction == pytest.approx(factor, rel=0.03)
+    length = chunks.room(decoding=True).fitting(5000, 100_000)
+    assert factor * seconds(COSTS, 5000, length) == pytest.approx(GAP_S, rel=0.05)
+
+
+def test_one_step_that_was_held_up_changes_little():
+    chunks = sizes()
+    for _ in range(20):
+        chunks.observe(0.02, 0.02)
+    chunks.observe(0.02, 5.0)
+    assert chunks.correction < 1.5
+
+
+def test_a_chunk_that_is_cut_leaves_no_padding_and_one_that_ends_its_prompt_may():
+    padded = PrefillCosts(0.0, 20e-6, 2e-9, (16, 64, 256, 512))
+    room = ChunkRoom(LIMITS, padded, 300 * 20e-6)
+    assert room.fitting(0, 290) == 290
+    assert room.fitting(0, 1000) == 256
+    room.take(0, 30)
+    assert room.fitting(0, 1000) == 256 - 30
+    room.take(0, 226)
+    assert room.fitting(0, 1000) == 0
+    assert ChunkRoom(LIMITS, padded, math.inf).fitting(0, 1000) == 1000
+
+
+def test_the_planner_cuts_by_time_only_while_others_decode():
+    costs = PrefillCosts(0.0, 0.001)
+    ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=1001, max_len=900)
+    bench = Bench(ready, max_gap_s=0.1)
+    bench.scheduler.planner.chunks.observe = lambda *_: None  # this device's steps take no time
+    bench.admit(make_admit(1, [1] * 200, 30))
+    bench.admit(make_admit(2, [2] * 300, 4))
+    bench.finish_all()
+    chunks = [
+        (work.slot, len(work.prompt_chunk) // 4)
+        for plan in bench.all_plans
+        if plan.phase is Phase.PREFILL
+        for work in plan.work
+    ]
+    assert chunks[0] == (bench.all_plans[0].work[0].slot, 200), "alone"
+    assert chunks[1][1] == chunks[2][1] == chunks[3][1] == 100, "others decode"
+    phases = [plan.phase for plan in bench.all_plans[:6]]
+    assert phases[1:5] == [Phase.DECODE, Phase.PREFILL, Phase.DECODE, Phase.PREFILL]
+    bench.check_streams()
+    bench.check_drained()
