@@ -14,6 +14,7 @@ off at `--limit-s` leaves what it has. The parts:
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,12 +32,13 @@ from overlap_spec.bench.traffic.processes import Running
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Measurement, Search, Traffic
 from overlap_spec.bench.traffic.scenarios import ANSWERS, Lengths, Poisson, long_prompt
+from overlap_spec.cli.bench_serve_tables import VERDICTS
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 
-SHAPES = ROOT / "benchmarks" / "shapes"
+SHAPES = Path(os.path.relpath(ROOT / "benchmarks" / "shapes"))  # reports name it
 CHAIN: dict[str, Any] = {
     "load_format": "dummy",
     "skip_tokenizer_init": True,
@@ -140,7 +142,7 @@ def line_of(row: Row) -> str:
     head = f"{row['engine']} {row['part']}"
     if "search" in row:
         search = row["search"]
-        tried = ", ".join(f"{trial['rate']:g} {'met' if trial['met'] else 'missed'}" for trial in search["trials"])
+        tried = ", ".join(f"{trial['rate']:g} {VERDICTS[trial['met']]}" for trial in search["trials"])
         return f"{head}: {search['requests_per_second']:g} requests/s ({tried}) in {row['took_s']} s"
     busy = f"client {max(row['client']['cpu_shares']):.0%}, took {row['took_s']} s"
     if seen := row.get("interruption"):
@@ -177,7 +179,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--engines", default="chain,plain")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--search-s", type=float, default=60.0, help="time of one engine's search for a rate, at most")
+    parser.add_argument("--search-s", type=float, default=45.0, help="time of one engine's search for a rate, at most")
     parser.add_argument("--limit-s", type=float, default=240.0, help="time of everything, at most")
     parser.add_argument("--client-processes", type=int, default=2)
     arguments = parser.parse_args()

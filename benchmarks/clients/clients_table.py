@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from results_of import NUM_REQUESTS
+
 MODEL = "smollm2"
 OPENAI_SDIST = "openai==3.52.0"
 SGLANG_WHEEL = "sglang==0.5.23"
@@ -60,7 +62,7 @@ def sglang_bench(backend: str) -> Benchmark:
     arguments = (
         *("--backend", backend, "--base-url", "{url}", "--model", "{model}", "--tokenizer", "{tokenizer}"),
         *("--dataset-name", "random-ids", "--random-input-len", "24", "--random-output-len", "8"),
-        *("--random-range-ratio", "1", "--num-prompts", "6", "--max-concurrency", "2", "--flush-cache"),
+        *("--random-range-ratio", "1", "--num-prompts", str(NUM_REQUESTS), "--max-concurrency", "2", "--flush-cache"),
         *("--output-file", "{out}/report.jsonl", "--disable-tqdm"),
     )
     return Benchmark("engine_bench", "sglang", ENGINE_BENCH, arguments, SGLANG_WHEEL)
@@ -71,7 +73,16 @@ def vllm_bench(backend: str, endpoint: str) -> Benchmark:
     arguments = (
         *("--backend", backend, "--endpoint", endpoint, "--base-url", "{url}", "--model", "{model}"),
         *("--tokenizer", "{tokenizer}", "--dataset-name", "random", "--random-input-len", "24"),
-        *("--random-output-len", "8", "--num-prompts", "6", "--max-concurrency", "2", "--temperature", "0"),
+        *(
+            "--random-output-len",
+            "8",
+            "--num-prompts",
+            str(NUM_REQUESTS),
+            "--max-concurrency",
+            "2",
+            "--temperature",
+            "0",
+        ),
         *("--save-result", "--result-dir", "{out}", "--result-filename", "report.json", "--disable-tqdm"),
     )
     return Benchmark("engine_bench", "vllm", ENGINE_BENCH, arguments, VLLM_WHEEL)
@@ -111,6 +122,7 @@ BENCHMARKS = {
     "vllm_bench": vllm_bench("openai", "/v1/completions"),
     "vllm_bench_chat": vllm_bench("openai-chat", "/v1/chat/completions"),
 }
+SERVER_FLAGS = {"openai_sdist": ("--context-length", "128")}  # its tests ask for chats of any length
 WHAT = {  # it does
     "openai": "chats, completions and responses: streams, tools, schemas, log-probs",
     "anthropic": "messages: streams, tools, schemas, counts, errors",

@@ -8,19 +8,21 @@ The clients' versions are pinned in `requirements/`. Results: one JSON file a cl
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 
-from clients_table import BENCHMARKS, CHECKS, MODEL, WHAT, Place  # noqa: E402
+from clients_table import BENCHMARKS, CHECKS, MODEL, SERVER_FLAGS, WHAT, Place  # noqa: E402
 from environments import environment, python_files, versions  # noqa: E402
 from results_of import requests_of  # noqa: E402
 from suites import openai_tests, sglang_kits  # noqa: E402
@@ -30,7 +32,6 @@ from overlap_spec.config import cache_directory  # noqa: E402
 from overlap_spec.hub import smollm2  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/clients"
-PORT = 30123
 START_S, CLIENT_S = 300, 900
 
 
@@ -39,15 +40,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--url")
+    parser.add_argument("--port", type=int, default=30123, help="of the server that is started")
     parser.add_argument("--only", nargs="*")
     given = parser.parse_args()
     weights = Path(cache_directory()) / smollm2.ALIAS / Path(smollm2.MEMBER).name
-    place = Place(given.work.resolve(), given.url or f"http://127.0.0.1:{PORT}", smollm2.DATA, weights)
+    place = Place(given.work.resolve(), given.url or f"http://127.0.0.1:{given.port}", smollm2.DATA, weights)
     place.work.mkdir(parents=True, exist_ok=True)
     runs = all_runs()
-    with server(given.url):
-        for name in given.only or runs:
-            write(name, runs[name](place))
+    for flags, names in groupby(given.only or runs, lambda name: SERVER_FLAGS.get(name, ())):
+        with nullcontext() if given.url else server(given.port, flags):
+            for name in names:
+                write(name, runs[name](place))
 
 
 def all_runs() -> dict[str, Callable[[Place], dict[str, object]]]:
@@ -59,16 +62,13 @@ def all_runs() -> dict[str, Callable[[Place], dict[str, object]]]:
 
 
 @contextmanager
-def server(url: str | None) -> Iterator[None]:
-    """A server of the default model, unless there is one."""
-    if url is not None:
-        yield
-        return
-    flags = ["--port", str(PORT), "--served-model-name", MODEL, "--max-total-tokens", "20000"]
-    command = [sys.executable, "-m", "overlap_spec", "serve", *flags, "--tool-call-parser", "hermes"]
+def server(port: int, flags: Sequence[str]) -> Iterator[None]:
+    """A server of the default model."""
+    own = ["--port", str(port), "--served-model-name", MODEL, "--max-total-tokens", "20000"]
+    command = [sys.executable, "-m", "overlap_spec", "serve", *own, "--tool-call-parser", "hermes", *flags]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
-        _until_healthy(process)
+        _until_healthy(process, port)
         yield
     finally:
         process.terminate()
@@ -97,7 +97,8 @@ def benchmarked(place: Place, name: str) -> dict[str, object]:
         command = [str(python), str(HERE / "cases/engine_bench.py"), str(files), case.program]
         used = {case.program: case.wheel.split("==")[1], **used}
     command += [part.format(**place.values(out)) for part in case.arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_S, cwd=out)
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # some look there for the model by the server's name of it
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_S, cwd=out, env=offline)
     (out / "log").write_text(done.stdout + done.stderr)
     return {"versions": used, "status": done.returncode, **requests_of(name, out)}
 
@@ -109,6 +110,7 @@ def write(name: str, result: dict[str, object]) -> None:
         "client": name,
         "what": WHAT[name],
         "model": "SmolLM2-135M-Instruct",
+        "server_flags": SERVER_FLAGS.get(name, ()),
         **result,
         **describe_source().describe(),
     }
@@ -116,11 +118,11 @@ def write(name: str, result: dict[str, object]) -> None:
     print(name, {key: value for key, value in result.items() if key != "versions"}, flush=True)
 
 
-def _until_healthy(process: subprocess.Popen[bytes]) -> None:
+def _until_healthy(process: subprocess.Popen[bytes], port: int) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health"):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
                 return
         except OSError:
             time.sleep(1)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from clients_table import MODEL, OPENAI_SDIST, SGLANG_WHEEL, Place
 from environments import environment, python_files, source_files, versions
-from reasons import REASONS
 from results_of import pytest_summary
 
 HERE = Path(__file__).resolve().parent
 OPENAI_TESTS = ("test_completions.py", "chat", "test_models.py")
 OTHER_MODELS = re.compile(r"gpt-3\.5-turbo-instruct|gpt-6-astra")
-SUITE_S, TEST_S = 1800, 240
+SUITE_S, TEST_S = 1800, 120
 
 
 def openai_tests(place: Place) -> dict[str, object]:
@@ -24,7 +23,7 @@ def openai_tests(place: Place) -> dict[str, object]:
         path.write_text(OTHER_MODELS.sub(MODEL, path.read_text()))
     tests = [f"tests/api_resources/{part}" for part in OPENAI_TESTS]
     own = {"TEST_API_BASE_URL": f"{place.url}/v1"}
-    return {"tests_of": OPENAI_SDIST, **_pytest(python, tests, folder, own, "openai_sdist")}
+    return {"tests_of": OPENAI_SDIST, **_pytest(place.work, python, tests, folder, own, "openai_sdist")}
 
 
 def sglang_kits(place: Place) -> dict[str, object]:
@@ -33,12 +32,16 @@ def sglang_kits(place: Place) -> dict[str, object]:
     kits = python_files(place.work, SGLANG_WHEEL) / "sglang/test/kits"
     plain = ["-c", os.devnull, "-p", "no:asyncio", str(HERE / "cases/test_kits.py")]
     own = {"BASE_URL": place.url, "MODEL": MODEL, "TOKENIZER": str(place.tokenizer), "KITS": str(kits)}
-    return {"tests_of": SGLANG_WHEEL, **_pytest(python, plain, HERE, own, "sglang_kits")}
+    return {"tests_of": SGLANG_WHEEL, **_pytest(place.work, python, plain, HERE, own, "sglang_kits")}
 
 
-def _pytest(python: Path, arguments: list[str], folder: Path, own: dict[str, str], suite: str) -> dict[str, object]:
+def _pytest(
+    work: Path, python: Path, arguments: list[str], folder: Path, own: dict[str, str], suite: str
+) -> dict[str, object]:
     flags = ["-q", "-rA", "--timeout", str(TEST_S), "-p", "no:cacheprovider"]
     command = [str(python), "-m", "pytest", *flags, *arguments]
-    done = subprocess.run(command, cwd=folder, env=os.environ | own, stdout=subprocess.PIPE, text=True, timeout=SUITE_S)
+    log = work / f"{suite}.log"
+    with log.open("w") as out:
+        subprocess.run(command, cwd=folder, env=os.environ | own, stdout=out, timeout=SUITE_S)
     used = versions(python, ("openai", "anthropic", "pytest"))
-    return {"versions": used, **pytest_summary(done.stdout, REASONS[suite])}
+    return {"versions": used, **pytest_summary(log.read_text())}

@@ -1,9 +1,13 @@
 """Tables of what is run against the server, and of what the server refuses."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from clients.reasons import REASONS
 
 from overlap_spec.server.unsupported import REFUSED
 
@@ -13,34 +17,48 @@ CLIENTS = Path(__file__).parents[1] / "results/clients"
 
 def _clients() -> str:
     results = [json.loads(path.read_text()) for path in sorted(CLIENTS.glob("*.json"))]
-    rows = [(f"`{each['client']}`", _versions(each), each["what"], _outcome(each)) for each in results]
-    return "\n".join([_table(("", "version", "what it does", "passed"), rows), "", *_not_passed(results)])
+    rows = [(f"`{each['client']}`", _versions(each), each["what"], outcome(each)) for each in results]
+    return "\n".join([_table(("", "version", "what it does", "passed"), rows), "", *not_passed(results)])
 
 
 def _versions(result: Result) -> str:
+    if "tests_of" in result:
+        return str(result["tests_of"]).replace("==", " ")
     return ", ".join(f"{name} {version}" for name, version in result["versions"].items())
 
 
-def _outcome(result: Result) -> str:
+def outcome(result: Result) -> str:
     """How much of it passed."""
     if "checks" in result:
         passed = sum(outcome == "ok" for outcome in result["checks"].values())
         return f"{passed} of {len(result['checks'])} checks"
-    if "counts" in result:
-        return f"{result['counts']['passed']} of {result['tests']} tests"
+    if "tests" in result:
+        failed = sum(test_reason is None for test_reason in _reasons(result).values())
+        others = len(result["not_passed"]) - failed
+        return f"{result['passed']} of {result['tests']} tests; {others} are explained below, {failed} are not"
     return f"{result['succeeded']} of {result['succeeded'] + result['failed']} requests"
 
 
-def _not_passed(results: Sequence[Result]) -> list[str]:
+def not_passed(results: Sequence[Result]) -> list[str]:
     """A line for each reason for which something did not pass."""
     lines = []
     for result in results:
-        for reason, tests in result.get("not_passed", {}).items():
-            lines.append(f"- `{result['client']}`, {len(tests)}: {reason}")
-        for check, outcome in result.get("checks", {}).items():
-            if outcome != "ok":
-                lines.append(f"- `{result['client']}`, {check}: {outcome}")
+        client, why = result["client"], _reasons(result)
+        known = Counter(reason for reason in why.values() if reason is not None)
+        lines += [f"- `{client}`, {count}: {reason}" for reason, count in known.items()]
+        lines += [f"- `{client}`, `{test}` fails: {result['not_passed'][test]}" for test in why if why[test] is None]
+        checks = result.get("checks", {}).items()
+        lines += [f"- `{client}`, `{check}` fails: {outcome}" for check, outcome in checks if outcome != "ok"]
     return lines
+
+
+def _reasons(result: Result) -> dict[str, str | None]:
+    """Of each test that did not pass; none if it failed."""
+    known = REASONS.get(result["client"], {}).items()
+    return {
+        test: next((reason for pattern, reason in known if fnmatch(test, pattern)), None)
+        for test in result.get("not_passed", {})
+    }
 
 
 def _refused() -> str:

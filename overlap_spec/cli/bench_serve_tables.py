@@ -9,6 +9,7 @@ from rich.table import Table
 from overlap_spec.bench.traffic.rate_search import Limits
 
 COLUMNS = 80
+VERDICTS = {True: "met", False: "missed", None: "cut off"}
 WORST_FIRST = ("max", "p99", "p90", "p50")
 FIGURES = {
     "first_token_ms": "first token",
@@ -85,7 +86,7 @@ def _print_search(console: Console, name: str, search: dict[str, Any]) -> None:
     for trial in search["trials"]:
         table.add_row(
             f"{trial['rate']:g}",
-            "met" if trial["met"] else "missed",
+            VERDICTS[trial["met"]],
             *(f"{trial[key].get('p99', math.nan):.1f}" for key in ("first_token_ms", "time_per_token_ms")),
             f"{trial['tokens_per_second']:g}",
             f"{max(trial['client']['cpu_shares']):.0%}",

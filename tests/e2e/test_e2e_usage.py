@@ -69,7 +69,8 @@ def test_a_chat_counts_its_template(service: Service, tokenizer: Tokenizer) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", ["generate", "zmq"])
+@pytest.mark.full_but_every(2)
+@pytest.mark.parametrize("link", ["zmq", "generate"])
 def test_a_load_generator_counts_every_token(service: Service, link: str) -> None:
     """Answers of known length, whichever way they are asked for, with several tokens in an event."""
     url = service.endpoint if link == "zmq" else service.url

@@ -8,7 +8,8 @@ from typing import Any
 MOST_DOUBLINGS = 12
 
 Json = dict[str, Any]
-Try = Callable[[float], Awaitable[tuple[bool, Json]]]  # a rate -> whether the limits were met, and the figures
+# A rate -> whether the limits were met (None: it was cut off before that was known), and the figures.
+Try = Callable[[float], Awaitable[tuple[bool | None, Json]]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class RateSearch:
         while goes_on() and (rate := self._next(met, missed)):
             ok, figures = await attempt(rate)
             trials.append({"rate": rate, "met": ok, **figures})
+            if ok is None:
+                break
             if ok:
                 met = max(met, rate)
             else:

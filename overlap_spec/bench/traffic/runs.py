@@ -108,7 +108,7 @@ class Measurement:
         rates = RateSearch(search.poisson.rate, search.precision)
         return {"search": await rates.run(self._try, lambda: time.monotonic() < self._ends_at)}
 
-    async def _try(self, rate: float) -> tuple[bool, Json]:
+    async def _try(self, rate: float) -> tuple[bool | None, Json]:
         assert self._traffic.search is not None
         poisson = Poisson(rate, self._traffic.search.poisson.prompts, self._traffic.search.poisson.answers)
         seed = self._traffic.clients.seed
@@ -116,7 +116,7 @@ class Measurement:
         self._num_played += 1  # prompts that no trial before has sent
         played = await self._play(f"{rate:g} requests/s", arrivals, seed + self._num_played, is_trial=True)
         figures = self._figures_of(played)
-        return self._traffic.limits.are_met(figures), figures
+        return None if played.stopped_because == OVER else self._traffic.limits.are_met(figures), figures
 
     async def _play(self, what: str, arrivals: Sequence[Arrival], seed: int, is_trial: bool = False) -> Played:
         clients = self._traffic.clients

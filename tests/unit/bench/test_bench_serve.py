@@ -130,7 +130,8 @@ def test_the_hardest_figure_is_named_first() -> None:
 
 def test_a_search_shows_every_rate() -> None:
     trials = [{"rate": 16.0, "met": True, **FIGURES}, {"rate": 32.0, "met": False, **FIGURES, "first_token_ms": {}}]
+    trials.append(trials[0] | {"rate": 20.0, "met": None})
     search = {"requests_per_second": 16.0, "missed_at": 32.0, "complete": False, "trials": trials}
     text = printed({"engine": {"search": search}, "ratios": {"engine / plain": 1.6}})
     assert text.startswith("engine: 16 requests/s within limits, missed at 32; the search was not finished")
-    assert "nan" in text and "80%" in text and text.endswith("engine / plain: 1.6")
+    assert "nan" in text and "cut off" in text and "80%" in text and text.endswith("engine / plain: 1.6")

@@ -70,34 +70,55 @@ def test_a_request_is_sent_when_it_is_due_or_after_the_one_that_it_waits_for() -
     assert (two.tag, two.prompt_len, one.prompt_len) == ("late", 3, 1) and not one.stopped
 
 
-def test_no_more_requests_are_open_than_allowed() -> None:
-    clock = Clock()
-    arrivals = [Arrival(at=0.0, prompt_len=1, output_len=1) for _ in range(3)]
-    player = Player([(each, Takes(clock, 1.0)) for each in arrivals], max_concurrency=1, clock=clock)
-    asyncio.run(player.play(100.0))
-    assert [(each.due_at, each.sent_at) for each in player.outcomes()] == [(100, 100), (100, 101), (100, 102)]
+class Counted:
+    """A request that counts those that are open with it."""
+
+    def __init__(self, is_open: list[int], most: list[int]) -> None:
+        self._is_open = is_open
+        self._most = most
+
+    async def send(self, record: Record) -> None:
+        self._is_open[0] += 1
+        self._most[0] = max(self._most[0], self._is_open[0])
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self._is_open[0] -= 1
+
+
+@pytest.mark.parametrize(("allowed", "seen"), [(None, 6), (1, 1), (4, 4), (9, 6)])
+def test_no_more_requests_are_open_than_allowed(allowed: int | None, seen: int) -> None:
+    is_open, most = [0], [0]
+    arrivals = [Arrival(at=0.0, prompt_len=1, output_len=1) for _ in range(6)]
+    player = Player([(each, Counted(is_open, most)) for each in arrivals], max_concurrency=allowed)
+    asyncio.run(player.play(time.monotonic()))
+    assert most == [seen] and len(player.outcomes()) == 6
 
 
 def test_a_run_that_is_stopped_leaves_its_requests_and_keeps_what_came() -> None:
     clock = Clock()
-    hanging, done = Takes(clock, 1.0, hangs=True), Takes(clock, 1.0)
+    hanging, done, silent = Takes(clock, 1.0, hangs=True), Takes(clock, 1.0), Takes(clock, hangs=True)
     waiting = Arrival(after="a", at=0.0, prompt_len=1, output_len=1)
-    arrivals = [Arrival(id=name, at=0.0, prompt_len=1, output_len=1) for name in "ab"]
-    work: list[tuple[Arrival, Request]] = [*zip(arrivals, (hanging, done), strict=True), (waiting, Takes(clock))]
+    arrivals = [Arrival(id=name, at=0.0, prompt_len=1, output_len=1) for name in "abc"]
+    work: list[tuple[Arrival, Request]] = [
+        *zip(arrivals, (hanging, done, silent), strict=True),
+        (waiting, Takes(clock)),
+    ]
     player = Player(work, slow_s=0.5, clock=clock)
 
     async def stop() -> None:
         playing = asyncio.create_task(player.play(100.0))
         await asyncio.sleep(0.01)
+        clock.now += 1.0
         progress = player.progress()
-        assert (progress.sent, progress.ended, progress.tokens, progress.num_slow) == (2, 1, 2, 2)
+        assert (progress.sent, progress.ended, progress.tokens, progress.num_slow) == (3, 1, 2, 3)
         assert len(progress.first_tokens) == 2 and player.progress().first_tokens == []
         playing.cancel()
         await asyncio.wait((playing,))
 
     asyncio.run(stop())
-    first, second = player.outcomes()
+    first, second, third = player.outcomes()
     assert first.stopped and hanging.left and len(first.arrival_times()) == 1 and not second.stopped
+    assert third.stopped and silent.left and not third.arrival_times()
 
 
 def test_an_answer_may_end_the_run() -> None:

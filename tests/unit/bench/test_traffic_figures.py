@@ -73,13 +73,13 @@ def test_what_a_long_prompt_does_to_streams() -> None:
     """Sent at 10 s, first token at 12 s (2 s, alone 1.6 s). A gap that began before it and ended after it counts."""
     outcomes = [
         outcome(0.0, [1.6], tag="alone"),
-        outcome(8.0, [8.1, 8.8, 9.9, 10.2, 13.0], tag="stream"),
+        outcome(8.0, [8.1, 8.8, 9.9, 12.6, 13.0], tag="stream"),
         outcome(8.0, [8.1, 9.9, 10.4, 10.9], tag="stream"),
         outcome(10.0, [12.0], tag="long"),
     ]
     figures = measured(outcomes)
     assert figures["interruption"] == {
-        "longest_gap_ms": 2800.0,
+        "longest_gap_ms": 2700.0,
         "longest_gap_before_ms": 1800.0,
         "first_token_alone_ms": 1600.0,
         "first_token_among_streams_ms": 2000.0,
@@ -130,6 +130,15 @@ def test_a_search_that_ends_early_has_what_it_knows() -> None:
     found, tried = search(21.0, most=4)
     assert tried[:4] == [4.0, 8.0, 16.0, 32.0]
     assert (found["requests_per_second"], found["missed_at"], found["complete"]) == (16.0, 32.0, False)
+
+
+def test_a_trial_that_was_cut_off_decides_nothing() -> None:
+    async def attempt(rate: float) -> tuple[bool | None, dict[str, Any]]:
+        return (True if rate < 10 else None), {}
+
+    found = asyncio.run(RateSearch(8.0).run(attempt))
+    assert [trial["met"] for trial in found["trials"]] == [True, None]
+    assert (found["requests_per_second"], found["missed_at"], found["complete"]) == (8.0, None, False)
 
 
 @pytest.mark.parametrize(("highest", "missed"), [(0.0, 2**-10), (1e9, None)])
