@@ -15,10 +15,14 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, l
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.logits.columns import forbid_tokens
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
+from overlap_spec_kernels.logits.guesses_before import guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
-from overlap_spec_kernels.logits.penalize import Penalized, penalize
+from overlap_spec_kernels.logits.process_logits import LogitRules, process_logits
+from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
+from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
@@ -31,8 +35,6 @@ from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.norm.silu_mul import silu_mul
-from overlap_spec_kernels.sampling.force_columns import force_columns
-from overlap_spec_kernels.sampling.reasoning_end import BUDGET_WIDTH, reasoning_end
 from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
@@ -63,11 +65,12 @@ __all__ = [
     "GatheredWindow",
     "Int8Weight",
     "LinearOperand",
+    "LogitRules",
     "NgramLimits",
     "NgramLog",
     "Norm",
     "Normed",
-    "Penalized",
+    "RowHistory",
     "TokenRows",
     "TopTokens",
     "Published",
@@ -82,10 +85,11 @@ __all__ = [
     "decode_attention",
     "draft_input",
     "expand_tree",
-    "force_columns",
+    "forbid_tokens",
     "fused_linear",
     "gather_tree",
     "gather_window",
+    "guesses_before",
     "gumbel",
     "gumbel_argmax",
     "judge_chain",
@@ -102,13 +106,12 @@ __all__ = [
     "norm_heads",
     "normalised",
     "paged_attention",
-    "penalize",
     "place_guesses",
     "mask_logits",
     "mix64",
     "place_forced",
     "place_tree",
-    "reasoning_end",
+    "process_logits",
     "rms_norm",
     "rope_kv_write",
     "select_rows",

@@ -3,8 +3,8 @@
     <think> t1 t2 .. tB </think> {"a": 1}         the reasoning: any tokens but the model's end tokens | the grammar
                                  ^ after the marker's tokens, drawn by the model or, after B tokens, forced
 
-Where the reasoning ends is decided by token ids, as `sampling/thinking.py` decides it on the device: text does not tell
-it, because the budget may end inside a character, or the model may spell the marker with other tokens.
+Where the reasoning ends is decided by token ids, as `logits/reasoning_end.py` decides it on the device: text does not
+tell it, because the budget may end inside a character, or the model may spell the marker with other tokens.
 """
 
 import ctypes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from overlap_spec_kernels import count_tokens
+from overlap_spec_kernels import count_tokens, forbid_tokens, guesses_before
 from torch import Tensor
 
 from overlap_spec.sampling.types import Sampling
@@ -58,7 +58,7 @@ class History:
         """
         processors = self.sampling.processors
         rows = processors.pool.rows_of(self.page_table)
-        return count_tokens(rows, self.roots + 1, self.sampling.output_from, processors.vocab_size)
+        return count_tokens(rows, self.roots, self.sampling.output_from, processors.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -125,41 +125,16 @@ class DrawContext:
         path, tokens = self.path, self._guesses()
         if tokens is None or self.depth == 0:
             return self.rows.new_empty(*self.rows.shape, 0)
-        if path.parents is None and path.nodes is None:  # a chain: those up to the row's
-            last = torch.arange(tokens.shape[1] - self.rows.shape[1], tokens.shape[1], device=tokens.device)
-            node = last[:, None] + torch.arange(1 - self.depth, 1, device=tokens.device)
-            return tokens[:, node.clamp(min=0)].masked_fill(node <= path.root, -1)
-        levels = self.positions - (self.history.roots + 1)[:, None]  # guesses before the row
-        behind = torch.arange(self.depth, 0, -1, device=self.rows.device)
-        return self.recent(self.depth).masked_fill(behind > levels[:, :, None], -1)
+        if not isinstance(path.tokens, Tensor):  # of a chain on its way: its only row follows all of them
+            return tokens[:, None]
+        return guesses_before(tokens, path.parents, path.nodes, self.rows.shape[1], self.depth, path.root)
 
     def forbid(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """-inf for these tokens; what is no token, or none of the columns', changes nothing. Sync: never.
 
         Shapes: logits [B, R, N], tokens (target ids) [B, R, n] i64 -> [B, R, N].
         """
-        return self.forbid_(logits.clone(), tokens)
-
-    def forbid_(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """The same in place."""
-        column = self.columns_of(tokens)
-        missing = column == len(self.token_ids)
-        # The smaller of two values: so a column may be named twice, and what is missing names one without effect.
-        values = torch.where(missing, torch.inf, -torch.inf).to(logits.dtype)
-        return logits.scatter_reduce_(2, column.masked_fill(missing, 0), values, "amin")
-
-    def columns_of(self, tokens: Tensor) -> Tensor:
-        """The column of each token, N of what is no token and has none. Shapes: i64 of any shape -> the same."""
-        vocab_size = self.sampling.processors.vocab_size
-        known = (tokens >= 0) & (tokens < vocab_size)
-        return self._columns[tokens.masked_fill(~known, vocab_size)]
-
-    @cached_property
-    def _columns(self) -> Tensor:
-        """By token id, and one for what is none. Shapes: -> [V + 1] i64."""
-        num_columns, device = len(self.token_ids), self.token_ids.device
-        columns = torch.full((self.sampling.processors.vocab_size + 1,), num_columns, device=device)
-        return columns.scatter_(0, self.token_ids, torch.arange(num_columns, device=device))
+        return forbid_tokens(logits.clone(), tokens, self.token_ids, self.sampling.processors.vocab_size)
 
     def _guesses(self) -> Tensor | None:
         """Shapes: -> [B, G] i64."""

@@ -13,16 +13,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+from overlap_spec_kernels import LogitRules, RowHistory, process_logits
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.sampling.bad_words import forbid_words
 from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.masks import TokenMasks
-from overlap_spec.sampling.penalties import penalize
 from overlap_spec.sampling.slot_lists import SlotLists
-from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
 
@@ -46,7 +43,6 @@ class LogitProcessors:
     lists: SlotLists
     own: tuple[LogitProcessor, ...] = ()  # for every request
     masks: TokenMasks | None = None  # of grammars; None: no grammar can be followed
-    budgets: ThinkingBudgets | None = None  # of the slots; None: no slots that have any
 
     def active(self, work: SamplingWork) -> bool:
         """Whether `apply` changes logits."""
@@ -58,22 +54,33 @@ class LogitProcessors:
             logits = processor(logits, context)
         if not context.sampling.work.processed:
             return logits
-        logits = penalize(logits, context)  # a copy, which is changed from here on
-        if context.sampling.work.worded:
-            forbid_words(logits, context)
-        logits = keep_going(logits, context)
-        if self.budgets is not None:
-            logits = self.budgets.end_reasoning(logits, context)
+        logits = follow_parameters(logits, context)  # a copy, which the masks change
         if context.of_target and self.masks is not None:
             self.masks.apply(logits, context.sampling.slots)
         return logits
 
 
-def keep_going(logits: Tensor, context: DrawContext) -> Tensor:
-    """Forbid each slot's stop ids before min_new_tokens are out, in place. Shapes: [B, R, N] -> [B, R, N]."""
-    sampling = context.sampling
-    early = context.positions < sampling.stop_from[:, None]  # [B, R]
-    return context.forbid_(logits, torch.where(early[:, :, None], sampling.stop_ids[:, None], -1))
+def follow_parameters(logits: Tensor, context: DrawContext) -> Tensor:
+    """New logits, as the requests' parameters ask: all of them in one pass. Sync: never.
+
+    Nothing is counted from step to step: each step counts the tokens of the token pool, which is whole after a prefix
+    hit and after a preemption. Shapes: [B, R, N] -> [B, R, N].
+    """
+    history, asked, lists = context.history, context.sampling, context.sampling.processors.lists
+    rules = LogitRules(
+        slots=asked.slots,
+        penalties=asked.penalties,
+        output_from=asked.output_from,
+        stop_from=asked.stop_from,
+        stop_ids=asked.stop_ids,
+        has=lists.has,
+        bias=lists.bias,
+        words=lists.words,
+        budgets=lists.budgets,
+    )
+    store = asked.processors.pool.rows_of(history.page_table)
+    before = RowHistory(store, history.roots, context.positions, context.guesses, history.counts)
+    return process_logits(logits, rules, before, context.token_ids)
 
 
 def load_processor(name: str) -> LogitProcessor:

@@ -21,7 +21,6 @@ class SamplingWork:
     filtered: bool  # some request has top_k, top_p or min_p
     processed: bool  # some request's parameters change its logits
     log_probs: bool = False  # some request wants log-probs
-    worded: bool = False  # some request has bad words
 
     def covers(self, other: SamplingWork) -> bool:
         """Whether a step prepared for this does all that the other asks for."""
@@ -35,9 +34,9 @@ SAMPLING_WORK = (
     SamplingWork(True, False, False),  # sampled
     SamplingWork(True, False, True),  # processed
     SamplingWork(True, True, False),  # filtered: a sort of the vocabulary, which is what costs most
-    SamplingWork(True, True, True, worded=True),  # both; bad words, which few requests have, share its price
+    SamplingWork(True, True, True),  # both
     SamplingWork(True, False, True, log_probs=True),
-    SamplingWork(True, True, True, log_probs=True, worded=True),  # everything
+    SamplingWork(True, True, True, log_probs=True),  # everything
 )
 GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
 

@@ -126,4 +126,4 @@ class SpecMethod:
         """
         if isinstance(self.proposer, SelfDrafting):
             return GREEDY_WORK
-        return SamplingWork(work.sampled, work.filtered, work.processed, worded=work.worded)
+        return SamplingWork(work.sampled, work.filtered, work.processed)

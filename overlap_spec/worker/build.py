@@ -18,7 +18,6 @@ from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.slot_lists import SlotLists
-from overlap_spec.sampling.thinking import ThinkingBudgets
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import SpecMethod, Tree
@@ -143,19 +142,12 @@ def _processors(
     grammars: Grammars | None,
 ) -> LogitProcessors:
     place = pool.tokens.device
-    lists = SlotLists.allocate(geometry.num_slots + 1 + geometry.num_audits, vocab_size, WORDS, place)
-    return LogitProcessors(vocab_size, pool, lists, own, *_kept_of_slots(grammars, geometry, place))
-
-
-def _kept_of_slots(
-    grammars: Grammars | None, geometry: Geometry, place: torch.device
-) -> tuple[TokenMasks | None, ThinkingBudgets]:
-    """What the processors keep of each slot, those of the dummy and of audits included."""
     num_rows = geometry.num_slots + 1 + geometry.num_audits
-    budgets = ThinkingBudgets.allocate(num_rows, place)
+    lists = SlotLists.allocate(num_rows, vocab_size, WORDS, place)
     if grammars is None:
-        return None, budgets
-    return TokenMasks.allocate(num_rows, geometry.width, grammars.window_masks.words, place), budgets
+        return LogitProcessors(vocab_size, pool, lists, own)
+    masks = TokenMasks.allocate(num_rows, geometry.width, grammars.window_masks.words, place)
+    return LogitProcessors(vocab_size, pool, lists, own, masks)
 
 
 def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:

@@ -30,13 +30,13 @@ from overlap_spec.messages import (
     SlotWork,
 )
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.thinking import NO_BUDGET, packed_budget
+from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 from overlap_spec.worker.packed_lists import PackedLists
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps, whether it has
-# biases, and bad words; temperature, top_p, min_p and the penalties as doubles; the stop ids; the thinking
+# biases, how many bad words; temperature, top_p, min_p and the penalties as doubles; the stop ids; the thinking
 # budget.
 _RESET_INTS = 8
 _RESET_FLOATS = 6
@@ -151,8 +151,7 @@ class SlotRows:
             self.processors.lists.has[slots] = rows[:, 6:_RESET_INTS]
             self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
             self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS : _BUDGET]
-            if self.processors.budgets is not None:
-                self.processors.budgets.rows[slots] = rows[:, _BUDGET:]
+            self.processors.lists.budgets[slots] = rows[:, _BUDGET:]
         if pages.numel():
             slots, columns, values = pages.view(-1, 3).unbind(1)
             self.page_table[slots, columns] = values.int()
@@ -237,7 +236,6 @@ def _asked_work(asked: SamplingParams) -> SamplingWork:
         filtered=filters and not asked.greedy,
         processed=asked.changes_logits,
         log_probs=asked.log_probs is not None,
-        worded=bool(asked.bad_word_ids),
     )
 
 
@@ -255,7 +253,7 @@ def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
     doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
     floats = struct.unpack("<6q", doubles)
     stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
-    has_lists = int(sampling.biases_logits), int(bool(sampling.bad_word_ids))
+    has_lists = int(sampling.biases_logits), len(sampling.bad_word_ids)
     ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *has_lists
     return [*ints, *floats, *stops, *_pack_budget(sampling)]
 

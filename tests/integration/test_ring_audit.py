@@ -53,7 +53,7 @@ def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_to
 @every_plant
 def test_a_planted_error_is_a_fault(codec: TextCodec, plant: Plant) -> None:
     """Errors are frequent, so that few requests are enough."""
-    served = serve_audited(audited_config(1.0, num_slots=8), codec, 0, 6000, partial(plant, chance=Chance(20)))
+    served = serve_audited(audited_config(1.0), codec, 0, 6000, partial(plant, chance=Chance(20)))
     assert served.report.figures.faults > 0, served
 
 

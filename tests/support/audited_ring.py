@@ -16,7 +16,7 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.executor import Executor
 from support.ring import Ring, RingConfig, running, tiny_loaded
 
-BATCH = 32
+BATCH = 8  # requests that run are audited at their end: fewer of them, and fewer tokens until a fault is known
 CONTEXT = 1.0  # what came before matters more than in other rings: a wrong row then makes a wrong token more often
 Plant = Callable[[Executor], None]
 
@@ -31,8 +31,8 @@ class Served:
 
 
 def audited_config(rate: float, **engine: object) -> RingConfig:
-    """Larger than a storm's ring, so that most steps have a full batch; audits have the share of an engine's."""
-    config = RingConfig(num_slots=BATCH, num_pages=800, page_size=16, max_len=200, chunk_tokens=1024, num_steps=1)
+    """Most steps have a full batch, and audits have the share of an engine's."""
+    config = RingConfig(num_slots=BATCH, num_pages=200, page_size=16, max_len=200, chunk_tokens=1024, num_steps=1)
     audits = {"audit": AuditSettings(rate), "audit_slots": BATCH, "audit_share": share_of(rate)}
     return replace(config, **audits, **engine)  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ async def _ask(ring: Ring, number: int, seed: int) -> int:
     prompt = [rng.randrange(6, 128) for _ in range(rng.randint(1, 24))]
     filters = rng.choice([{}, {}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02}])
     sampling = SamplingParams(
-        max_new_tokens=rng.randint(20, 100),
+        max_new_tokens=rng.randint(10, 40),
         temperature=rng.choice([0.0, 0.7, 1.0]),
         seed=rng.randrange(1 << 40),
         ignore_eos=True,

@@ -1,15 +1,19 @@
 """Random rows whose requests have thinking budgets, and what they have to draw, worked out in plain Python."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from overlap_spec_kernels import TokenRows
+from overlap_spec_kernels import LogitRules, RowHistory, TokenRows
 from torch import Tensor
 
-from overlap_spec.sampling.thinking import NO_BUDGET, packed_budget
+from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
+from support.logit_inputs import no_rules
 
 MARKERS = ((7,), (3, 4), (5, 5, 6))
+VOCAB = 10
+
+Process = Callable[[Tensor, LogitRules, RowHistory, Tensor], Tensor]  # `process_logits`
 
 
 def must_draw(
@@ -62,9 +66,9 @@ class RandomRows:
             ]
             self.rows.append([history + each for each in guesses])
 
-    def arguments(self) -> tuple[TokenRows, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of `reasoning_end`."""
-        positions = [[len(row) for row in rows] for rows in self.rows]
+    def arguments(self, device: str = "cpu") -> tuple[LogitRules, RowHistory]:
+        """Of `process_logits`. Nothing is counted, and nothing else is asked for."""
+        positions = torch.tensor([[len(row) for row in rows] for rows in self.rows])
         guesses = torch.full((self.num_slots, self.num_rows, self.depth), -1)
         for slot, rows in enumerate(self.rows):
             for index, row in enumerate(rows):
@@ -72,9 +76,21 @@ class RandomRows:
                 if guessed:
                     guesses[slot, index, -len(guessed) :] = torch.tensor(guessed)
         budgets = [list(NO_BUDGET) if asked is None else packed_budget(*asked[1:]) for asked in self.asked]
-        store = TokenRows(self.pool, self.page_table, self.page_size)
-        ints = (torch.tensor(each) for each in (self.roots, positions))
-        return (store, *ints, guesses, torch.tensor(budgets), torch.tensor(self.output_from))
+        store = TokenRows(self.pool.to(device), self.page_table.to(device), self.page_size)
+        counts = torch.zeros(self.num_slots, VOCAB, dtype=torch.int32)
+        rest = (each.to(device) for each in (torch.tensor(self.roots), positions, guesses, counts))
+        asked = {"budgets": torch.tensor(budgets).to(device), "output_from": torch.tensor(self.output_from).to(device)}
+        return no_rules(self.num_slots, VOCAB, device)._replace(**asked), RowHistory(store, *rest)
+
+    def processed(self, process: Process, ids: Tensor, device: str = "cpu") -> Tensor:
+        """Logits that were all 0. Shapes: ids [N] i64 -> [B, R, N]."""
+        logits = torch.zeros(self.num_slots, self.num_rows, len(ids), device=device)
+        return process(logits, *self.arguments(device), ids.to(device))
+
+    def forced(self, process: Process, device: str = "cpu") -> list[list[int]]:
+        """The token that each row is left with, -1 where that is more than one."""
+        left = self.processed(process, torch.arange(VOCAB), device).isfinite()
+        return torch.where(left.sum(2) == 1, left.int().argmax(2), -1).tolist()
 
 
 def by_hand(rows: RandomRows) -> list[list[int]]:

@@ -108,20 +108,22 @@ class SentLengths:
         self.lengths: dict[int, int] = {}
         self.left_out = 0  # slots of decode steps that committed nothing
         self._work: dict[int, list[SlotWork]] = {}  # by step
-        self._decodes: set[int] = set()
+        self._decodes: dict[int, bool] = {}  # whether they catch up, by step
 
     def planned(self, plan: StepPlan) -> None:
         """A plan leaves for the worker. Audits commit nothing."""
         self._work[plan.step_id] = [] if plan.audit else plan.work
         if plan.phase is Phase.DECODE and not plan.audit:
-            self._decodes.add(plan.step_id)
+            self._decodes[plan.step_id] = plan.catch_up
 
     def sent(self, result: StepResult) -> None:
         """A result leaves the worker."""
         for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=False):
             before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
             self.lengths[work.slot] = before + len(tokens)
-            self.left_out += not tokens and result.step_id in self._decodes
+            if not tokens and (catches_up := self._decodes.get(result.step_id)) is not None:
+                assert not catches_up, "a slot that was left out has not caught up"
+                self.left_out += 1
 
 
 class WatchedInbox:

@@ -17,45 +17,45 @@ IN_PROMPT = 1 << 30  # in a count: the token is in the prompt
 _BLOCK = 1024  # positions per program
 
 
-def count_tokens(rows: TokenRows, ends: Tensor, output_from: Tensor, vocab_size: int) -> Tensor:
+def count_tokens(rows: TokenRows, roots: Tensor, output_from: Tensor, vocab_size: int) -> Tensor:
     """How often each token is in the output, plus `IN_PROMPT` where it is in the prompt.
 
-    The output is at positions output_from .. end - 1 of a request, the prompt before it. Entries of the page table past
-    a request's end are not followed. What is no token of the vocabulary, as padding may write, is not counted.
-    Shapes: ends, output_from [B] i64 -> [B, V] i32. Raises: ValueError naming the argument. Sync: never.
+    The output is at positions output_from .. root of a request, the prompt before it. Entries of the page table past
+    the root are not followed. What is no token of the vocabulary, as padding may write, is not counted.
+    Shapes: roots, output_from [B] i64 -> [B, V] i32. Raises: ValueError naming the argument. Sync: never.
     """
-    require_token_rows(rows, len(ends))
-    for name, value in {"ends": ends, "output_from": output_from}.items():
+    require_token_rows(rows, len(roots))
+    for name, value in {"roots": roots, "output_from": output_from}.items():
         require(value.dim() == 1 and value.dtype == torch.int64, name, "[B] int64")
     run = _count_tokens_triton if runs_triton(rows.pool) else count_tokens_reference
-    return run(rows, ends, output_from, vocab_size)
+    return run(rows, roots, output_from, vocab_size)
 
 
-def count_tokens_reference(rows: TokenRows, ends: Tensor, output_from: Tensor, vocab_size: int) -> Tensor:
+def count_tokens_reference(rows: TokenRows, roots: Tensor, output_from: Tensor, vocab_size: int) -> Tensor:
     pool, page_table, page_size = rows
     positions = torch.arange(page_table.shape[1] * page_size, device=pool.device)
-    inside, is_output = positions < ends[:, None], positions >= output_from[:, None]
+    inside, is_output = positions <= roots[:, None], positions >= output_from[:, None]
     at = cache_rows(page_table, positions.masked_fill(~inside, 0), page_size)
     tokens = pool[at].long().masked_fill(~inside, -1)
     inside &= (tokens >= 0) & (tokens < vocab_size)
     tokens = tokens.masked_fill(~inside, 0)
-    counts = torch.zeros(len(ends), vocab_size, dtype=torch.int32, device=pool.device)
+    counts = torch.zeros(len(roots), vocab_size, dtype=torch.int32, device=pool.device)
     counts.scatter_reduce_(1, tokens, torch.where(inside & ~is_output, IN_PROMPT, 0).int(), "amax")
     return counts.scatter_add_(1, tokens, (inside & is_output).int())
 
 
-def _count_tokens_triton(rows: TokenRows, ends: Tensor, output_from: Tensor, vocab_size: int) -> Tensor:
+def _count_tokens_triton(rows: TokenRows, roots: Tensor, output_from: Tensor, vocab_size: int) -> Tensor:
     pool, page_table, page_size = rows
-    counts = torch.zeros(len(ends), vocab_size, dtype=torch.int32, device=pool.device)
+    counts = torch.zeros(len(roots), vocab_size, dtype=torch.int32, device=pool.device)
     blocks = ceil_div(page_table.shape[1] * page_size, _BLOCK)
-    _count_tokens_kernel[(len(ends), blocks)](
+    _count_tokens_kernel[(len(roots), blocks)](
         pool,
         page_table,
-        ends,
+        roots,
         output_from,
         counts,
         page_table.stride(0),
-        ends.stride(0),
+        roots.stride(0),
         output_from.stride(0),
         vocab_size,
         PAGE_SIZE=page_size,
@@ -69,21 +69,21 @@ def _count_tokens_triton(rows: TokenRows, ends: Tensor, output_from: Tensor, voc
 def _count_tokens_kernel(
     pool_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
+    roots_ptr: tl.tensor,
     output_from_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     table_stride: int,
-    ends_stride: int,
+    roots_stride: int,
     output_stride: int,
     vocab_size: int,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PROMPT: tl.constexpr,
 ) -> None:
-    """One program per row and block of positions; those past the row's end do nothing."""
+    """One program per row and block of positions; those past the root do nothing."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = position < tl.load(ends_ptr + row * ends_stride)
+    inside = position <= tl.load(roots_ptr + row * roots_stride)
     is_output = position >= tl.load(output_from_ptr + row * output_stride)
     page = tl.load(page_table_ptr + row * table_stride + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     token = tl.load(pool_ptr + page * PAGE_SIZE + position % PAGE_SIZE, mask=inside, other=0)

@@ -66,7 +66,7 @@ class Demand:
 
     @property
     def lists(self) -> int:
-        """What biases and bad words are kept in, the dummy slot's too."""
+        """What biases, bad words and thinking budgets are kept in, the dummy slot's too."""
         return SlotLists.num_bytes(self.max_running_requests + 1, self.vocab_size, WORDS)
 
     @property

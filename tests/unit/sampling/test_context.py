@@ -44,6 +44,9 @@ def assert_recent(context: DrawContext, expected: list[list[list[int]]]) -> None
         found = context.recent(count).tolist()
         for rows, wanted in zip(found, expected, strict=True):
             assert rows == [([-1] * count + before)[-count:] for before in wanted]
+    for root, rows, wanted in zip(context.history.roots.tolist(), context.guesses.tolist(), expected, strict=True):
+        guessed = [before[root + 1 :] for before in wanted]
+        assert rows == [[-1] * (context.depth - len(own)) + own for own in guessed]
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])

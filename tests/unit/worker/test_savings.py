@@ -35,7 +35,7 @@ DEMAND = Demand(
 def test_the_sum() -> None:
     assert DEMAND.workspace == (8 * 32 + 512 + 24 * 16 + 4) * MIB  # counts of tokens take 4
     assert DEMAND.scratch == 9 * MIB, "the dummy slot's too"
-    assert DEMAND.lists == 9 * (MIB // 2 + 256 * 8 * 4), "in float32, and 256 words of 8 tokens"
+    assert DEMAND.lists == 9 * (MIB // 2 + 256 * 8 * 4 + 20 * 8), "in float32, 256 words of 8 tokens, a thinking budget"
     assert DEMAND.num_bytes == (1100 + 1156 + 9) * MIB + DEMAND.lists
 
 

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,3 +187,31 @@ def test_times_of_a_step_are_in_order(bench: Bench) -> None:
     accounted = sum(result.gpu_time + result.gpu_gap for result in results[1:])
     assert accounted == pytest.approx(last.decided.since(first.decided), abs=1e-6)
     assert all(result.gpu_time > 0 and result.gpu_gap >= 0 for result in results)
+
+
+def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:
+    """The dummy slot and the dummy page take its place in what follows the layers, until it is put back."""
+    executor = object.__new__(Executor)
+    executor.device, executor.slots = CpuDevice(), SimpleNamespace(dummy=9)
+    slots, tables = torch.tensor([3, 7, 5]), torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
+    forwarded, handle = SimpleNamespace(batch=SimpleNamespace(slots=slots, page_table=tables)), SimpleNamespace()
+    handle.left_out = {1: 7}
+    ((rows, put_back),) = executor._leave_out(handle, forwarded)
+    assert slots.tolist() == [3, 9, 5] and tables.tolist() == [[1, 2], [0, 0], [5, 6]]
+    assert (rows.tolist(), put_back.tolist()) == ([1], [7])
+    handle.left_out = {}
+    assert executor._leave_out(handle, forwarded) == []
+
+
+@pytest.mark.parametrize(
+    ("width", "catch_up", "drafts_itself", "may"),
+    [(4, False, False, True), (4, True, False, False), (1, False, False, False), (1, False, True, True)],
+)
+def test_no_slot_is_left_out_where_the_draft_defers_rows(
+    width: int, catch_up: bool, drafts_itself: bool, may: bool
+) -> None:
+    """The scheduler counts them when it plans."""
+    executor = object.__new__(Executor)
+    executor.slots = SimpleNamespace(width=4)
+    executor.decode_step = SimpleNamespace(self_drafting=object() if drafts_itself else None)
+    assert executor._may_leave_out(StepPlan(1, Phase.DECODE, [], width, catch_up)) is may

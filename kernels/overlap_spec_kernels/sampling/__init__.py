@@ -1,1 +1,0 @@
-"""What changes logits before tokens are drawn."""

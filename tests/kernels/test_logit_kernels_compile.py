@@ -1,0 +1,40 @@
+"""The kernels that change logits compile for Hopper; no GPU is needed. The interpreter accepts what the compiler does
+not."""
+
+import importlib
+from typing import Any
+
+import pytest
+import triton
+from overlap_spec_kernels.logits.count_tokens import IN_PROMPT
+from overlap_spec_kernels.logits.reasoning_end import MARKER
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = dict.fromkeys(("pool_ptr", "page_table_ptr", "counts_ptr", "words_ptr"), "*i32")
+POINTERS |= {"logits_ptr": "*fp32", "new_ptr": "*fp32", "bias_ptr": "*fp32", "penalties_ptr": "*fp64"}
+PROCESS = {"PAGE_SIZE": 16, "MARKER": MARKER, "WORD": 8, "PROMPT": IN_PROMPT, "BLOCK": 2048, "POSITIONS": 128}
+PATHS = {"ROOT": 0, "HAS_NODES": False, "BLOCK": 64}
+KERNELS: list[tuple[str, int, dict[str, Any]]] = [
+    ("process_logits", 8, PROCESS | {"DEPTH": 3}),
+    ("process_logits", 8, PROCESS | {"DEPTH": 0, "PAGE_SIZE": 1}),
+    ("guesses_before", 1, PATHS | {"DEPTH": 8, "HAS_PARENTS": True}),
+    ("guesses_before", 1, PATHS | {"DEPTH": 3, "HAS_PARENTS": False}),
+]
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize(("name", "num_warps", "constants"), KERNELS)
+def test_it_compiles_without_spills(name: str, num_warps: int, constants: dict[str, Any]) -> None:
+    module = importlib.import_module(f"overlap_spec_kernels.logits.{name}")
+    function, constants = vars(module)[f"_{name}_kernel"].compiled, constants | {"PDL": True}
+    signature = {
+        argument: "constexpr"
+        if argument in constants
+        else POINTERS.get(argument, "*i64" if argument.endswith("_ptr") else "i32")
+        for argument in function.arg_names
+    }
+    by_place = {(function.arg_names.index(argument),): value for argument, value in constants.items()}
+    compiled = triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options={"num_warps": num_warps})
+    assert "griddepcontrol.wait" in compiled.asm["ptx"] and ".local" not in compiled.asm["ptx"]
