@@ -133,10 +133,10 @@ WHAT = {  # it does
     "evalscope": "a benchmark of chats",
     "aiperf": "a benchmark of chats",
     "sglang_bench": "SGLang's benchmark, through /generate",
-    "sglang_bench_completions": "the same, through /v1/completions",
-    "sglang_bench_chat": "the same, through /v1/chat/completions",
+    "sglang_bench_completions": "the same benchmark, through /v1/completions",
+    "sglang_bench_chat": "the same benchmark, through /v1/chat/completions",
     "vllm_bench": "vLLM's benchmark, through /v1/completions",
-    "vllm_bench_chat": "the same, through /v1/chat/completions",
+    "vllm_bench_chat": "the same benchmark, through /v1/chat/completions",
     "openai_sdist": "openai-python's own tests of chats, completions and models",
     "sglang_kits": "SGLang's server test kits that need nothing of sglang",
 }
