@@ -74,8 +74,7 @@ def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
     with Service(tmp_path, *flags, PYTHONPATH=path) as service:
         assert said in "\n".join(service.lines)
         assert service.get("/server_info").json()["verification"] == said
-        log = (tmp_path / "stderr.log").read_text()
-    assert f"verification: {said}" in log
+        assert service.logs(f"verification: {said}"), service.log()
 
 
 @pytest.mark.slow

@@ -38,10 +38,9 @@ def test_the_table_says_what_runs_and_ready_comes_last(service: Service) -> None
 
 
 def test_what_was_adjusted_is_logged(service: Service) -> None:
-    log = service.log()
-    assert "draft tokens set to (5, 4, 8): the default for Llama" in log
-    assert "SGLANG_ENABLE_SPEC_V2 is set: overlap is always on" in log
-    assert "Traceback" not in log
+    assert service.logs("draft tokens set to (5, 4, 8): the default for Llama")
+    assert service.logs("SGLANG_ENABLE_SPEC_V2 is set: overlap is always on")
+    assert "Traceback" not in service.log()
 
 
 def test_the_curl_line_works_as_printed(service: Service) -> None:

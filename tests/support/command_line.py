@@ -87,6 +87,15 @@ class Service:
         """What all its processes have written to stderr."""
         return (self.tmp_path / "stderr.log").read_text()
 
+    def logs(self, words: str, timeout_s: float = 5.0) -> bool:
+        """Whether the log says this by then: a line may be written after the reply that it is about."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.log():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
