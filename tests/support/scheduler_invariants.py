@@ -54,7 +54,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
 
 
 def check_order(scheduler: Scheduler) -> None:
-    """Nobody goes before an older one, unless by their prefix; then only so often."""
+    """Requests run in the order of arrival. With `lpm` a longer cached prefix goes first, a bounded number of times."""
     queues = scheduler.queues
     if isinstance(scheduler.planner._admission._order, LongestPrefix):
         assert all(request.passed <= MOST_PASSED for request in queues.open.values()), "passed too often"

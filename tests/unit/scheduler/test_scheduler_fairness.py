@@ -1,4 +1,4 @@
-"""Who waits for whom among prompts, and for how long at most."""
+"""The order of prompts in prefill steps, and the longest that one of them waits."""
 
 import random
 

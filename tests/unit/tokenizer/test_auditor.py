@@ -1,4 +1,4 @@
-"""What the audit concludes from the leads of two runs. The scheduler is a list of what it was sent."""
+"""The auditor's verdicts on served and replayed tokens, by their margins. A list stands for the scheduler."""
 
 from array import array
 from dataclasses import dataclass, field
