@@ -102,6 +102,21 @@ def _divergences(results: Results, method: str) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+def _planted_audits(results: Results) -> list[Report]:
+    """Runs with planted errors at audit rate 0.5, one entry for each plant."""
+    entries = results["full_tests_cpu"].items()
+    return [entry["figures"] for name, entry in entries if name.startswith("audit_") and name.endswith("_0.5")]
+
+
+def _audits_found(results: Results) -> str:
+    found, runs = (sum(figures[name] for figures in _planted_audits(results)) for name in ("found", "runs"))
+    return f"{found} of {runs}"
+
+
+def _audits_most(results: Results) -> str:
+    return f"{max(figures['tokens_to_the_fault']['most'] for figures in _planted_audits(results)):,}"
+
+
 def _fails_from(results: Results) -> str:
     return str(min(row["fails_from"] for row in results["bf16_divergences_h200"]["verdict"]["rates"]))
 
@@ -127,4 +142,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "bf16-eagle3": lambda results: _divergences(results, "eagle3"),
     "bf16-plain": lambda results: _divergences(results, "plain"),
     "bf16-fails": _fails_from,
+    "audits-found": _audits_found,
+    "audits-most": _audits_most,
+    "audits-clean": lambda results: f"{results['full_tests_cpu']['audit_200000']['figures']['tokens']:,}",
 }
