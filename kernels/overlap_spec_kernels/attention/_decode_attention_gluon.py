@@ -60,7 +60,7 @@ def decode_attention_gluon_kernel(
     v_cache_ptr += kv_head * HEAD
     stride = active * BLOCK
     end = gl.where(split < active, num_cached, 0)  # end of the cached keys
-    page = _fill_ring(
+    page, next_page = _fill_ring(
         k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
     if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
@@ -91,7 +91,7 @@ def decode_attention_gluon_kernel(
                 q, k_shared, v_shared, acc, highest, denominator, scale_log2, GROUP
             )  # fmt: skip
         acc, highest, denominator = _attend_to_cache(
-            q, acc, highest, denominator, k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page,
+            q, acc, highest, denominator, k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, next_page,
             first, stride, end, scale_log2, NUM_KV_HEADS, PAGE_SIZE
         )  # fmt: skip
         output, weight = _merge_warps(acc, highest, denominator)
@@ -131,20 +131,20 @@ def _fill_ring(
     k_ring: gl.shared_memory_descriptor, v_ring: gl.shared_memory_descriptor, k_ptr: gl.tensor, v_ptr: gl.tensor,
     table_row_ptr: gl.tensor, page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-) -> gl.tensor:  # fmt: skip
-    """Begin to load the first blocks; `page` is the first block's. Returns the page of the block after them."""
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """Begin to load the first blocks; `page` is the first block's. Returns the pages of the two blocks after them."""
     STAGES: gl.constexpr = k_ring.shape[0]
     WARPS: gl.constexpr = k_ring.shape[1]
     KEYS: gl.constexpr = k_ring.shape[2]
     copy: gl.constexpr = page.type.layout.parent
     pages = [page]
-    for step in gl.static_range(1, STAGES + 1):
+    for step in gl.static_range(1, STAGES + 2):
         pages = pages + [_load_pages(table_row_ptr, first + step * stride, end, PAGE_SIZE, WARPS, KEYS, copy)]
     for step in gl.static_range(STAGES):
         begin = first + step * stride
         _ask_for_block(k_ring, v_ring, step, k_ptr, v_ptr, pages[step], begin, end, NUM_KV_HEADS, PAGE_SIZE)
         ampere.async_copy.commit_group()
-    return pages[STAGES]
+    return pages[STAGES], pages[STAGES + 1]
 
 
 @GluonKernel
@@ -158,11 +158,15 @@ def _ask_for_block(
     HEAD: gl.constexpr = k_ring.shape[3]
     copy: gl.constexpr = page.type.layout.parent
     warp, key, column = _axes(k_ring.shape[1], KEYS, HEAD, copy)
-    key = first + warp * KEYS + key
-    row = gl.expand_dims(page, 2).to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
-    place = row * (NUM_KV_HEADS * HEAD) + column
-    ampere.async_copy.async_copy_global_to_shared(k_ring.index(stage), k_ptr + place, mask=key < end)
-    ampere.async_copy.async_copy_global_to_shared(v_ring.index(stage), v_ptr + place, mask=key < end)
+    begin = first + warp * KEYS
+    page = gl.expand_dims(page, 2).to(gl.int64)
+    within = begin if PAGE_SIZE % KEYS == 0 else begin + key  # with one page for a warp, only its first key's place
+    offset = column if PAGE_SIZE % KEYS else key * (NUM_KV_HEADS * HEAD) + column
+    row = (page * PAGE_SIZE + within % PAGE_SIZE) * (NUM_KV_HEADS * HEAD)
+    mask = key < end - begin
+    k_from, v_from = (k_ptr + row) + offset, (v_ptr + row) + offset
+    ampere.async_copy.async_copy_global_to_shared(k_ring.index(stage), k_from, mask=mask)
+    ampere.async_copy.async_copy_global_to_shared(v_ring.index(stage), v_from, mask=mask)
 
 
 @GluonKernel
@@ -230,10 +234,14 @@ def _attend_to_new(
 def _attend_to_cache(
     q: gl.tensor, acc: gl.tensor, highest: gl.tensor, denominator: gl.tensor, k_ring: gl.shared_memory_descriptor,
     v_ring: gl.shared_memory_descriptor, k_ptr: gl.tensor, v_ptr: gl.tensor, table_row_ptr: gl.tensor,
-    page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor, scale_log2: float,
+    page: gl.tensor, next_page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor, scale_log2: float,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Attend to every stride-th block of cached keys, unmasked; `page` is that of the first block not yet requested."""
+    """Attend to every stride-th block of cached keys, unmasked.
+
+    `page`, `next_page`: of the first two blocks not yet requested. A page is read two blocks ahead: under a full
+    memory system, reading it takes longer than a block.
+    """
     STAGES: gl.constexpr = k_ring.shape[0]
     WARPS: gl.constexpr = k_ring.shape[1]
     KEYS: gl.constexpr = k_ring.shape[2]
@@ -250,7 +258,8 @@ def _attend_to_cache(
         ahead = begin + STAGES * stride
         if ahead < end:
             _ask_for_block(k_ring, v_ring, stage, k_ptr, v_ptr, page, ahead, end, NUM_KV_HEADS, PAGE_SIZE)
-            page = _load_pages(table_row_ptr, ahead + stride, end, PAGE_SIZE, WARPS, KEYS, copy)
+            page = next_page
+            next_page = _load_pages(table_row_ptr, ahead + 2 * stride, end, PAGE_SIZE, WARPS, KEYS, copy)
         ampere.async_copy.commit_group()
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)

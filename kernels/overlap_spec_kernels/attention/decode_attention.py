@@ -47,6 +47,10 @@ class _Ring(NamedTuple):
 
 
 _RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB and 96 KB
+# 192 KB, for launches that leave a multiprocessor to one program: so much must be under way to read at full bandwidth,
+# and no two programs can crowd one multiprocessor.
+_DEEP_RINGS = {128: _Ring(8, 16, 3)}
+_COMBINED_PER_THREAD = 128  # elements of the splits' outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +222,15 @@ def _decode_attention_triton(
         "READ_BEFORE_WAIT": read_before_wait,
     }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
-    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group)):
+    alone = 2 * grid[0] * num_requests <= scratch.counters.shape[0]
+    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, alone)):
         decode_attention_gluon_kernel[grid](  # so few rows make one tile
             *arguments,
             HEAD=head_dim,
             WARPS=ring.warps,
             KEYS=ring.keys,
             STAGES=ring.stages,
-            COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 elements per thread
+            COMBINED=_COMBINED_PER_THREAD * 32 * ring.warps // (16 * head_dim),
             num_warps=ring.warps,
             **shared,
         )
@@ -248,9 +253,15 @@ def _decode_attention_triton(
     return out
 
 
-def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int) -> _Ring | None:
-    """The ring for a tile of `rows` (row, head) pairs; None where the Triton kernel runs."""
+def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, alone: bool) -> _Ring | None:
+    """The ring for a tile of `rows` (row, head) pairs; None where the Triton kernel runs.
+
+    `alone`: each program has a multiprocessor to itself.
+    """
     if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not runs_gluon(qkv.device):
         return None
-    is_aligned = k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0  # one thread copies 16 bytes
-    return _RINGS.get(k_cache.shape[3]) if is_aligned else None
+    if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:  # one thread copies 16 bytes
+        return None
+    head_dim = k_cache.shape[3]
+    ring = _RINGS.get(head_dim)
+    return _DEEP_RINGS.get(head_dim, ring) if alone else ring
