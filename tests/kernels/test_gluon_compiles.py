@@ -42,11 +42,11 @@ TILED: dict[str, dict[str, Any]] = {
 }
 ATTENTION = {
     "WIDTH": 4, "NUM_KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "PAGE_SIZE": 16, "WARPS": 4, "KEYS": 32, "STAGES": 2,
-    "KEYS_PER_SPLIT": 128, "COMBINED": 16, "READ_BEFORE_WAIT": True, "PDL": True,
+    "KEYS_PER_SPLIT": 128, "COMBINED": 8, "READ_BEFORE_WAIT": True, "PDL": True,
 }  # fmt: skip
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "SmolLM2": ATTENTION,
-    "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 8},
+    "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
     "8B, one request": ATTENTION
     | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "WARPS": 8, "KEYS": 16, "STAGES": 3, "COMBINED": 16},
     "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},

@@ -60,7 +60,7 @@ def decode_attention_gluon_kernel(
     v_cache_ptr += kv_head * HEAD
     stride = active * BLOCK
     end = gl.where(split < active, num_cached, 0)  # end of the cached keys
-    page, next_page = _fill_ring(
+    page = _fill_ring(
         k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
     if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
@@ -91,7 +91,7 @@ def decode_attention_gluon_kernel(
                 q, k_shared, v_shared, acc, highest, denominator, scale_log2, GROUP
             )  # fmt: skip
         acc, highest, denominator = _attend_to_cache(
-            q, acc, highest, denominator, k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, next_page,
+            q, acc, highest, denominator, k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page,
             first, stride, end, scale_log2, NUM_KV_HEADS, PAGE_SIZE
         )  # fmt: skip
         output, weight = _merge_warps(acc, highest, denominator)
@@ -131,20 +131,20 @@ def _fill_ring(
     k_ring: gl.shared_memory_descriptor, v_ring: gl.shared_memory_descriptor, k_ptr: gl.tensor, v_ptr: gl.tensor,
     table_row_ptr: gl.tensor, page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """Begin to load the first blocks; `page` is the first block's. Returns the pages of the two blocks after them."""
+) -> gl.tensor:  # fmt: skip
+    """Begin to load the first blocks; `page` is the first block's. Returns the page of the block after them."""
     STAGES: gl.constexpr = k_ring.shape[0]
     WARPS: gl.constexpr = k_ring.shape[1]
     KEYS: gl.constexpr = k_ring.shape[2]
     copy: gl.constexpr = page.type.layout.parent
     pages = [page]
-    for step in gl.static_range(1, STAGES + 2):
+    for step in gl.static_range(1, STAGES + 1):
         pages = pages + [_load_pages(table_row_ptr, first + step * stride, end, PAGE_SIZE, WARPS, KEYS, copy)]
     for step in gl.static_range(STAGES):
         begin = first + step * stride
         _ask_for_block(k_ring, v_ring, step, k_ptr, v_ptr, pages[step], begin, end, NUM_KV_HEADS, PAGE_SIZE)
         ampere.async_copy.commit_group()
-    return pages[STAGES], pages[STAGES + 1]
+    return pages[STAGES]
 
 
 @GluonKernel
@@ -234,14 +234,10 @@ def _attend_to_new(
 def _attend_to_cache(
     q: gl.tensor, acc: gl.tensor, highest: gl.tensor, denominator: gl.tensor, k_ring: gl.shared_memory_descriptor,
     v_ring: gl.shared_memory_descriptor, k_ptr: gl.tensor, v_ptr: gl.tensor, table_row_ptr: gl.tensor,
-    page: gl.tensor, next_page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor, scale_log2: float,
+    page: gl.tensor, first: gl.tensor, stride: gl.tensor, end: gl.tensor, scale_log2: float,
     NUM_KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Attend to every stride-th block of cached keys, unmasked.
-
-    `page`, `next_page`: of the first two blocks not yet requested. A page is read two blocks ahead: under a full
-    memory system, reading it takes longer than a block.
-    """
+    """Attend to every stride-th block of cached keys, unmasked; `page` is that of the first block not yet requested."""
     STAGES: gl.constexpr = k_ring.shape[0]
     WARPS: gl.constexpr = k_ring.shape[1]
     KEYS: gl.constexpr = k_ring.shape[2]
@@ -258,8 +254,7 @@ def _attend_to_cache(
         ahead = begin + STAGES * stride
         if ahead < end:
             _ask_for_block(k_ring, v_ring, stage, k_ptr, v_ptr, page, ahead, end, NUM_KV_HEADS, PAGE_SIZE)
-            page = next_page
-            next_page = _load_pages(table_row_ptr, ahead + 2 * stride, end, PAGE_SIZE, WARPS, KEYS, copy)
+            page = _load_pages(table_row_ptr, ahead + stride, end, PAGE_SIZE, WARPS, KEYS, copy)
         ampere.async_copy.commit_group()
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)

@@ -44,13 +44,14 @@ class _Ring(NamedTuple):
     warps: int
     keys: int  # keys of one warp in a block; a block is no larger than the smallest split
     stages: int  # blocks that are loading at once
+    combined: int  # splits whose outputs a program holds at once to combine them
 
 
-_RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB and 96 KB
-# 192 KB, for launches that leave a multiprocessor to one program: so much must be under way to read at full bandwidth,
-# and no two programs can crowd one multiprocessor.
-_DEEP_RINGS = {128: _Ring(8, 16, 3)}
-_COMBINED_PER_THREAD = 128  # elements of the splits' outputs
+# By head dimension: 64 KB and 96 KB.
+_RINGS = {64: _Ring(4, 32, 2, combined=8), 128: _Ring(4, 16, 3, combined=4)}
+# 192 KB, where each program has a multiprocessor to itself: as much is loading as with two programs of 96 KB, two
+# programs cannot crowd one multiprocessor, and twice as many warps hide each other's waits.
+_DEEP_RINGS = {128: _Ring(8, 16, 3, combined=16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ def _decode_attention_triton(
             WARPS=ring.warps,
             KEYS=ring.keys,
             STAGES=ring.stages,
-            COMBINED=_COMBINED_PER_THREAD * 32 * ring.warps // (16 * head_dim),
+            COMBINED=ring.combined,
             num_warps=ring.warps,
             **shared,
         )
