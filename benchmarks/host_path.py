@@ -137,11 +137,12 @@ class Meter:
         self._before = {name: cpu_s(pid) for name, pid in self._pids.items()}
         self._began = time.monotonic()
 
-    def figures(self, num_tokens: int) -> dict[str, Any]:
-        """Microseconds of each process for a token, and the share of a core that it used."""
+    def figures(self, num_tokens: int, num_events: int = 0) -> dict[str, Any]:
+        """Microseconds of each process for a token, of the server for an event, and the shares of a core in use."""
         spent = {name: cpu_s(pid) - self._before[name] for name, pid in self._pids.items()}
         wall = time.monotonic() - self._began
-        return {
+        per_event = {"server_us_per_event": round(1e6 * spent["server"] / num_events, 1)} if num_events else {}
+        return per_event | {
             "cpu_us_per_token": {name: round(1e6 * s / num_tokens, 2) for name, s in spent.items()},
             "cpu_share": {name: round(s / wall, 2) for name, s in spent.items()},
         }
@@ -163,7 +164,7 @@ async def sse(engine: Engine, batch: int, tokens: int, num_processes: int) -> di
         "tokens_per_event": round(batch * tokens / events, 2),
         "gap_ms": found["gap_ms"] if "gap_ms" in found else found,
         "client_shares": [round(share, 2) for share in played.cpu_shares],
-        **meter.figures(batch * tokens),
+        **meter.figures(batch * tokens, events),
     }
 
 
