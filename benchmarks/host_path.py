@@ -12,7 +12,6 @@ with processor time by process: per token, and per event where there are events.
 """
 
 import argparse
-import asyncio
 import os
 import random
 import time
@@ -162,7 +161,7 @@ async def sse(engine: Engine, batch: int, tokens: int, num_processes: int) -> di
     return {
         "tokens_per_second": round(batch * tokens / wall),
         "tokens_per_event": round(batch * tokens / events, 2),
-        "gap_ms": found["gap_ms"] if "gap_ms" in found else found,
+        "gap_ms": found["gap_ms"],
         "client_shares": [round(share, 2) for share in played.cpu_shares],
         **meter.figures(batch * tokens, events),
     }
@@ -193,8 +192,10 @@ async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         roles = ROLES | {"worker": Path(__file__).stem}
         async with Engine(config, roles=roles) as engine:
             for load in arguments.loads:
-                work = sse(engine, batch, tokens, arguments.client_processes) if load == "sse" else batched(
-                    engine, batch, tokens
+                work = (
+                    sse(engine, batch, tokens, arguments.client_processes)
+                    if load == "sse"
+                    else batched(engine, batch, tokens)
                 )
                 rows.append({"load": load, "batch": batch, "step_us": step_us, "tokens": tokens, **await work})
                 print(rows[-1], flush=True)

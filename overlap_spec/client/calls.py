@@ -59,7 +59,6 @@ def completion_of(deltas: Sequence[Delta]) -> Completion:
     )
 
 
-
 class Calls:
     """Open calls by request id, each with its answers; an error is a call's last one.
 

@@ -63,6 +63,7 @@ from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
 log = logging.getLogger(__name__)
@@ -109,14 +110,20 @@ class TokenizerService:
 
     async def _serve_engine(self, inbox: Inbox[ToTokenizer]) -> None:
         while not self._stopped:
+            steps: list[TokenDeltas] = []
             for message in inbox.drain() or (await inbox.recv(),):
-                self._from_engine(message)
+                if isinstance(message, TokenDeltas):
+                    steps.append(message)
+                else:
+                    self._add_steps(steps)
+                    self._from_engine(message)
+            self._add_steps(steps)
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
         match message:
             case TokenDeltas():
-                self._add_tokens(message)
+                self._add_steps([message])
             case EngineLimits():
                 self._checks.limits = message
                 self.auditor.num_slots = message.audit_slots
@@ -133,43 +140,49 @@ class TokenizerService:
             case _:
                 assert_never(message)
 
-    def _add_tokens(self, message: TokenDeltas) -> None:
-        """One step: every request's run becomes a row, every client gets one message."""
+    def _add_steps(self, steps: list[TokenDeltas]) -> None:
+        """What has come of steps: one of them, unless this process is behind. Empties the list."""
+        if steps:
+            for gains in joined(steps):
+                self._add_gains(gains)
+            steps.clear()
+
+    def _add_gains(self, gains: Gains) -> None:
+        """Every request's run becomes a row, every client gets one message."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
-        self._keep_prompt_log_probs(message.prompt_log_probs)
-        for uid, tokens, finish, usage in zip(
-            message.uids, message.tokens, message.finishes, message.usages, strict=True
-        ):
+        self._keep_prompt_log_probs(gains.prompt_log_probs)
+        for uid, run in gains.runs.items():
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            piece = self._push(request, request.output, tokens, finish)
+            piece = self._push(request, request.output, run.tokens, run.finish)
             if piece is None:
                 continue
             if request.transcript is not None:
-                self._keep(request, request.transcript, message.step_id, piece)
-            request.usage = _counted(usage, request.output.num_tokens)
+                self._keep(request, request.transcript, run, piece)
+            request.usage = _counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
             if request.log_probs is not None:
-                records = message.log_probs.get(uid, b"")
+                records = gains.log_probs.get(uid, b"")
                 _add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
-            if uid in message.verified:
-                reply.verified[request.request_id] = message.verified[uid]
+            if uid in gains.verified:
+                reply.verified[request.request_id] = gains.verified[uid]
             if piece.finish is not None:
-                if finish is None:
+                if run.finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
                 self._close(request)
         for client, reply in replies.items():
             self._clients.send(client, reply)
-        self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+        self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
 
-    def _keep(self, request: OpenRequest, transcript: Transcript, step_id: int, piece: Piece) -> None:
+    def _keep(self, request: OpenRequest, transcript: Transcript, run: Run, piece: Piece) -> None:
         """What an audit will compare: the tokens that are served."""
-        transcript.add(step_id, piece.token_ids)
+        for step_id, tokens in run.by_step(piece.token_ids):
+            transcript.add(step_id, tokens)
         if piece.finish is not None:
             self.auditor.finished(transcript, piece.finish)
             request.transcript = None
