@@ -151,6 +151,14 @@ class Client:
         if delta.finish is not None and delta.finish.kind is FinishKind.ABORT:
             raise aborted(delta.finish)
 
+    def send_together(self) -> None:
+        """Let requests that tasks of this loop begin at once, those that wait to run by now, reach the engine together.
+
+        They are computed together then. Call it after the tasks were created.
+        """
+        if self._link is not None:
+            self._link.hold()
+
     async def complete(
         self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
     ) -> Completion:

@@ -13,7 +13,7 @@ from typing import assert_never
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import RequestError
-from overlap_spec.ipc.transport import Inbox, Outlet
+from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -56,6 +56,7 @@ from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
@@ -76,19 +77,19 @@ class TokenizerService:
         self,
         codec: Codec,
         checks: RequestChecks,
-        scheduler: Outlet[ToScheduler],
+        scheduler: BatchOutlet[ToScheduler],
         clients: ClientLink,
         tell_supervisor: Callable[[ToSupervisor], None],
     ) -> None:
         self._codec = codec
         self._checks = checks
-        self._scheduler = scheduler
+        self._scheduler = GatheredSends(scheduler)
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), scheduler.send)  # so too
+        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
-        self._queries = Queries(self._prompts, checks, scheduler, clients)
+        self._queries = Queries(self._prompts, checks, self._scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
         self._stopped = False
@@ -226,7 +227,14 @@ class TokenizerService:
     async def _serve_clients(self) -> None:
         while True:
             client, message = await self._clients.recv()
+            more_follow = self._clients.has_more
+            if not isinstance(message, Generate):
+                self._scheduler.release()  # it may wait for the scheduler's answer
+            elif more_follow:
+                self._scheduler.hold()
             await self._from_client(client, message)
+            if not more_follow:
+                self._scheduler.release()
             await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 
     async def _from_client(self, client: int, message: Arrival) -> None:
