@@ -134,6 +134,7 @@ class Ledger:
 
     def _commit(self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas) -> None:
         """Append each run to its unfinished request, up to the token that finishes it."""
+        assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
         kept, finishes = deltas.tokens, deltas.finishes
         for request, run in zip(requests, runs, strict=True):
             tokens, finish = request.tokens, None
