@@ -1,6 +1,6 @@
 """The answers to one call, as they come and as they are taken.
 
-Whoever takes them slower than they come gets what has come meanwhile as one delta, so its work for a token shrinks the
+A reader that is slower than they come gets what has come meanwhile as one delta, so its work for a token shrinks the
 further it is behind. A delta that tells what its step verified stays the delta of one step.
 """
 

@@ -89,7 +89,7 @@ class StreamDetokenizer:
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token that has one of its own, wherever it stands; None: it has a part of a character.
+    """The text of each token that has one of its own, whatever is around it; None: it has a part of a character.
 
     Only of a tokenizer whose decoder does nothing but map characters to bytes (`is_byte_level`).
     """
