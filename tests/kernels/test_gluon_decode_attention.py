@@ -78,7 +78,7 @@ def test_many_blocks_of_a_split(gpu: Hopper, page_size: int, num_splits: int) ->
     ("length", "page_size", "num_programs"), [(2900, 16, 40), (2900, 16, 4), (1025, 1, 4), (127, 64, 4)]
 )
 def test_one_program_for_each_multiprocessor(gpu: Hopper, length: int, page_size: int, num_programs: int) -> None:
-    """Of a launch whose programs are half as many as could run, each has a deeper ring, of which only one fits."""
+    """One request's full tiles have a deeper ring, of which only one fits."""
     check(gpu, decode_inputs(HeadShape(4, 1, 128), 4, [length], page_size, BFLOAT), num_programs)
     constants = gpu.launches[0].constants
     assert gpu.launches[0].grid == (min(num_programs // 2, ceil_div(length, 128) + 1), 1, 1)

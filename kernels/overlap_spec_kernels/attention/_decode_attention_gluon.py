@@ -158,15 +158,11 @@ def _ask_for_block(
     HEAD: gl.constexpr = k_ring.shape[3]
     copy: gl.constexpr = page.type.layout.parent
     warp, key, column = _axes(k_ring.shape[1], KEYS, HEAD, copy)
-    begin = first + warp * KEYS
-    page = gl.expand_dims(page, 2).to(gl.int64)
-    within = begin if PAGE_SIZE % KEYS == 0 else begin + key  # with one page for a warp, only its first key's place
-    offset = column if PAGE_SIZE % KEYS else key * (NUM_KV_HEADS * HEAD) + column
-    row = (page * PAGE_SIZE + within % PAGE_SIZE) * (NUM_KV_HEADS * HEAD)
-    mask = key < end - begin
-    k_from, v_from = (k_ptr + row) + offset, (v_ptr + row) + offset
-    ampere.async_copy.async_copy_global_to_shared(k_ring.index(stage), k_from, mask=mask)
-    ampere.async_copy.async_copy_global_to_shared(v_ring.index(stage), v_from, mask=mask)
+    key = first + warp * KEYS + key
+    row = gl.expand_dims(page, 2).to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    place = row * (NUM_KV_HEADS * HEAD) + column
+    ampere.async_copy.async_copy_global_to_shared(k_ring.index(stage), k_ptr + place, mask=key < end)
+    ampere.async_copy.async_copy_global_to_shared(v_ring.index(stage), v_ptr + place, mask=key < end)
 
 
 @GluonKernel

@@ -49,8 +49,8 @@ class _Ring(NamedTuple):
 
 # By head dimension: 64 KB and 96 KB.
 _RINGS = {64: _Ring(4, 32, 2, combined=8), 128: _Ring(4, 16, 3, combined=4)}
-# 192 KB, where each program has a multiprocessor to itself: as much is loading as with two programs of 96 KB, two
-# programs cannot crowd one multiprocessor, and twice as many warps hide each other's waits.
+# 192 KB for one request's full tiles, whose programs have a multiprocessor each: as much is loading as with two
+# programs of 96 KB, two programs cannot crowd one multiprocessor, and twice as many warps hide each other's waits.
 _DEEP_RINGS = {128: _Ring(8, 16, 3, combined=16)}
 
 
@@ -223,8 +223,7 @@ def _decode_attention_triton(
         "READ_BEFORE_WAIT": read_before_wait,
     }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
-    alone = 2 * grid[0] * num_requests <= scratch.counters.shape[0]
-    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, alone)):
+    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
         decode_attention_gluon_kernel[grid](  # so few rows make one tile
             *arguments,
             HEAD=head_dim,
@@ -254,15 +253,12 @@ def _decode_attention_triton(
     return out
 
 
-def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, alone: bool) -> _Ring | None:
-    """The ring for a tile of `rows` (row, head) pairs; None where the Triton kernel runs.
-
-    `alone`: each program has a multiprocessor to itself.
-    """
+def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, num_requests: int) -> _Ring | None:
+    """The ring for a tile of `rows` (row, head) pairs; None where the Triton kernel runs."""
     if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not runs_gluon(qkv.device):
         return None
     if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:  # one thread copies 16 bytes
         return None
     head_dim = k_cache.shape[3]
     ring = _RINGS.get(head_dim)
-    return _DEEP_RINGS.get(head_dim, ring) if alone else ring
+    return _DEEP_RINGS.get(head_dim, ring) if rows == 16 and num_requests == 1 else ring
