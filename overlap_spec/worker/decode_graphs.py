@@ -5,25 +5,26 @@ smaller batch is padded with the dummy slot, whose page table is all page 0 and 
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     LAYERS_APART,
+    START_KINDS,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
     Parts,
     Replay,
     capture_parts,
-    no_garbage_collection,
+    no_collection,
 )
 from overlap_spec.worker.windows import Forwarded
 
@@ -71,15 +72,19 @@ class GraphDecoder:
         self._kind: KindGraphs[Forwarded, Verdict] | None = None
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Capture every batch size and width, largest first."""
+        """Capture every batch size and width, largest first; of the largest, every kind of sampling."""
         defers = self._widths[0] == 1 < self._rows.width and self._step.self_drafting is None
-        with torch.inference_mode(), no_garbage_collection():
+        with torch.inference_mode(), no_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):
                     self._graphs[size, width] = self._capture(size, width, recorder)
                 if defers:
                     self._catch_up[size] = self._capture_catch_up(size, recorder)
         recorder.finish()
+
+    def late(self) -> Iterator[Callable[[], object]]:
+        """What captures the rest, a step of one size, width and kind at each call."""
+        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
         captured = self._catch_up.get(self._size_for(len(slots)))
@@ -104,7 +109,7 @@ class GraphDecoder:
             self._kind = None
             self._step.marks.replayed(())
             return self._step.judge(forwarded, sampling)
-        kind = self._kind = self._running.parts.kinds[sampling]
+        kind = self._kind = self._running.parts.kind(sampling)
         self._step.marks.replayed(kind.marks)
         kind.judge()
         return kind.judged
@@ -140,7 +145,9 @@ class GraphDecoder:
             draft_work=step.method.draft_work,
             marks=step.marks,
         )
-        return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart))
+        largest = (size, width) == (self._sizes[-1], self._widths[-1])
+        kinds = SAMPLING_WORK if largest else START_KINDS
+        return StepGraphs(slots, capture_parts(parts, recorder, kinds, self._layers_apart))
 
     def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)

@@ -1,7 +1,6 @@
 """The worker process: loads, warms up, reports its facts, then runs its loop."""
 
 import logging
-import time
 from functools import partial
 
 import torch
@@ -11,6 +10,7 @@ from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
+from overlap_spec.runtime.start_times import StartTimes
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
@@ -107,21 +107,25 @@ def _acceptance_fact(spec: SpecSettings) -> str:
 
 async def main(context: ActorContext) -> None:
     """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do."""
-    begun = time.perf_counter()
-    settings = context.settings
+    times, settings = StartTimes(), context.settings
+    times.end("imports")
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
+    times.end("weights and caches")
     context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
     warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
+    times.end("warm-up")
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
     free = free_bytes(settings.model.device)
     captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
     graph_bytes = free - free_bytes(settings.model.device)
+    times.end("CUDA graphs")
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # the tokens of the warm-up
+    times.end("step times")
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     context.ready(
         WorkerFacts(
@@ -133,9 +137,9 @@ async def main(context: ActorContext) -> None:
             platform=_platform_facts(settings, models, graph_bytes),
             graph_batch_sizes=settings.graph_batch_sizes,
             graph_counts=dict(captures.counts),
-            capture_s=captures.seconds,
+            graph_s=dict(captures.seconds),
             step_widths=geometry.step_widths,
-            start_s=time.perf_counter() - begun,
+            start_s=times.seconds,
             bytes_per_s=ceiling.bytes_per_s,
             flop_per_s=ceiling.flop_per_s,
             verification=_verification_fact(settings.spec, models),

@@ -25,7 +25,7 @@ from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import Prefiller
-from overlap_spec.worker.prefill_graphs import GraphPrefiller
+from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
 
@@ -93,12 +93,12 @@ def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Captures:
-    """The graphs of decode and prefill steps, how many there are of each part, and how long the captures took."""
+    """The graphs of decode and prefill steps; by the part of a step, how many there are and how long they took."""
 
     decoder: Decoder
     prefiller: Prefiller
     counts: Counter[str]
-    seconds: float
+    seconds: Counter[str]
 
 
 def capture_graphs(
@@ -110,20 +110,22 @@ def capture_graphs(
 ) -> Captures:
     """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
     if not batch_sizes:
-        return Captures(executor.decode_step, executor.prefill_step, Counter(), 0.0)
-    started, slots, recorder = time.perf_counter(), executor.slots, make_recorder()
+        return Captures(executor.decode_step, executor.prefill_step, Counter(), Counter())
+    slots, recorder = executor.slots, make_recorder()
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
-    most_rows = min(geometry.max_len, geometry.max_chunk)
-    prefiller = GraphPrefiller(executor.prefill_step, slots, most_rows, layers_apart)
+    shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
+    prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
     decoder.capture(recorder)
     prefiller.capture(recorder)
-    executor.use(decoder, prefiller)
+    late = [*decoder.late(), *prefiller.late()]
     if executor.audit_step is not None:
         auditor = GraphAuditor(executor.audit_step, slots.dummy, audit_batches(geometry))
         auditor.capture(recorder, slots.length.device)
         executor.audit_by(auditor)
+        late += auditor.late()
+    executor.use(decoder, prefiller, late)
     _run_uncaptured(executor, geometry)
-    return Captures(decoder, prefiller, recorder.counts, time.perf_counter() - started)
+    return Captures(decoder, prefiller, recorder.counts, recorder.seconds)
 
 
 def audit_batches(geometry: Geometry) -> tuple[int, ...]:
