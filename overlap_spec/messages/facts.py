@@ -109,9 +109,9 @@ class CudaFacts(Message, frozen=True):
 class WorkerFacts(Message, frozen=True, kw_only=True):
     """Sizes, start and speed of the worker.
 
-    `num_pages`: pages that requests may use. `start_s`: seconds from the start of the process, by phase; `graph_s`: those
-    of captures, by the part of a step. `bytes_per_s`, `flop_per_s`: the device's ceilings, 0 where they are not known.
-    `verification`, `acceptance`: how guesses are accepted, and whether acceptance is simulated.
+    `num_pages`: pages that requests may use. `start_s`: seconds from the start of the process, by phase; `graph_s`:
+    those of captures, by the part of a step. `bytes_per_s`, `flop_per_s`: the device's ceilings, 0 where they are not
+    known. `verification`, `acceptance`: how guesses are accepted, and whether acceptance is simulated.
     """
 
     device: str

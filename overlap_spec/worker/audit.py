@@ -27,6 +27,7 @@ from overlap_spec.worker.step_graphs import (
     Parts,
     capture_parts,
     no_collection,
+    run_once,
 )
 from overlap_spec.worker.windows import ChainWindows
 
@@ -115,19 +116,25 @@ class AuditGraphs:
 class GraphAuditor:
     """Replays the smallest captured batch that holds the step's; what none holds is launched operation by operation."""
 
-    def __init__(self, step: AuditStep, dummy: int, sizes: Iterable[int]) -> None:
+    def __init__(self, step: AuditStep, slots: SlotRows, sizes: Iterable[int]) -> None:
         self._step = step
-        self._dummy = dummy
+        self._slots = slots
         self._sizes = sorted(sizes)
         self._graphs: dict[int, AuditGraphs] = {}
         self._running: AuditGraphs | None = None  # of the step being launched
 
-    def capture(self, recorder: GraphRecorder, device: torch.device) -> None:
+    def run_once(self) -> None:
+        """Run what `capture` captures, operation by operation."""
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                run_once(self._parts(self._packed(size)))
+
+    def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
             for size in reversed(self._sizes):
-                packed = torch.tensor(list(laid_out((), size, self._dummy)), dtype=torch.int64, device=device)
-                self._graphs[size] = self._capture(packed, recorder)
+                packed = self._packed(size)
+                self._graphs[size] = AuditGraphs(packed, capture_parts(self._parts(packed), recorder))
         recorder.finish()
 
     def late(self) -> Iterator[Callable[[], object]]:
@@ -153,7 +160,10 @@ class GraphAuditor:
         kind.judge()
         return kind.judged
 
-    def _capture(self, packed: Tensor, recorder: GraphRecorder) -> AuditGraphs:
+    def _packed(self, size: int) -> Tensor:
+        slots = self._slots
+        return torch.tensor(list(laid_out((), size, slots.dummy)), dtype=torch.int64, device=slots.length.device)
+
+    def _parts(self, packed: Tensor) -> Parts[Replayed, Tensor]:
         step = self._step
-        parts = Parts(lambda: step.forward(packed), step.judge, None, lambda work: work)
-        return AuditGraphs(packed, capture_parts(parts, recorder))
+        return Parts(lambda: step.forward(packed), step.judge, None, lambda work: work)

@@ -25,6 +25,7 @@ from overlap_spec.worker.step_graphs import (
     Replay,
     capture_parts,
     no_collection,
+    run_once,
 )
 from overlap_spec.worker.windows import Forwarded
 
@@ -65,20 +66,30 @@ class GraphDecoder:
         self._widths = sorted(widths)
         self._sizes = sorted(batch_sizes)
         self._layers_apart = layers_apart
+        self._defers = self._widths[0] == 1 < slots.width and step.self_drafting is None
         self._graphs: dict[tuple[int, int], StepGraphs] = {}
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last
         self._running: StepGraphs | None = None  # of the step being launched
         self._kind: KindGraphs[Forwarded, Verdict] | None = None
 
+    def run_once(self) -> None:
+        """Run what `capture` captures, operation by operation."""
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                slots = self._dummies(size)
+                for width in self._widths:
+                    run_once(self._parts(slots, width))
+                if self._defers:
+                    self._step.catch_up(slots, torch.zeros_like(slots))
+
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every batch size and width, largest first; of the largest, every kind of sampling."""
-        defers = self._widths[0] == 1 < self._rows.width and self._step.self_drafting is None
         with torch.inference_mode(), no_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):
                     self._graphs[size, width] = self._capture(size, width, recorder)
-                if defers:
+                if self._defers:
                     self._catch_up[size] = self._capture_catch_up(size, recorder)
         recorder.finish()
 
@@ -136,18 +147,21 @@ class GraphDecoder:
     def _dummies(self, size: int) -> Tensor:
         return torch.full((size,), self._rows.dummy, dtype=torch.int64, device=self._rows.length.device)
 
-    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
-        step, slots = self._step, self._dummies(size)
-        parts = Parts(
+    def _parts(self, slots: Tensor, width: int) -> Parts[Forwarded, Verdict]:
+        step = self._step
+        return Parts(
             forward=lambda: step.forward(slots, width),
             judge=step.judge,
             draft=step.draft if step.drafts_after(width) else None,
             draft_work=step.method.draft_work,
             marks=step.marks,
         )
+
+    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
+        slots = self._dummies(size)
         largest = (size, width) == (self._sizes[-1], self._widths[-1])
         kinds = SAMPLING_WORK if largest else START_KINDS
-        return StepGraphs(slots, capture_parts(parts, recorder, kinds, self._layers_apart))
+        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, kinds, self._layers_apart))
 
     def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)

@@ -23,6 +23,7 @@ from overlap_spec.worker.step_graphs import (
     Parts,
     capture_parts,
     no_collection,
+    run_once,
 )
 
 ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
@@ -78,6 +79,12 @@ class GraphPrefiller:
         self._running: PromptGraphs | None = None  # of the step being launched
         self._kind: KindGraphs[Prefilled, Published] | None = None
 
+    def run_once(self) -> None:
+        """Run what `capture` captures, operation by operation."""
+        with torch.inference_mode():
+            for shape in reversed(self._shapes):
+                run_once(self._parts(self._packed(shape), shape))
+
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first; of the largest, every kind of sampling."""
         with torch.inference_mode(), no_collection():
@@ -116,16 +123,22 @@ class GraphPrefiller:
             self._kind.draft()
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
-        step, empty = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
-        packed = torch.frombuffer(empty, dtype=torch.int64).to(self._slots.length.device)
-        parts = Parts(
+        packed = self._packed(shape)
+        kinds = SAMPLING_WORK if shape == self._shapes[-1] else START_KINDS
+        return PromptGraphs(packed, capture_parts(self._parts(packed, shape), recorder, kinds, self._layers_apart))
+
+    def _packed(self, shape: PromptShape) -> Tensor:
+        empty = Chunks([]).laid_out(shape, self._slots.dummy)
+        return torch.frombuffer(empty, dtype=torch.int64).to(self._slots.length.device)
+
+    def _parts(self, packed: Tensor, shape: PromptShape) -> Parts[Prefilled, Published]:
+        step = self._step
+        return Parts(
             forward=lambda: step.forward(packed, shape),
             judge=step.draw,
             draft=step.draft if self._slots.width > 1 else None,
             draft_work=step.method.draft_work,
         )
-        kinds = SAMPLING_WORK if shape == self._shapes[-1] else START_KINDS
-        return PromptGraphs(packed, capture_parts(parts, recorder, kinds, self._layers_apart))
 
 
 def _holds(shape: PromptShape, exact: PromptShape) -> bool:

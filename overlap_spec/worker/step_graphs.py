@@ -17,7 +17,7 @@ the others have room.
 
 import gc
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class GraphRecorder(Protocol):
     """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took."""
 
     counts: Counter[str]
-    seconds: Counter[str]
+    seconds: dict[str, float]
 
     def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
         """Returns what replays it, and the result, which every replay writes anew. `part` names the graph."""
@@ -64,7 +64,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self.counts: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
         graph, begun = torch.cuda.CUDAGraph(), time.perf_counter()
@@ -136,7 +136,7 @@ def capture_parts(
     layers_apart: bool = LAYERS_APART,
 ) -> PartGraphs[Forwarded, Judged]:
     """Run every part once, which compiles kernels, as a capture must not; then capture the layers and these kinds."""
-    _run_once(parts)
+    run_once(parts)
     recorder.finish()
     graphs = _apart(parts, recorder) if layers_apart else _together(parts, recorder)
     for kind in kinds:
@@ -144,7 +144,8 @@ def capture_parts(
     return graphs
 
 
-def _run_once(parts: Parts[Forwarded, Judged]) -> None:
+def run_once(parts: Parts[Forwarded, Judged]) -> None:
+    """Launch what a step of every kind of sampling launches."""
     forwarded = parts.forward()
     for kind in SAMPLING_WORK:
         parts.judge(forwarded, kind)

@@ -24,6 +24,7 @@ from overlap_spec.worker.sizing.geometry import (
     memory_facts,
 )
 from overlap_spec.worker.sizing.memory_budget import free_bytes
+from overlap_spec.worker.sizing.precompile import precompile
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
 from overlap_spec.worker.sizing.warmup import (
     FEW_TOKENS,
@@ -112,8 +113,12 @@ async def main(context: ActorContext) -> None:
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     times.end("weights and caches")
-    context.progress("warming up", 0, 0)
     on_cpu = settings.model.device == "cpu"
+    if not on_cpu:
+        context.progress("compiling kernels", 0, 0)
+        precompile(settings, executor, geometry)
+        times.end("kernels")
+    context.progress("warming up", 0, 0)
     warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
     times.end("warm-up")
     if settings.graph_batch_sizes:

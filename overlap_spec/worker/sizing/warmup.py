@@ -98,7 +98,7 @@ class Captures:
     decoder: Decoder
     prefiller: Prefiller
     counts: Counter[str]
-    seconds: Counter[str]
+    seconds: dict[str, float]
 
 
 def capture_graphs(
@@ -110,22 +110,42 @@ def capture_graphs(
 ) -> Captures:
     """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
     if not batch_sizes:
-        return Captures(executor.decode_step, executor.prefill_step, Counter(), Counter())
-    slots, recorder = executor.slots, make_recorder()
+        return Captures(executor.decode_step, executor.prefill_step, Counter(), {})
+    graphs, recorder = graph_steps(executor, geometry, batch_sizes, layers_apart), make_recorder()
+    for steps in graphs.all:
+        steps.capture(recorder)
+    executor.use(graphs.decoder, graphs.prefiller, [capture for steps in graphs.all for capture in steps.late()])
+    if graphs.auditor is not None:
+        executor.audit_by(graphs.auditor)
+    _run_uncaptured(executor, geometry)
+    return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
+
+
+@dataclass(frozen=True)
+class GraphSteps:
+    """What replays the steps of an executor, to be captured."""
+
+    decoder: GraphDecoder
+    prefiller: GraphPrefiller
+    auditor: GraphAuditor | None
+
+    @property
+    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphAuditor, ...]:
+        """In the order of captures: those that need the most memory first."""
+        steps = self.decoder, self.prefiller
+        return steps if self.auditor is None else (*steps, self.auditor)
+
+
+def graph_steps(
+    executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...], layers_apart: bool = LAYERS_APART
+) -> GraphSteps:
+    """Decode steps of these sizes, prefill steps and audits, not captured yet."""
+    slots, audit_step = executor.slots, executor.audit_step
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
     shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
     prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
-    decoder.capture(recorder)
-    prefiller.capture(recorder)
-    late = [*decoder.late(), *prefiller.late()]
-    if executor.audit_step is not None:
-        auditor = GraphAuditor(executor.audit_step, slots.dummy, audit_batches(geometry))
-        auditor.capture(recorder, slots.length.device)
-        executor.audit_by(auditor)
-        late += auditor.late()
-    executor.use(decoder, prefiller, late)
-    _run_uncaptured(executor, geometry)
-    return Captures(decoder, prefiller, recorder.counts, recorder.seconds)
+    auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
+    return GraphSteps(decoder, prefiller, auditor)
 
 
 def audit_batches(geometry: Geometry) -> tuple[int, ...]:

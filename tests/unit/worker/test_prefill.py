@@ -27,7 +27,9 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams) -> None:
     expected = run(executor, sampling)
-    padded = GraphPrefiller(executor.prefill_step, executor.slots, captured_shapes(160, 0, 10))  # nothing captured: eager
+    padded = GraphPrefiller(
+        executor.prefill_step, executor.slots, captured_shapes(160, 0, 10)
+    )  # nothing captured: eager
     executor.use(executor.decode_step, padded)
     assert run(executor, sampling) == expected
     assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
