@@ -19,7 +19,7 @@ from torch import Tensor
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
-from overlap_spec.worker.chunks import Chunks, Packer
+from overlap_spec.worker.chunks import Chunks, Ints, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
@@ -255,7 +255,7 @@ class Executor:
             self._decoder.catch_up(on_device, deferred)
         return self._batch_slots
 
-    def _load(self, handle: StepHandle, *runs: Iterable[int]) -> list[Tensor]:
+    def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]

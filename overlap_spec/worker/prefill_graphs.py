@@ -129,7 +129,7 @@ class GraphPrefiller:
 
     def _packed(self, shape: PromptShape) -> Tensor:
         empty = Chunks([]).laid_out(shape, self._slots.dummy)
-        return torch.frombuffer(empty, dtype=torch.int64).to(self._slots.length.device)
+        return torch.from_numpy(empty).to(self._slots.length.device)
 
     def _parts(self, packed: Tensor, shape: PromptShape) -> Parts[Prefilled, Published]:
         step = self._step

@@ -1,7 +1,7 @@
 """Compiles the kernels of every step at once, before anything is launched, where a start finds none of them.
 
 One after another they take half a minute. Where they lie in Triton's cache already, this would only cost: a stamp
-beside them says so. It names the kernels' sources and whatever else decides which of them are compiled, and how.
+beside them states that. It names the kernels' sources and whatever else decides which of them are compiled, and how.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None
 def test_rows_left_over_are_the_last_chunks() -> None:
     work = [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotWork(5, start=2, prompt_chunk=pack([1]), next_token=6)]
     shape = PromptShape(7, 4, 7)
-    packed = torch.frombuffer(Chunks(work).laid_out(shape, dummy=10), dtype=torch.int64)
+    packed = torch.from_numpy(Chunks(work).laid_out(shape, dummy=10))
     inputs = PromptInputs.of(packed, shape)
     assert inputs.tokens.tolist() == [7, 8, 9, 1, 0, 0, 0]
     assert inputs.next_tokens.tolist() == [8, 9, -1, 6, 0, 0, 0]
