@@ -4,13 +4,13 @@ Triton is imported at the first launch, not when a module of kernels is imported
 still import and serve on a CPU.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -102,7 +102,18 @@ _EMPTY = tuple(
 )
 
 
-@contextmanager
+def load_compiler() -> None:
+    """Import Triton and let it hash its own files, for which its first compilation would wait a second.
+
+    It may run in a thread while other work goes on.
+    """
+    with contextlib.suppress(ImportError):  # without Triton, or with one that keeps its hash elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+@contextlib.contextmanager
 def compiling_together(num_threads: int) -> Iterator[None]:
     """In this block launches launch nothing: their kernels are compiled, many at once. At its end all of them are.
 

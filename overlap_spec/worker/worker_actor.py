@@ -1,9 +1,11 @@
 """The worker process: loads, warms up, reports its facts, then runs its loop."""
 
 import logging
+import threading
 from functools import partial
 
 import torch
+from overlap_spec_kernels import load_compiler
 
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.ipc.step_link import SpinPolicy
@@ -111,6 +113,8 @@ async def main(context: ActorContext) -> None:
     times, settings = StartTimes(), context.settings
     times.end("imports")
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
+    if settings.model.device == "cuda":
+        threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     times.end("weights and caches")
     on_cpu = settings.model.device == "cpu"

@@ -26,7 +26,7 @@ MOST_THREADS = 16
 def precompile(settings: Settings, executor: Executor, geometry: Geometry) -> None:
     """Compile what `warm_up` and `capture_graphs` launch, unless an earlier start has. Only for a GPU."""
     stamp = _stamp(settings)
-    if stamp.exists():
+    if stamp.exists() or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
         return
     with compiling_together(min(num_cores(), MOST_THREADS)):
         warm_up(executor, geometry, cuda_prompt_lengths(geometry))
