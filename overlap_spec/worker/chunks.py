@@ -98,13 +98,13 @@ class Chunks:
         rows: list[int] = []
         tokens: list[int] = []
         slots: list[int] = []
-        next_tokens = self._next_tokens().tolist()
-        for work, row_start in zip(self._work, self._row_starts.tolist(), strict=False):
+        next_tokens = self._next_tokens()
+        for work, row_start in zip(self._work, map(int, self._row_starts), strict=False):
             if not work.scored[1]:
                 continue
             first, end = (row_start + position - work.start for position in work.scored)
             rows += range(first, end)
-            tokens += next_tokens[first:end]
+            tokens += map(int, next_tokens[first:end])
             slots += [work.slot] * (end - first)
         return rows, tokens, slots
 
