@@ -9,7 +9,7 @@ from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import tree_attention
-from overlap_spec_kernels.launch import compiling_together, load_compiler
+from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits

@@ -10,13 +10,11 @@ import importlib.metadata
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = Callable[..., Any]
 
@@ -87,49 +85,14 @@ class GluonKernel(TritonKernel):
         return gluon.jit, {"gl": language, "ampere": ampere, "hopper": hopper, "cuda": cuda, "barrier": barrier}
 
 
-class _ZeroedOutputs(TorchDispatchMode):
-    """Zeros in memory that kernels write which are not run: torch reads indices there."""
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        return result.zero_() if function.overloadpacket in _EMPTY else result
-
-
-_EMPTY = tuple(
-    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
-
-
-def load_compiler() -> None:
-    """Import Triton and let it hash its own files, for which its first compilation would wait a second.
-
-    It may run in a thread while other work goes on.
-    """
-    with contextlib.suppress(ImportError):  # without Triton, or with one that keeps its hash elsewhere
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
 @contextlib.contextmanager
-def compiling_together(num_threads: int) -> Iterator[None]:
-    """In this block launches launch nothing: their kernels are compiled, many at once. At its end all of them are.
-
-    Torch's own operations run, on zeros in place of what the kernels would have written.
-    """
-    import triton
-
-    with ThreadPoolExecutor(num_threads) as threads:
-        with triton.AsyncCompileMode(threads) as compilations, _ZeroedOutputs():  # type: ignore[no-untyped-call]
-            token = _ONLY_COMPILES.set(True)
-            try:
-                yield
-            finally:
-                _ONLY_COMPILES.reset(token)
-        kernels = [future.result() for future in compilations.future_kernels.values()]
-        list(threads.map(lambda kernel: kernel.run, kernels))  # compiles what launches it, in C
+def compiling_only() -> Iterator[None]:
+    """In this block launches compile their kernels and launch nothing."""
+    token = _ONLY_COMPILES.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_COMPILES.reset(token)
 
 
 _GLUON_SINCE = (3, 6)  # the first Triton whose Gluon has the names that these kernels use

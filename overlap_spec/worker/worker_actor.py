@@ -33,6 +33,7 @@ from overlap_spec.worker.sizing.warmup import (
     ChunkSize,
     capture_graphs,
     cuda_prompt_lengths,
+    run_uncaptured,
     warm_up,
 )
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
@@ -129,8 +130,11 @@ async def main(context: ActorContext) -> None:
         context.progress("capturing CUDA graphs", 0, 0)
     free = free_bytes(settings.model.device)
     captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
-    graph_bytes = free - free_bytes(settings.model.device)
     times.end("CUDA graphs")
+    if settings.graph_batch_sizes:
+        run_uncaptured(executor, geometry)
+        times.end("long steps")
+    graph_bytes = free - free_bytes(settings.model.device)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # the tokens of the warm-up

@@ -11,7 +11,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, warm_up
+from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
 
 PLACE = torch.device("cuda", 0)
 BATCHES = (1, 4, 10)
@@ -27,6 +27,7 @@ def executor() -> Iterator[Executor]:
     executor = make()
     warm_up(executor, CONFIG.geometry(), cuda_prompt_lengths(CONFIG.geometry()))
     capture_graphs(executor, CONFIG.geometry(), BATCHES)
+    run_uncaptured(executor, CONFIG.geometry())
     yield executor
     executor.close()
 

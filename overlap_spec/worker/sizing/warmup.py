@@ -117,7 +117,6 @@ def capture_graphs(
     executor.use(graphs.decoder, graphs.prefiller, [capture for steps in graphs.all for capture in steps.late()])
     if graphs.auditor is not None:
         executor.audit_by(graphs.auditor)
-    _run_uncaptured(executor, geometry)
     return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
 
 
@@ -155,8 +154,8 @@ def audit_batches(geometry: Geometry) -> tuple[int, ...]:
     return tuple(sorted({max(geometry.num_audits // 4, 1), geometry.num_audits, geometry.num_controls}))
 
 
-def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
-    """Once more what no graph holds: a capture gives back the memory that eager steps had.
+def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
+    """Run steps that no graph holds, so that they take no memory later. Call it after `capture_graphs`.
 
     Steps of many sizes, because small tensors and large ones lie in memory of their own.
     """
@@ -252,6 +251,15 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
     return StepCosts(tuple(sizes), geometry.step_widths, fastest)
+
+
+def measured_again(executor: Executor, geometry: Geometry, costs: StepCosts) -> float:
+    """Time two of the steps again. Returns how many times as long as in `costs` they take, or the reverse."""
+    worst, width = 1.0, geometry.width
+    for size, row in {costs.batch_sizes[0]: costs.seconds[0], costs.batch_sizes[-1]: costs.seconds[-1]}.items():
+        ratio = _step_seconds(executor, geometry, size, width, QUEUED_STEPS) / row[-1]
+        worst = max(worst, ratio, 1 / ratio)
+    return worst
 
 
 def _queued_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
