@@ -22,6 +22,21 @@ def make() -> Executor:
     return build_executor(tiny_loaded(1, 3, torch.float32, PLACE), CONFIG.geometry(), PLACE)
 
 
+def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> None:
+    executor, geometry = make(), CONFIG.geometry()
+    with compiling_together(4):
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry))
+        for steps in graph_steps(executor, geometry, BATCHES).all:
+            steps.run_once()
+    with compilations() as compiled:
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry))
+        capture_graphs(executor, geometry, BATCHES)
+    eager = run(make(), SAMPLINGS["sampled"])
+    assert run(executor, SAMPLINGS["sampled"]) == eager
+    executor.close()
+    assert not compiled, compiled
+
+
 @pytest.fixture
 def executor() -> Iterator[Executor]:
     executor = make()
@@ -60,18 +75,3 @@ def test_a_capture_between_steps_in_flight_changes_none(executor: Executor) -> N
 
     executor.launch = with_captures  # type: ignore[method-assign, assignment]
     assert run(executor, SAMPLINGS["greedy"]) == expected
-
-
-def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> None:
-    executor, geometry = make(), CONFIG.geometry()
-    with compiling_together(4):
-        warm_up(executor, geometry, cuda_prompt_lengths(geometry))
-        for steps in graph_steps(executor, geometry, BATCHES).all:
-            steps.run_once()
-    with compilations() as compiled:
-        warm_up(executor, geometry, cuda_prompt_lengths(geometry))
-        capture_graphs(executor, geometry, BATCHES)
-    eager = run(make(), SAMPLINGS["sampled"])
-    assert run(executor, SAMPLINGS["sampled"]) == eager
-    executor.close()
-    assert not compiled, compiled
