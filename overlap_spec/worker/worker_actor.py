@@ -124,7 +124,10 @@ async def main(context: ActorContext) -> None:
         precompile(settings, executor, geometry)
         times.end("kernels")
     context.progress("warming up", 0, 0)
-    warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
+    if on_cpu:
+        warm_up(executor, geometry, (), FEW_TOKENS)
+    else:
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
     times.end("warm-up")
     if settings.graph_batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)

@@ -17,7 +17,7 @@ from overlap_spec.runtime.machine import num_cores
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.start_costs import what_they_depend_on
-from overlap_spec.worker.sizing.warmup import cuda_prompt_lengths, graph_steps, warm_up
+from overlap_spec.worker.sizing.warmup import cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
 
 MOST_PROCESSES = 12  # each takes some 300 MiB of the host's memory while it compiles
 
@@ -34,10 +34,11 @@ def precompile(settings: Settings, executor: Executor, geometry: Geometry) -> No
         return
     try:
         with compiling_together(min(num_cores(), MOST_PROCESSES)):
-            warm_up(executor, geometry, cuda_prompt_lengths(geometry))
+            warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
             if settings.graph_batch_sizes:
                 for steps in graph_steps(executor, geometry, settings.graph_batch_sizes).all:
                     steps.run_once()
+                run_uncaptured(executor, geometry)
     except Exception:
         log.warning("kernels are compiled one after another, because not all could be compiled at once", exc_info=True)
         return

@@ -66,24 +66,31 @@ def warm_up(
     geometry: Geometry,
     prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
     num_tokens: int = PROBE_TOKENS,
+    decodes: bool = True,
 ) -> None:
     """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
 
     `prompt_lengths`: greedy prompts that are run before. `num_tokens`: the length of the prompts of the variants.
+    `decodes`: False where `capture_graphs` follows, which runs every decode step once.
     """
     for length in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
-        for _ in range(2):
-            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
-        for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
-            _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
-            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
-            late = [SlotWork(slot=0, deferred=int(width == 1))]
-            _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
+        if decodes:
+            _warm_up_decoding(executor, geometry, sampling)
     if executor.masking is not None:
         executor.masking.warm_up()
+
+
+def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: SamplingParams) -> None:
+    for _ in range(2):
+        _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+    for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
+        _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
+        late = [SlotWork(slot=0, deferred=int(width == 1))]
+        _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(module, "compiling_together", compiling_together)
     monkeypatch.setattr(module, "cuda_prompt_lengths", lambda geometry: (1,))
-    monkeypatch.setattr(module, "warm_up", lambda *_: done.append("warm-up"))
+    monkeypatch.setattr(module, "warm_up", lambda *_, **__: done.append("warm-up"))
     monkeypatch.setattr(module, "_stamp", lambda settings: tmp_path / "stamp")
     return done
 
@@ -41,7 +41,7 @@ def test_a_second_start_compiles_nothing(compiled: list[str]) -> None:
 def test_a_failure_is_no_failure_of_the_start(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a step")
 
     with monkeypatch.context() as broken:
