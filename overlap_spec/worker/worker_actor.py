@@ -30,6 +30,7 @@ from overlap_spec.worker.sizing.precompile import precompile
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
 from overlap_spec.worker.sizing.warmup import (
     FEW_TOKENS,
+    Captures,
     ChunkSize,
     capture_graphs,
     cuda_prompt_lengths,
@@ -118,26 +119,7 @@ async def main(context: ActorContext) -> None:
         threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     times.end("weights and caches")
-    on_cpu = settings.model.device == "cpu"
-    if not on_cpu:
-        context.progress("compiling kernels", 0, 0)
-        precompile(settings, executor, geometry)
-        times.end("kernels")
-    context.progress("warming up", 0, 0)
-    if on_cpu:
-        warm_up(executor, geometry, (), FEW_TOKENS)
-    else:
-        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
-    times.end("warm-up")
-    if settings.graph_batch_sizes:
-        context.progress("capturing CUDA graphs", 0, 0)
-    free = free_bytes(settings.model.device)
-    captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
-    times.end("CUDA graphs")
-    if settings.graph_batch_sizes:
-        run_uncaptured(executor, geometry)
-        times.end("long steps")
-    graph_bytes = free - free_bytes(settings.model.device)
+    captures, graph_bytes = _prepare(context, times, executor, geometry)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # the tokens of the warm-up
@@ -171,6 +153,31 @@ async def main(context: ActorContext) -> None:
     Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer).run()
     tracer.finish()
     executor.close()
+
+
+def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geometry: Geometry) -> tuple[Captures, int]:
+    """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory."""
+    settings, device = context.settings, context.settings.model.device
+    batch_sizes = settings.graph_batch_sizes
+    if device == "cpu":
+        context.progress("warming up", 0, 0)
+        warm_up(executor, geometry, (), FEW_TOKENS)
+    else:
+        context.progress("compiling kernels", 0, 0)
+        precompile(settings, executor, geometry)
+        times.end("kernels")
+        context.progress("warming up", 0, 0)
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)
+    times.end("warm-up")
+    free = free_bytes(device)
+    if batch_sizes:
+        context.progress("capturing CUDA graphs", 0, 0)
+    captures = capture_graphs(executor, geometry, batch_sizes)
+    if batch_sizes:
+        times.end("CUDA graphs")
+        run_uncaptured(executor, geometry)
+        times.end("long steps")
+    return captures, free - free_bytes(device)
 
 
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
