@@ -29,6 +29,8 @@ from overlap_spec.worker.step_graphs import (
 )
 from overlap_spec.worker.windows import Forwarded
 
+TELLING = (1, 2, 8, 16)  # batch sizes that between them meet every form in which Triton compiles a kernel
+
 
 @dataclass(frozen=True)
 class CatchUpGraph:
@@ -161,7 +163,8 @@ class GraphDecoder:
         slots = self._dummies(size)
         largest = (size, width) == (self._sizes[-1], self._widths[-1])
         kinds = SAMPLING_WORK if largest else START_KINDS
-        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, kinds, self._layers_apart))
+        run = SAMPLING_WORK if size in (*TELLING, self._sizes[-1]) else START_KINDS
+        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, kinds, self._layers_apart, run))
 
     def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)

@@ -125,7 +125,10 @@ class GraphPrefiller:
     def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
         packed = self._packed(shape)
         kinds = SAMPLING_WORK if shape == self._shapes[-1] else START_KINDS
-        return PromptGraphs(packed, capture_parts(self._parts(packed, shape), recorder, kinds, self._layers_apart))
+        largest = max(other.rows for other in self._shapes if other.chunks == shape.chunks)
+        run = SAMPLING_WORK if shape.rows == largest else START_KINDS  # a draw looks at the number of chunks alone
+        parts = self._parts(packed, shape)
+        return PromptGraphs(packed, capture_parts(parts, recorder, kinds, self._layers_apart, run))
 
     def _packed(self, shape: PromptShape) -> Tensor:
         empty = Chunks([]).laid_out(shape, self._slots.dummy)

@@ -134,9 +134,13 @@ def capture_parts(
     recorder: GraphRecorder,
     kinds: Iterable[SamplingWork] = START_KINDS,
     layers_apart: bool = LAYERS_APART,
+    run: Iterable[SamplingWork] = SAMPLING_WORK,
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run every part once, which compiles kernels, as a capture must not; then capture the layers and these kinds."""
-    run_once(parts)
+    """Run parts once, which compiles kernels and takes what they keep; then capture the layers and these kinds.
+
+    `run`: the kinds that are run. Others use the same kernels as in a step of another size that has run them.
+    """
+    run_once(parts, run)
     recorder.finish()
     graphs = _apart(parts, recorder) if layers_apart else _together(parts, recorder)
     for kind in kinds:
@@ -144,13 +148,13 @@ def capture_parts(
     return graphs
 
 
-def run_once(parts: Parts[Forwarded, Judged]) -> None:
-    """Launch what a step of every kind of sampling launches."""
-    forwarded = parts.forward()
-    for kind in SAMPLING_WORK:
+def run_once(parts: Parts[Forwarded, Judged], kinds: Iterable[SamplingWork] = SAMPLING_WORK) -> None:
+    """Launch what a step of each kind of sampling launches."""
+    forwarded, kinds = parts.forward(), tuple(kinds)
+    for kind in kinds:
         parts.judge(forwarded, kind)
     if parts.draft is not None:
-        for kind in dict.fromkeys(map(parts.draft_work, SAMPLING_WORK)):
+        for kind in dict.fromkeys(map(parts.draft_work, kinds)):
             parts.draft(forwarded, kind)
 
 

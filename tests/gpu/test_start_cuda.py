@@ -28,7 +28,7 @@ def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> No
         warm_up(executor, geometry, cuda_prompt_lengths(geometry))
         for steps in graph_steps(executor, geometry, BATCHES).all:
             steps.run_once()
-    with compilations() as compiled:
+    with compilations(loaded=False) as compiled:
         warm_up(executor, geometry, cuda_prompt_lengths(geometry))
         capture_graphs(executor, geometry, BATCHES)
     eager = run(make(), SAMPLINGS["sampled"])
@@ -54,7 +54,7 @@ def test_a_late_capture_takes_nothing_of_the_device(executor: Executor) -> None:
     expected = {name: run(eager, sampling) for name, sampling in SAMPLINGS.items()}
     run(executor, SAMPLINGS["greedy"])
     before = device_allocations()
-    with compilations() as compiled, synchronization_is_an_error():
+    with compilations(loaded=False) as compiled, synchronization_is_an_error():
         found = {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()}
         while executor.capture_late():
             pass

@@ -51,7 +51,7 @@ def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> S
     def holds(kept: StartCosts) -> bool:
         return on_cpu or not kept.steps.seconds or measured_again(executor, geometry, kept.steps) < AGREEING
 
-    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry), holds)
+    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry), holds, on_cpu)
 
 
 def what_they_depend_on(settings: Settings) -> object:

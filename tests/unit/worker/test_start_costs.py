@@ -104,6 +104,16 @@ def test_a_gpu_measures_again_what_has_changed(
     assert measured == ["measure_steps", "ceiling_of"] * times
 
 
+def test_what_a_gpu_takes_is_kept_on_a_busy_machine_too(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_module, "seconds_of_others", iter(range(0, 1000, 100)).__next__)
+    for _ in range(2):
+        start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY)
+    assert measured == ["measure_steps", "ceiling_of"]
+    for _ in range(2):
+        start_costs(settings(), EXECUTOR, GEOMETRY)
+    assert measured[2:] == ALL * 2
+
+
 @pytest.mark.parametrize("other", [("another GPU",), ("a GPU", "other kernels")])
 def test_another_gpu_and_other_kernels_are_measured_themselves(
     other: tuple[str, ...], measured: list[str], monkeypatch: pytest.MonkeyPatch

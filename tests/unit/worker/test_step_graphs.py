@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from overlap_spec_kernels import Verdict
 from support.prompt_plans import SAMPLINGS, run
 from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
@@ -17,12 +18,13 @@ from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 from overlap_spec.worker.step_graphs import START_KINDS
+from overlap_spec.worker.windows import Forwarded
 
-SIZES = (1, 2, 4)
+SIZES = (1, 2, 3, 4)
 WIDTHS = (1, 2, 4)
 KINDS, AT_START = len(SAMPLING_WORK), len(START_KINDS)
 DRAFTS = len({(kind.sampled, kind.filtered, kind.processed) for kind in SAMPLING_WORK})  # log-probs draft as others do
-DECODE, PREFILL = 3 * 3, 3  # sizes and widths, sizes; of the largest of each, every kind is captured at start
+DECODE, PREFILL = 4 * 3, 3  # sizes and widths, sizes; of the largest of each, every kind is captured at start
 SHAPES = captured_shapes(64, 0, 10)  # of prefill steps: 16, 32 and 64 rows
 
 
@@ -71,21 +73,21 @@ def captured(executor: Executor, layers_apart: bool = True) -> Captured:
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     graphs = captured(executor_of("EAGLE3"))
     graphs.capture_rest()
-    assert graphs.decode == {"layers": 9, "judge": 9 * KINDS, "draft": 6 * DRAFTS, "catch up": 3}, "none at width 1"
+    assert graphs.decode == {"layers": 12, "judge": 12 * KINDS, "draft": 8 * DRAFTS, "catch up": 4}, "none at width 1"
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * DRAFTS}
 
 
 def test_a_draft_that_draws_nothing_is_captured_once() -> None:
     graphs = captured(executor_of("NGRAM"))
     graphs.capture_rest()
-    assert graphs.decode == {"layers": 9, "judge": 9 * KINDS, "draft": 9}
+    assert graphs.decode == {"layers": 12, "judge": 12 * KINDS, "draft": 12}
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3}
 
 
 def test_plain_decoding_has_no_draft() -> None:
     graphs = captured(executor_of("NONE"))
     graphs.capture_rest()
-    assert graphs.decode == {"layers": 3, "judge": 3 * KINDS}
+    assert graphs.decode == {"layers": 4, "judge": 4 * KINDS}
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS}
 
 
@@ -93,7 +95,7 @@ def test_few_kinds_are_captured_at_start_and_every_one_of_the_largest_step() -> 
     """The largest takes the memory that later captures need."""
     graphs = captured(executor_of("EAGLE3"))
     few, more = AT_START, KINDS - AT_START
-    assert graphs.decode == {"layers": 9, "judge": 9 * few + more, "draft": 6 * few + DRAFTS - few, "catch up": 3}
+    assert graphs.decode == {"layers": 12, "judge": 12 * few + more, "draft": 8 * few + DRAFTS - few, "catch up": 4}
     assert graphs.prefill == {"layers": 3, "judge": 3 * few + more, "draft": 3 * few + DRAFTS - few}
 
 
@@ -108,6 +110,22 @@ def test_a_step_captures_what_it_lacks_once() -> None:
     assert missed["judge"] > before["judge"]
     assert run(executor, SAMPLINGS["sampled"]) == first
     assert graphs.decode + graphs.prefill == missed
+
+
+def test_kinds_that_are_captured_late_are_run_at_start_in_few_sizes() -> None:
+    """Every other size uses the kernels of one of them."""
+    executor, judged = executor_of("EAGLE3"), Counter[tuple[int, SamplingWork]]()
+    judge = executor.decode_step.judge
+
+    def noted(forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
+        judged[len(forwarded.batch.slots), sampling] += 1
+        return judge(forwarded, sampling)
+
+    executor.decode_step.judge = noted  # type: ignore[method-assign]
+    captured(executor)
+    late = SAMPLING_WORK[-2]
+    assert all(judged[size, kind] for size in SIZES for kind in START_KINDS)
+    assert judged[1, late] and judged[2, late] and not judged[3, late] and judged[4, late], "1, 2 and the largest"
 
 
 def test_an_idle_worker_captures_the_rest_one_at_a_time() -> None:
@@ -135,13 +153,13 @@ def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
     after = captured(executor_of("EAGLE3"))
     after.capture_rest()
-    assert after.decode - before.decode == {"judge": 9}
+    assert after.decode - before.decode == {"judge": 12}
 
 
 def test_layers_can_be_captured_with_each_kind() -> None:
     graphs = captured(executor_of("EAGLE3"), layers_apart=False)
     graphs.capture_rest()
-    assert graphs.decode == {"layers and judge": 9 * KINDS, "draft": 6 * KINDS, "catch up": 3}
+    assert graphs.decode == {"layers and judge": 12 * KINDS, "draft": 8 * KINDS, "catch up": 4}
 
 
 @pytest.mark.slow_but_every(3)
