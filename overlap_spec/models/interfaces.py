@@ -63,6 +63,7 @@ class RowBatch:
     max_rows: int
     uniform: bool  # every request has exactly max_rows rows
     tree: TreeKeys | None = None  # for rows of trees, which are uniform and have no `row_starts`
+    runs: "tuple[LongChunk | ShortChunks, ...]" = ()  # all rows, in order, if the host knows of a long chunk among them
 
     def placed(self, page_size: int) -> "RowBatch":
         """Uniform rows with all fields filled in. Sync: never."""
@@ -70,6 +71,25 @@ class RowBatch:
         cache_rows = pages.long().reshape(-1) * page_size + self.positions % page_size
         starts = torch.arange(len(self.page_table) + 1, dtype=torch.int32, device=pages.device) * self.max_rows
         return replace(self, cache_rows=cache_rows, row_starts=starts)
+
+
+@dataclass(frozen=True)
+class LongChunk:
+    """Rows begin..end - 1 of a forward, of one request, at the positions from `start` on."""
+
+    begin: int
+    end: int
+    start: int
+    pages: Tensor  # [P] i32
+
+
+@dataclass(frozen=True)
+class ShortChunks:
+    """Rows begin..end - 1 of a forward, of other requests."""
+
+    begin: int
+    end: int
+    rows: RowBatch
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,13 @@ class PrefillStep:
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         inputs, tables = PromptInputs.of(packed, shape), self._slots.page_table
         rows = chunk_rows(
-            tables[inputs.slots], inputs.owners, inputs.positions, inputs.row_starts, shape.max_rows, self._page_size
+            tables[inputs.slots],
+            inputs.owners,
+            inputs.positions,
+            inputs.row_starts,
+            shape.max_rows,
+            self._page_size,
+            shape.places,
         )
         batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
         output = self._target.forward(inputs.tokens, rows)
