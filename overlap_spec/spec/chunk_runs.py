@@ -10,7 +10,7 @@ LONG_CHUNK = 1024  # rows
 
 
 class ChunkPlace(NamedTuple):
-    """Where a prompt chunk stands."""
+    """The positions of a prompt chunk."""
 
     start: int  # position of its first row
     num_rows: int

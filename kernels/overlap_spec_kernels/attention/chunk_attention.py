@@ -43,6 +43,14 @@ class ChunkCuts(NamedTuple):
         """Rounded up to whole units."""
         return ceil_div(num_rows, self.row_unit) * self.row_unit
 
+    def side(self, empty: int, num_rows: int) -> int:
+        """Rows and keys of the square part, whose first rows are empty."""
+        return self.rows(empty + self.rows(num_rows))
+
+    def most_gathered(self, num_rows: int, num_positions: int) -> int:
+        """Keys that a chunk of at most so many rows gathers at once."""
+        return max(self.side(self.key_unit - 1, num_rows), min(self.most_keys, num_positions))
+
 
 CUTS = ChunkCuts()
 _TRIAL = ChunkCuts(128, 128, 128)
@@ -59,10 +67,11 @@ def takes_long_chunks(num_heads: int, k_cache: Tensor, v_cache: Tensor) -> bool:
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return False
     q = torch.zeros(_TRIAL.row_unit, num_heads, dim, dtype=k_cache.dtype, device=device)
-    start = 3 * _TRIAL.most_keys
-    pages = torch.zeros(ceil_div(start + len(q), page_size), dtype=torch.int32, device=device)
+    starts = (_TRIAL.most_keys, 3 * _TRIAL.most_keys)  # parts are merged in another dtype where there are several
+    pages = torch.zeros(ceil_div(starts[-1] + len(q), page_size), dtype=torch.int32, device=device)
     try:
-        chunk_attention(q, k_cache, v_cache, pages, start, 1.0, _TRIAL)
+        for start in starts:
+            chunk_attention(q, k_cache, v_cache, pages, start, 1.0, _TRIAL)
         torch.cuda.synchronize(device)
     except RuntimeError:  # no cuDNN, or one without this
         return False
@@ -89,20 +98,32 @@ def chunk_attention(
     require(q.dim() == 3 and q.is_contiguous(), "q", "[n, nq, d], contiguous")
     require(q.shape[1] % k_cache.shape[2] == 0, "q", "a multiple of the cache's heads")
     require(q.dtype == k_cache.dtype and q.shape[2] == k_cache.shape[3], "k_cache", "dtype and head dimension of q")
+    keys = _Keys(k_cache, v_cache, pages)
     prefixes = cuts.prefixes(start)
     seen = sum(num_keys for _, num_keys in prefixes)
     empty = start - seen  # rows before the chunk's
-    side = cuts.rows(empty + cuts.rows(num_rows))
-    square = _placed(q, empty, side)
-    k, v = gather_keys(k_cache, v_cache, pages, seen, start + num_rows, side)
-    own = _rows(_dense_attention(square, k, v, scale, causal=True), empty, num_rows)
+    square = _placed(q, empty, cuts.side(empty, num_rows))
+    part = keys.attended(square, seen, start + num_rows, scale, causal=True).of_rows(empty, num_rows)
     rows = square[empty : empty + cuts.rows(num_rows)]
     for first, num_keys in prefixes:
-        k, v = gather_keys(k_cache, v_cache, pages, first, first + num_keys, num_keys)
-        part = _rows(_dense_attention(rows, k, v, scale, causal=False), 0, num_rows)
-        is_last = first + num_keys == seen
-        own = merge_parts(own, part, q.dtype if is_last else own.lse.dtype)
-    return own.out
+        end = first + num_keys
+        other = keys.attended(rows, first, end, scale, causal=False).of_rows(0, num_rows)
+        part = merge_parts(part, other, q.dtype if end == seen else part.lse.dtype)
+    return part.out
+
+
+class _Keys(NamedTuple):
+    """Where the keys of one request are."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    pages: Tensor
+
+    def attended(self, q: Tensor, first: int, end: int, scale: float, causal: bool) -> AttentionPart:
+        """Attention to the keys first..end - 1: of every row to each, or if causal to as many as the row's number."""
+        num_keys = q.shape[0] if causal else end - first
+        k, v = gather_keys(self.k_cache, self.v_cache, self.pages, first, end, num_keys)
+        return (_cudnn_attention if runs_triton(q) else _dense_attention_reference)(q, k, v, scale, causal)
 
 
 def _placed(q: Tensor, first: int, num_rows: int) -> Tensor:
@@ -114,28 +135,16 @@ def _placed(q: Tensor, first: int, num_rows: int) -> Tensor:
     return placed
 
 
-def _rows(part: AttentionPart, first: int, num_rows: int) -> AttentionPart:
-    end = first + num_rows
-    return AttentionPart(part.out[first:end], part.lse[:, first:end])
-
-
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionPart:
-    """Attention of every row to every key, or if causal to as many keys as the row's number.
-
-    Shapes: q [n, nq, d], k, v [m, nkv, d], m = n if causal.
-    """
-    return (_cudnn_attention if runs_triton(q) else _dense_attention_reference)(q, k, v, scale, causal)
-
-
 def _dense_attention_reference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionPart:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    """Shapes: q [n, nq, d], k, v [m, nkv, d], m = n if causal."""
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     q, k, v = (tensor.transpose(0, 1).to(wide) for tensor in (q, k, v))  # [heads, rows, d]
     scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * scale
     if causal:
         scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
     out = scores.softmax(-1) @ v.repeat_interleave(group, 0)
-    return AttentionPart(out.transpose(0, 1), scores.logsumexp(-1))
+    return AttentionPart(out.transpose(0, 1).to(dtype), scores.logsumexp(-1))
 
 
 def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionPart:

@@ -21,6 +21,11 @@ class AttentionPart(NamedTuple):
     out: Tensor  # [n, nq, d]
     lse: Tensor  # [nq, n] f32 (f64 for float64)
 
+    def of_rows(self, first: int, num_rows: int) -> AttentionPart:
+        """That of some rows, as views."""
+        end = first + num_rows
+        return AttentionPart(self.out[first:end], self.lse[:, first:end])
+
 
 def merge_parts(one: AttentionPart, other: AttentionPart, dtype: torch.dtype) -> AttentionPart:
     """The attention to the keys of both, in `dtype`: exp(lse - total) of each, added up in float32 (or float64).

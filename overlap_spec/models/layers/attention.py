@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from overlap_spec_kernels import DecodeScratch, decode_attention, paged_attention, rope_kv_write, tree_attention
-from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
+from overlap_spec_kernels import (
+    DecodeScratch,
+    chunk_attention,
+    decode_attention,
+    paged_attention,
+    rope_kv_write,
+    takes_long_chunks,
+    tree_attention,
+)
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
