@@ -32,13 +32,14 @@ def test_parts_are_one_attention(place: tuple[int, int], page_size: int) -> None
 
 
 def test_sixteen_bits_are_merged_in_32() -> None:
-    inputs = attention_inputs(HeadShape(4, 2, 16), [(61, 9)], 4, torch.bfloat16)
+    """Of 32 parts; merged in 16 bits they would be off by 0.0065."""
+    inputs = attention_inputs(HeadShape(4, 2, 16), [(256, 9)], 4, torch.bfloat16)
     wide = [value.double() for value in inputs[:3]]
     expected = paged_attention_reference(*wide, *inputs[3:6], inputs.scale)
     caches, pages = (inputs.k_cache, inputs.v_cache), inputs.page_table[0]
-    out = chunk_attention(inputs.q, *caches, pages, 61, inputs.scale, SMALL)
+    out = chunk_attention(inputs.q, *caches, pages, 256, inputs.scale, ChunkCuts(4, 8, 8))
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-8)
+    assert (out.double() - expected).norm() < 0.004 * expected.norm()
 
 
 def test_shapes_are_few() -> None:
