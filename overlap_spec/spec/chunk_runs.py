@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks
 
-LONG_CHUNK = 1024  # rows
+LONG_CHUNK = 1536  # rows; shorter ones gain little, and new shapes would hold up requests that decode
 
 
 class ChunkPlace(NamedTuple):

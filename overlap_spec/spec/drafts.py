@@ -35,7 +35,7 @@ from overlap_spec.spec.proposers.standalone import (
 from overlap_spec.spec.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 
-NOTHING = DraftProfile()
+NOTHING = DraftProfile(reads_hidden=False)
 
 
 @dataclass(frozen=True)

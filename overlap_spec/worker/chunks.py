@@ -56,6 +56,7 @@ class PromptShape:
     chunks: int
     max_rows: int
     places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
+    reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -77,7 +78,9 @@ class Chunks:
         places = tuple(
             ChunkPlace(work.start, len(tokens)) for work, tokens in zip(self._work, self._tokens, strict=True)
         )
-        return PromptShape(self._row_starts[-1], len(self._work), max(map(len, self._tokens)), places)
+        return PromptShape(
+            self._row_starts[-1], len(self._work), max(map(len, self._tokens)), places, not self.scored()
+        )
 
     def completed_work(self) -> list[SlotWork]:
         """The work of prompts that this step completes, in plan order."""

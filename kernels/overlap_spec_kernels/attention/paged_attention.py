@@ -155,7 +155,8 @@ def _tiling(
         num_programs = ceil_div(q.shape[0], min(rows, max_rows)) * num_kv_heads
         capacity = page_table.shape[1] * k_cache.shape[1]
         capacity = capacity if window is None else min(capacity, window + rows)
-        num_splits = min(ceil_div(_PROGRAMS_PER_SM * num_sms, num_programs), ceil_div(capacity, block_n), _MAX_SPLITS)
+        at_once = max(_PROGRAMS_PER_SM * num_sms // num_programs, 1)  # a second round would be the longer one
+        num_splits = min(at_once, ceil_div(capacity, block_n), _MAX_SPLITS)
     return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits)
 
 
@@ -212,7 +213,14 @@ def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
     out = partial.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
     block_s, block_d = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS, next_power_of_2(head_dim)
     _combine_kernel[(num_rows, num_heads)](
-        partial, stats, out, num_splits, HEAD_DIM=head_dim, BLOCK_S=block_s, BLOCK_D=block_d
+        partial,
+        stats,
+        out,
+        num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=1 if num_splits <= _FEW_SPLITS else 4,
     )
     return out
 

@@ -102,7 +102,7 @@ class PagedAttention:
         """Writes the rows' K/V into the cache of layer `index`, and attends.
 
         `read_before_wait`: positions and pages were written before the launch that this one may overlap.
-        Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d].
+        Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d], [B, n d] with `rows.read`.
         """
         layer = self._layers[index]
         if rows.cache_rows is None and self._choice.places_rows:
@@ -123,13 +123,15 @@ class PagedAttention:
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
-        if not qkv.is_cuda and rows.tree is None:
+        if not qkv.is_cuda and rows.tree is None and rows.read is None:
             return _on_cpu(layer, heads, rows)
         q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
         q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache)
+        if rows.read is not None:
+            q, rows = q[rows.read.index], rows.read.rows
         attend = self._attend if rows.tree is None else self._attend_to_tree
-        return attend(layer, q, rows).reshape(num_rows, -1)
+        return attend(layer, q, rows).reshape(len(q), -1)
 
     def _attend(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""
@@ -157,6 +159,22 @@ class PagedAttention:
         if self._choice.torch_only:
             return tree_attention_reference(*shared, layer.shape.scale, layer.window)
         return tree_attention(*shared, layer.shape.scale, layer.window, self._scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """`Attend` of one layer in one forward."""
+
+    attention: PagedAttention
+    index: int
+    rows: RowBatch
+    read_before_wait: bool
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        return self.attention(self.index, qkv, self.rows, self.read_before_wait)
+
+    def kept(self, values: Tensor) -> Tensor:
+        return values if self.rows.read is None else values[self.rows.read.index]
 
 
 def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:
