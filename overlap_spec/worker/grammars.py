@@ -35,7 +35,7 @@ class RequestGrammar:
 
     def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int], release: Callable[[], None]) -> None:
         self.matcher = matcher
-        self.release = release  # to be called once nobody uses it any more
+        self.release = release  # to be called once no request uses it any more
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.failure = ""  # why it cannot go on
         self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
