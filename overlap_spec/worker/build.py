@@ -126,8 +126,7 @@ def build_executor(
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    marks = TimedMarks(device) if traced else NO_MARKS
-    decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
+    decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
     proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # others ask how a guess was drawn
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
