@@ -16,3 +16,23 @@ def drawing_inputs(batch: int, rows: int, columns: int, device: torch.device) ->
     seed = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator)
     token_ids = torch.randperm(columns * 2, generator=generator)[:columns].sort().values
     return tuple(tensor.to(device) for tensor in (logits, positions, temperature, seed, token_ids))
+
+
+def cutoff_inputs(batch: int, rows: int, columns: int, device: torch.device, spread: float) -> tuple[Tensor, ...]:
+    """logits [B, R, N] f32 with forbidden ones, temperature, top_k, top_p, min_p [B]: filters alone and together.
+
+    `spread`: their standard deviation; 0: a few distinct values, most of them equal to many others.
+    """
+    generator = torch.Generator().manual_seed(batch * 1000 + columns)
+    logits = torch.randn(batch, rows, columns, generator=generator)
+    logits = logits.mul(2).round() if spread == 0 else logits * spread
+    logits[:, :, 1::7] = -torch.inf
+    off = 1 << 62
+    cases = [
+        (0.7, 20, 0.8, 0.0), (0.6, off, 0.9, 0.0), (1.0, off, 1.0, 0.05), (0.7, off, 1.0, 0.0), (0.0, 5, 0.5, 0.3),
+        (1.3, columns // 2, 1.0, 0.0), (0.3, 1, 0.99, 0.3), (2.0, 300, 0.3, 0.01), (1e-9, off, 0.5, 0.0),
+    ]  # fmt: skip
+    temperature, top_k, top_p, min_p = zip(*(cases[i % len(cases)] for i in range(batch)), strict=True)
+    doubles = (torch.tensor(values, dtype=torch.float64) for values in (temperature, top_p, min_p))
+    temperature, top_p, min_p = doubles
+    return tuple(x.to(device) for x in (logits, temperature, torch.tensor(top_k).clamp(min=1), top_p, min_p))
