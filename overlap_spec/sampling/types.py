@@ -33,7 +33,7 @@ SAMPLING_WORK = (
     SamplingWork(False, False, False),  # greedy
     SamplingWork(True, False, False),  # sampled
     SamplingWork(True, False, True),  # processed
-    SamplingWork(True, True, False),  # filtered: a sort of the vocabulary, which is what costs most
+    SamplingWork(True, True, False),  # filtered: four more passes over the logits
     SamplingWork(True, True, True),  # both
     SamplingWork(True, False, True, log_probs=True),
     SamplingWork(True, True, True, log_probs=True),  # everything

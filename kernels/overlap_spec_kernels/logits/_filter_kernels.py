@@ -6,7 +6,7 @@
     gather_bracket  (row, part)   the bracket again; its columns, into one list for each row
     select_cutoff   (row)         the cutoff, by bisection over the list
 
-A weight is exp((logit - largest) / T). A bracket is [lo, hi): columns from hi on are kept, columns below lo are dropped.
+A weight is exp((logit - largest) / T). A bracket is [lo, hi): columns from hi on are kept, those below lo are dropped.
 It is what the program of part 0 leaves for the kernels after it; every program of a row computes it alike.
 """
 
@@ -18,6 +18,7 @@ from overlap_spec_kernels.launch import TritonKernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
 def part_stats_kernel(

@@ -31,7 +31,7 @@ _SLICE = 1 << 20  # logits that the twin sorts at once: bounds its workspace to 
 _PARTS = 32  # of a row, at most
 _SMALL_PART = 256  # fewest columns of a part
 _PIVOTS = 8
-_FEW = 1024  # columns that are not worth another pass to make fewer
+_FEW = 1024  # a bracket of so many columns is not made smaller by another pass
 _CAPACITY = 8192  # columns that the bisection has a list for
 _BLOCK = 1024  # columns that it looks at together
 
@@ -94,7 +94,7 @@ def _cutoff_by_sort(
     kept &= torch.arange(logits.shape[1], device=logits.device) < top_k
     kept &= (wide >= wide[:, :1] + scale * min_p.log()) | (min_p <= 0)
     kept |= temperature <= 0
-    end = kept.long().cumprod(1).sum(1, keepdim=True).clamp(min=1) - 1
+    end = kept.sum(1, keepdim=True).clamp(min=1) - 1
     return ordered.gather(1, end), order.gather(1, end)
 
 

@@ -1,7 +1,9 @@
 """Draws a token for each row: the largest of logits / T + noise, in two launches that read the logits once.
 
 The noise is Gumbel noise keyed by (seed, position, token id) (`noise.py`). It is computed where it is added, so no
-array of the logits' size is written. A greedy slot's rows take the largest logit.
+array of the logits' size is written. Values are float64; which column of a part of a row has the largest one is found
+in float32 where that is certain. Of what filters keep (`filter_cutoff.py`), if they are asked for. A greedy slot's rows
+take the largest logit.
 """
 
 from __future__ import annotations
