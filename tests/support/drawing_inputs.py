@@ -1,6 +1,7 @@
 """Inputs of `gumbel_argmax`: greedy and sampled slots, ties, forbidden columns, ids of a smaller vocabulary."""
 
 import torch
+from overlap_spec_kernels import gumbel
 from torch import Tensor
 
 DRAWING_SHAPES = [(1, 1, 1), (2, 3, 17), (3, 4, 1024), (5, 2, 2500)]  # slots, rows, columns
@@ -15,6 +16,20 @@ def drawing_inputs(batch: int, rows: int, columns: int, device: torch.device) ->
     temperature = torch.tensor([0.0, 1.0, 0.3], dtype=torch.float64).repeat(batch)[:batch]
     seed = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator)
     token_ids = torch.randperm(columns * 2, generator=generator)[:columns].sort().values
+    return tuple(tensor.to(device) for tensor in (logits, positions, temperature, seed, token_ids))
+
+
+def near_ties(batch: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Inputs in which the two leading columns of each row differ by some 1e-7 in logit / T + noise."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(batch, 1, columns, generator=generator)
+    positions, seed = torch.arange(batch)[:, None], torch.arange(batch) * 1001
+    temperature, token_ids = torch.full((batch,), 0.7, dtype=torch.float64), torch.arange(columns)
+    noise = gumbel(seed, positions.flatten(), token_ids)
+    best, other = torch.randint(columns, (2, batch, 1), generator=generator)
+    wanted = 0.7 * (60 - noise)  # far above the others
+    logits[:, 0] = logits[:, 0].scatter(1, best, wanted.gather(1, best).float())
+    logits[:, 0] = logits[:, 0].scatter(1, other, wanted.gather(1, other).float())
     return tuple(tensor.to(device) for tensor in (logits, positions, temperature, seed, token_ids))
 
 
