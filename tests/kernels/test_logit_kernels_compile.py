@@ -19,16 +19,16 @@ POINTERS |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "bracket
 POINTERS |= dict.fromkeys(("fill_ptr", "listed_at_ptr", "at_ptr"), "*i32")
 PROCESS = {"PAGE_SIZE": 16, "MARKER": MARKER, "WORD": 8, "PROMPT": IN_PROMPT, "BLOCK": 2048, "POSITIONS": 128}
 PATHS = {"ROOT": 0, "HAS_NODES": False, "BLOCK": 64}
-PIVOTS = {"PART": 4096, "PARTS": 32, "PIVOTS": 8}
 KERNELS: list[tuple[str, int, dict[str, Any]]] = [
     ("process_logits._process_logits_kernel", 8, PROCESS | {"DEPTH": 3}),
     ("process_logits._process_logits_kernel", 8, PROCESS | {"DEPTH": 0, "PAGE_SIZE": 1}),
     ("guesses_before._guesses_before_kernel", 1, PATHS | {"DEPTH": 8, "HAS_PARENTS": True}),
     ("guesses_before._guesses_before_kernel", 1, PATHS | {"DEPTH": 3, "HAS_PARENTS": False}),
-    ("_filter_kernels.first_pivots_kernel", 8, PIVOTS),
-    ("_filter_kernels.more_pivots_kernel", 8, PIVOTS | {"FEW": 1024}),
-    ("_filter_kernels.gather_bracket_kernel", 8, PIVOTS | {"FEW": 1024, "CAPACITY": 8192}),
-    ("_filter_kernels.select_cutoff_kernel", 4, {"CAPACITY": 8192, "BLOCK": 1024}),
+    ("_filter_kernels.first_bracket_kernel", 4, {"PARTS": 32, "PIVOTS": 8}),
+    ("_filter_kernels.count_above_kernel", 8, {"PART": 4096, "PIVOTS": 8}),
+    ("_filter_kernels.narrow_bracket_kernel", 1, {"PARTS": 32, "PIVOTS": 8, "FEW": 1024}),
+    ("_filter_kernels.gather_bracket_kernel", 8, {"PART": 4096, "CAPACITY": 8192}),
+    ("_filter_kernels.select_cutoff_kernel", 8, {"CAPACITY": 8192, "BLOCK": 2048}),
     ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True}),
 ]
 

@@ -1,13 +1,15 @@
 """The Triton functions of `filter_cutoff`, in the order of their launches.
 
     part_stats      (row, part)   the largest logit of each quarter of a part, the part's sum of weights
-    first_pivots    (row, part)   a bracket of the cutoff by those; counts and weights above pivots in it
-    more_pivots     (row, part)   the bracket between two pivots; if it still has many columns, pivots in that
-    gather_bracket  (row, part)   the bracket again; its columns, into one list for each row
+    first_bracket   (row)         a bracket of the cutoff by those, and pivots in it
+    count_above     (row, part)   weight, and number if that matters, of the columns from each pivot on
+    narrow_bracket  (row)         the bracket between two pivots, and pivots in that
+    count_above, narrow_bracket   once more
+    gather_bracket  (row, part)   the columns of the bracket, into one list for each row
     select_cutoff   (row)         the cutoff, by bisection over the list
 
 A weight is exp((logit - largest) / T). A bracket is [lo, hi): columns from hi on are kept, those below lo are dropped.
-It is what the program of part 0 leaves for the kernels after it; every program of a row computes it alike.
+Parts are the same for any number of rows, so that no sum depends on that.
 """
 
 from __future__ import annotations
@@ -52,8 +54,7 @@ def part_stats_kernel(
 
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
-def first_pivots_kernel(
-    logits_ptr: tl.tensor,
+def first_bracket_kernel(
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -62,8 +63,6 @@ def first_pivots_kernel(
     sums_ptr: tl.tensor,
     brackets_ptr: tl.tensor,
     pivots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
     fill_ptr: tl.tensor,
     rows: int,
     columns: int,
@@ -72,12 +71,11 @@ def first_pivots_kernel(
     top_p_stride: int,
     min_p_stride: int,
     num_parts: int,
-    PART: tl.constexpr,
     PARTS: tl.constexpr,
     PIVOTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A slot without filters, or greedy, has the bracket that keeps everything, and nothing is counted for it."""
+    """A slot without filters, or greedy, keeps everything. min_p is a bound; a small top_k needs no pivots."""
     row = tl.program_id(0).to(tl.int64)
     slot = row // rows
     if PDL:
@@ -87,12 +85,13 @@ def first_pivots_kernel(
     top_k = tl.load(top_k_ptr + slot * top_k_stride)
     top_p = tl.load(top_p_ptr + slot * top_p_stride)
     min_p = tl.load(min_p_ptr + slot * min_p_stride)
-    lo, hi = float("-inf"), float("inf")
-    largest, spread, target = 0.0, 0.0, tl.zeros([], tl.float64)
     limited = (temperature > 0) & ((top_k < columns) | (top_p < 1))
+    lo, hi, largest, spread = float("-inf"), float("inf"), 0.0, 0.0
+    target, few = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     if (temperature > 0) & ((top_k < columns) | (top_p < 1) | (min_p > 0)):
         group, part = tl.arange(0, 4 * PARTS), tl.arange(0, PARTS)
-        maxima = tl.load(maxima_ptr + row * num_parts * 4 + group, mask=group < 4 * num_parts, other=float("-inf"))
+        there = group < 4 * num_parts
+        maxima = tl.load(maxima_ptr + row * num_parts * 4 + group, mask=there, other=float("-inf"))
         of_parts = tl.max(tl.reshape(maxima, [PARTS, 4]), axis=1)
         sums = tl.load(sums_ptr + row * num_parts + part, mask=part < num_parts, other=0.0)
         largest = tl.max(maxima, axis=0)
@@ -103,29 +102,26 @@ def first_pivots_kernel(
         if top_p < 1:  # all that is below weighs less than what may be dropped
             below = tl.log(columns / (tl.maximum(1 - top_p, 1e-30) * total)) + 1e-3
             lo = tl.maximum(lo, (largest.to(tl.float64) - temperature * below).to(tl.float32))
-        if top_k <= tl.sum((maxima > float("-inf")).to(tl.int32), axis=0):  # so many columns are as large
+        few = (top_k <= tl.sum((maxima > float("-inf")).to(tl.int32), axis=0)).to(tl.int32)
+        if few > 0:  # so many columns are as large
             better = tl.sum((maxima[None, :] > maxima[:, None]).to(tl.int32), axis=1)
             lo = tl.maximum(lo, tl.min(tl.where(better < top_k, maxima, float("inf")), axis=0))
         hi = _after(largest)
-        smallest = tl.min(tl.where(group < 4 * num_parts, maxima, float("inf")), axis=0)
+        smallest = tl.min(tl.where(there, maxima, float("inf")), axis=0)
         spread = tl.where(lo > float("-inf"), largest - lo, tl.minimum(4 * (largest - smallest), 3.0e38) + 1e-3)
-    inside = tl.where(limited, columns, 0)
-    if tl.program_id(1) == 0:
-        bracket_ptr = brackets_ptr + row * 8
-        _store_bracket(bracket_ptr, lo, hi, 0, 0.0, inside, largest, target, tl.where(top_k < columns, top_k, columns))
-        tl.store(fill_ptr + row, 0)
-    if limited:
-        place = row * num_parts + tl.program_id(1)
-        column = tl.program_id(1) * PART + tl.arange(0, PART)
-        logits = tl.load(logits_ptr + row * columns + column, mask=column < columns, other=float("-inf"))
-        _count_above(
-            logits.to(tl.float32), largest, _inverse(temperature), lo, largest, spread,
-            pivots_ptr + row * PIVOTS, counts_ptr + place * PIVOTS, masses_ptr + place * PIVOTS, PIVOTS,
-        )  # fmt: skip
+    is_open = limited.to(tl.float64)
+    counting = tl.where(limited & (few == 0), tl.where(top_k < columns, 2.0, 1.0), 0.0)
+    bracket_ptr = brackets_ptr + row * 16
+    _store_bracket(bracket_ptr, lo, hi, 0, 0.0, is_open, counting)
+    tl.store(bracket_ptr + 6, largest)
+    tl.store(bracket_ptr + 7, target)
+    tl.store(bracket_ptr + 8, tl.where(top_k < columns, top_k, columns))
+    tl.store(fill_ptr + row, 0)
+    _place_pivots(pivots_ptr + row * PIVOTS, lo, largest, spread, PIVOTS)
 
 
-@TritonKernel.with_options(do_not_specialize=("rows", "num_rows"))
-def more_pivots_kernel(
+@TritonKernel.with_options(do_not_specialize=("rows",))
+def count_above_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     brackets_ptr: tl.tensor,
@@ -135,59 +131,88 @@ def more_pivots_kernel(
     rows: int,
     columns: int,
     temperature_stride: int,
-    num_rows: int,
-    num_parts: int,
-    FEW: tl.constexpr,
     PART: tl.constexpr,
-    PARTS: tl.constexpr,
     PIVOTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A bracket with few columns is good enough. What is read is of level 0, what is written of level 1."""
+    """How much the part's columns from each pivot on weigh; how many they are, for rows with a large top_k."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    bracket_ptr = brackets_ptr + row * 8
-    lo, hi, count, mass, inside, largest, target, top_k = _load_bracket(bracket_ptr)
-    if inside > 0:
-        place = row * num_parts
-        lo, hi, count, mass, inside = _narrowed(
-            lo, hi, count, mass, target, top_k, num_parts,
-            pivots_ptr + row * PIVOTS, counts_ptr + place * PIVOTS, masses_ptr + place * PIVOTS, PARTS, PIVOTS,
-        )  # fmt: skip
-    if tl.program_id(1) == 0:
-        _store_bracket(bracket_ptr + num_rows * 8, lo, hi, count, mass, inside, largest, target, top_k)
-    if inside > FEW:
+    counting = tl.load(brackets_ptr + row * 16 + 5)
+    if counting > 0:
+        largest = tl.load(brackets_ptr + row * 16 + 6).to(tl.float32)
         inverse = _inverse(tl.load(temperature_ptr + row // rows * temperature_stride))
-        place = (num_rows + row) * num_parts + tl.program_id(1)
         column = tl.program_id(1) * PART + tl.arange(0, PART)
         logits = tl.load(logits_ptr + row * columns + column, mask=column < columns, other=float("-inf"))
-        spread = tl.where(lo > float("-inf"), hi - lo, 4 * (largest - hi) + 1e-3)
-        _count_above(
-            logits.to(tl.float32), largest, inverse, lo, hi, spread,
-            pivots_ptr + (num_rows + row) * PIVOTS, counts_ptr + place * PIVOTS, masses_ptr + place * PIVOTS, PIVOTS,
-        )  # fmt: skip
+        weights = tl.exp((logits.to(tl.float32) - largest) * inverse)
+        place = (row * tl.num_programs(1) + tl.program_id(1)) * PIVOTS
+        for j in tl.static_range(PIVOTS):
+            pivot = tl.load(pivots_ptr + row * PIVOTS + j)
+            tl.store(masses_ptr + place + j, tl.sum(tl.where(logits >= pivot, weights, 0.0), axis=0))
+        if counting > 1:
+            for j in tl.static_range(PIVOTS):
+                pivot = tl.load(pivots_ptr + row * PIVOTS + j)
+                tl.store(counts_ptr + place + j, tl.sum(tl.where(logits >= pivot, 1.0, 0.0), axis=0))
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows",))
-def gather_bracket_kernel(
-    logits_ptr: tl.tensor,
+@TritonKernel
+def narrow_bracket_kernel(
     brackets_ptr: tl.tensor,
     pivots_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     masses_ptr: tl.tensor,
+    num_parts: int,
+    FEW: tl.constexpr,
+    PARTS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """From the last pivot that does, its columns being as many or as heavy as asked for, to the next.
+
+    Nothing is between if not even the first pivot does: all from there on is kept.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    bracket_ptr = brackets_ptr + row * 16
+    counting = tl.load(bracket_ptr + 5)
+    if counting > 0:
+        lo, hi, count, mass, largest, target, top_k = _load_bracket(bracket_ptr)
+        pivot, part = tl.arange(0, PIVOTS), tl.arange(0, PARTS)
+        place = (row * num_parts + part[:, None]) * PIVOTS + pivot[None, :]
+        there = (part < num_parts)[:, None]
+        counts = tl.sum(tl.load(counts_ptr + place, mask=there, other=0.0).to(tl.float64), axis=0)
+        counts = tl.where(counting > 1, counts, 0.0)
+        masses = tl.sum(tl.load(masses_ptr + place, mask=there, other=0.0).to(tl.float64), axis=0)
+        pivots = tl.load(pivots_ptr + row * PIVOTS + pivot)
+        does = (counts >= top_k) | (masses >= target)
+        if tl.max(does.to(tl.int32), axis=0) > 0:
+            most = tl.min(tl.where(does, counts, float("inf")), axis=0)
+            lo = tl.maximum(lo, tl.max(tl.where(does, pivots, float("-inf")), axis=0))
+            hi = tl.minimum(hi, tl.min(tl.where(does, float("inf"), pivots), axis=0))
+            count = tl.maximum(count, tl.max(tl.where(does, 0.0, counts), axis=0))
+            mass = tl.maximum(mass, tl.max(tl.where(does, 0.0, masses), axis=0))
+            more = tl.where((most > 0) & (most - count <= FEW), 0.0, counting)
+            _store_bracket(bracket_ptr, lo, hi, count, mass, 1.0, more)
+            spread = tl.where(lo > float("-inf"), hi - lo, 4 * (largest - hi) + 1e-3)
+            _place_pivots(pivots_ptr + row * PIVOTS, lo, hi, spread, PIVOTS)
+        else:
+            _store_bracket(bracket_ptr, lo, hi, count, mass, 0.0, 0.0)
+
+
+@TritonKernel
+def gather_bracket_kernel(
+    logits_ptr: tl.tensor,
+    brackets_ptr: tl.tensor,
     fill_ptr: tl.tensor,
     listed_ptr: tl.tensor,
     listed_at_ptr: tl.tensor,
     columns: int,
-    num_rows: int,
-    num_parts: int,
-    FEW: tl.constexpr,
     CAPACITY: tl.constexpr,
     PART: tl.constexpr,
-    PARTS: tl.constexpr,
-    PIVOTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """The list is in no order, and ends where it is full; `fill` counts what would be in it."""
@@ -195,31 +220,19 @@ def gather_bracket_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    bracket_ptr = brackets_ptr + (num_rows + row) * 8
-    lo, hi, count, mass, inside, largest, target, top_k = _load_bracket(bracket_ptr)
-    if inside > FEW:
-        place = (num_rows + row) * num_parts
-        lo, hi, count, mass, inside = _narrowed(
-            lo, hi, count, mass, target, top_k, num_parts,
-            pivots_ptr + (num_rows + row) * PIVOTS, counts_ptr + place * PIVOTS, masses_ptr + place * PIVOTS,
-            PARTS, PIVOTS,
-        )  # fmt: skip
-    if tl.program_id(1) == 0:
-        _store_bracket(bracket_ptr + num_rows * 8, lo, hi, count, mass, inside, largest, target, top_k)
-    if inside > 0:
+    bracket_ptr = brackets_ptr + row * 16
+    if tl.load(bracket_ptr + 4) > 0:
+        lo, hi = tl.load(bracket_ptr).to(tl.float32), tl.load(bracket_ptr + 1).to(tl.float32)
         column = tl.program_id(1) * PART + tl.arange(0, PART)
         logits = tl.load(logits_ptr + row * columns + column, mask=column < columns, other=float("-inf"))
-        logits = logits.to(tl.float32)
-        between = ((logits >= lo) & (logits < hi) & (column < columns)).to(tl.int32)
-        found = tl.sum(between, axis=0)
-        if found > 0:
-            place = tl.atomic_add(fill_ptr + row, found) + tl.cumsum(between, axis=0) - 1
-            listed = (between != 0) & (place < CAPACITY)
-            tl.store(listed_ptr + row * CAPACITY + place, logits, mask=listed)
-            tl.store(listed_at_ptr + row * CAPACITY + place, column, mask=listed)
+        between = (logits >= lo) & (logits < hi) & (column < columns)
+        place = tl.atomic_add(fill_ptr + row + tl.zeros_like(column), 1, mask=between, sem="relaxed")
+        listed = between & (place < CAPACITY)
+        tl.store(listed_ptr + row * CAPACITY + place, logits, mask=listed)
+        tl.store(listed_at_ptr + row * CAPACITY + place, column, mask=listed)
 
 
-@TritonKernel.with_options(do_not_specialize=("rows", "num_rows"))
+@TritonKernel.with_options(do_not_specialize=("rows",))
 def select_cutoff_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -232,12 +245,11 @@ def select_cutoff_kernel(
     rows: int,
     columns: int,
     temperature_stride: int,
-    num_rows: int,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Sums of weights are integers, in units of 2^-40, so that the order of the list does not matter.
+    """Bisect over the list. Sums of weights are integers, so that its order does not matter.
 
     If the list does not hold the bracket, the whole row takes its place: slow, but only logits that are alike do that.
     """
@@ -245,146 +257,86 @@ def select_cutoff_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    bracket_ptr = brackets_ptr + (2 * num_rows + row) * 8
-    lo, hi, count, mass, inside, largest, target, top_k = _load_bracket(bracket_ptr)
+    bracket_ptr = brackets_ptr + row * 16
+    lo, hi, count, mass, largest, target, top_k = _load_bracket(bracket_ptr)
     least, last = lo, tl.zeros([], tl.int64) + (columns - 1)
-    if inside > 0:
+    if tl.load(bracket_ptr + 4) > 0:
         inverse = _inverse(tl.load(temperature_ptr + row // rows * temperature_stride))
-        fill = tl.load(fill_ptr + row)
-        whole = fill > CAPACITY
+        size = tl.load(fill_ptr + row)
+        whole = size > CAPACITY
         values_ptr = listed_ptr + row * CAPACITY
         if whole:
             values_ptr = logits_ptr + row * columns
-            fill = fill * 0 + columns
-        room = tl.maximum((tl.minimum(target - mass, 4.0e6) * 1099511627776.0).to(tl.int64), 1)
-        places = (top_k - count).to(tl.int64)
+            size = size * 0 + columns
+        # A column counts 2^shift and its weight, which is at most 2^bits: both sums in one integer.
+        bits, shift = tl.where(whole, 26, 36).to(tl.int64), tl.where(whole, 44, 49).to(tl.int64)
+        top = tl.minimum(hi, largest)
+        unit = (tl.full([], 1, tl.int64) << bits).to(tl.float32)
+        room = (target - mass) / tl.exp((top - largest) * inverse).to(tl.float64) * unit
+        room = tl.maximum(tl.minimum(room, 1.0e15).to(tl.int64), 1)
+        places, one = (top_k - count).to(tl.int64), tl.full([], 1, tl.int64) << shift
         low, high = _key(lo).to(tl.int64), _key(hi).to(tl.int64) - 1  # `high` keeps all that is above it: nothing
         while low < high:
             middle = (low + high) >> 1
-            above, weight = _sums_above(values_ptr, fill, lo, hi, middle, largest, inverse, BLOCK)
-            keeps = (above < places) & (weight < room)
+            found = _sum_above(values_ptr, size, lo, hi, middle, top, inverse, unit, one, BLOCK)
+            keeps = ((found >> shift) < places) & ((found & (one - 1)) < room)
             low, high = tl.where(keeps, low, middle + 1), tl.where(keeps, middle, high)
-        above, weight = _sums_above(values_ptr, fill, lo, hi, low, largest, inverse, BLOCK)
-        from_here, _ = _sums_above(values_ptr, fill, lo, hi, low - 1, largest, inverse, BLOCK)
+        above = _sum_above(values_ptr, size, lo, hi, low, top, inverse, unit, one, BLOCK)
+        equal = _sum_above(values_ptr, size, lo, hi, low - 1, top, inverse, unit, one, BLOCK) - above
         least = _of_key(low.to(tl.int32))
-        own = tl.maximum(_units(least, largest, inverse), 1)
-        ties = tl.minimum(places - above, (room - weight + own - 1) // own)
-        if from_here - above > ties:  # of equal logits the first columns
+        own = tl.maximum((tl.exp((least - top) * inverse) * unit).to(tl.int64), 1)
+        ties = tl.minimum(places - (above >> shift), (room - (above & (one - 1)) + own - 1) // own)
+        if (equal >> shift) > ties:  # of equal logits the first columns
             begin, end = tl.zeros([], tl.int64), last
             while begin < end:
                 middle = (begin + end) >> 1
-                found = tl.zeros([], tl.int64)
-                for start in range(0, fill, BLOCK):
+                until = tl.zeros([BLOCK], tl.int32)
+                for start in range(0, size, BLOCK):
                     index = start + tl.arange(0, BLOCK)
-                    value = tl.load(values_ptr + index, mask=index < fill, other=float("-inf")).to(tl.float32)
-                    column = tl.load(listed_at_ptr + row * CAPACITY + index, mask=(index < fill) & (not whole), other=0)
+                    value = tl.load(values_ptr + index, mask=index < size, other=float("-inf"))
+                    column = tl.load(
+                        listed_at_ptr + row * CAPACITY + index, mask=(index < size) & (whole == 0), other=0
+                    )
                     column = tl.where(whole, index, column)
-                    tie = (index < fill) & (value == least) & (column <= middle)
-                    found += tl.sum(tie.to(tl.int64), axis=0)
-                begin, end = tl.where(found >= ties, begin, middle + 1), tl.where(found >= ties, middle, end)
+                    until += ((index < size) & (value == least) & (column <= middle)).to(tl.int32)
+                does = tl.sum(until, axis=0) >= ties
+                begin, end = tl.where(does, begin, middle + 1), tl.where(does, middle, end)
             last = begin
     tl.store(least_ptr + row, least)
     tl.store(last_ptr + row, last)
 
 
 @TritonKernel
-def _sums_above(
+def _sum_above(
     values_ptr: tl.tensor,
     size: tl.tensor,
     lo: tl.tensor,
     hi: tl.tensor,
     key: tl.tensor,
-    largest: tl.tensor,
+    top: tl.tensor,
     inverse: tl.tensor,
+    unit: tl.tensor,
+    one: tl.tensor,
     BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """How many values within the bracket have larger keys, and their weight."""
-    count, weight = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+) -> tl.tensor:
+    """How many values within the bracket have larger keys, in units of `one`, and their weights, in units of `unit`."""
+    found = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
-        value = tl.load(values_ptr + index, mask=index < size, other=float("-inf")).to(tl.float32)
+        value = tl.load(values_ptr + index, mask=index < size, other=float("-inf"))
         above = (index < size) & (value >= lo) & (value < hi) & (_key(value) > key)
-        count += tl.sum(above.to(tl.int64), axis=0)
-        weight += tl.sum(tl.where(above, _units(value, largest, inverse), 0), axis=0)
-    return count, weight
+        found += tl.where(above, one + (tl.exp((value - top) * inverse) * unit).to(tl.int64), 0)
+    return tl.sum(found, axis=0)
 
 
 @TritonKernel
-def _units(value: tl.tensor, largest: tl.tensor, inverse: tl.tensor) -> tl.tensor:
-    """A weight in units of 2^-40."""
-    return (tl.exp((value - largest) * inverse) * 1099511627776.0).to(tl.int64)
-
-
-@TritonKernel
-def _count_above(
-    logits: tl.tensor,
-    largest: tl.tensor,
-    inverse: tl.tensor,
-    lo: tl.tensor,
-    top: tl.tensor,
-    spread: tl.tensor,
-    pivots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    PIVOTS: tl.constexpr,
+def _place_pivots(
+    pivots_ptr: tl.tensor, lo: tl.tensor, top: tl.tensor, spread: tl.tensor, PIVOTS: tl.constexpr
 ) -> None:
-    """Columns from each pivot on, and their weight. The first pivot is lo; the others are evenly below `top`."""
-    weights = tl.exp((logits - largest) * inverse)
-    for j in tl.static_range(PIVOTS):
-        pivot = lo
-        if j > 0:
-            pivot = tl.maximum(top - spread * (1 - j / PIVOTS), lo)
-        above = logits >= pivot
-        tl.store(counts_ptr + j, tl.sum(above.to(tl.int32), axis=0))
-        tl.store(masses_ptr + j, tl.sum(tl.where(above, weights, 0.0), axis=0))
-        if tl.program_id(1) == 0:
-            tl.store(pivots_ptr + j, pivot)
-
-
-@TritonKernel
-def _narrowed(
-    lo: tl.tensor,
-    hi: tl.tensor,
-    count: tl.tensor,
-    mass: tl.tensor,
-    target: tl.tensor,
-    top_k: tl.tensor,
-    num_parts: int,
-    pivots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    PARTS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """The bracket from the last pivot that does, its columns being as many or as heavy as asked for, to the next.
-
-    Nothing is between if not even the first pivot does: all from there on is kept.
-    """
-    pivot, part = tl.arange(0, PIVOTS), tl.arange(0, PARTS)
-    place = part[:, None] * PIVOTS + pivot[None, :]
-    there = (part < num_parts)[:, None]
-    counts = tl.sum(tl.load(counts_ptr + place, mask=there, other=0), axis=0).to(tl.float64)
-    masses = tl.sum(tl.load(masses_ptr + place, mask=there, other=0.0).to(tl.float64), axis=0)
-    pivots = tl.load(pivots_ptr + pivot)
-    does = (counts >= top_k) | (masses >= target)
-    before = tl.min(tl.where(does, counts, float("inf")), axis=0)
-    new_lo = tl.maximum(lo, tl.max(tl.where(does, pivots, float("-inf")), axis=0))
-    new_hi = tl.minimum(hi, tl.min(tl.where(does, float("inf"), pivots), axis=0))
-    new_count = tl.maximum(count, tl.max(tl.where(does, 0.0, counts), axis=0))
-    new_mass = tl.maximum(mass, tl.max(tl.where(does, 0.0, masses), axis=0))
-    settled = before == float("inf")
-    inside = tl.where(settled, 0.0, before - new_count)
-    return tl.where(settled, lo, new_lo), tl.where(settled, hi, new_hi), new_count, new_mass, inside
-
-
-@TritonKernel
-def _load_bracket(bracket_ptr: tl.tensor) -> tuple[tl.tensor, ...]:
-    """lo, hi, columns from hi on, their weight, columns between, largest logit, weight and count that do."""
-    lo = tl.load(bracket_ptr).to(tl.float32)
-    hi = tl.load(bracket_ptr + 1).to(tl.float32)
-    largest = tl.load(bracket_ptr + 5).to(tl.float32)
-    count, mass, inside = tl.load(bracket_ptr + 2), tl.load(bracket_ptr + 3), tl.load(bracket_ptr + 4)
-    return lo, hi, count, mass, inside, largest, tl.load(bracket_ptr + 6), tl.load(bracket_ptr + 7)
+    """The first pivot is lo; the others are evenly below `top`."""
+    pivot = tl.arange(0, PIVOTS)
+    value = tl.maximum(top - spread * (1 - pivot.to(tl.float32) / PIVOTS), lo)
+    tl.store(pivots_ptr + pivot, tl.where(pivot == 0, lo, value))
 
 
 @TritonKernel
@@ -394,20 +346,25 @@ def _store_bracket(
     hi: tl.tensor,
     count: tl.tensor,
     mass: tl.tensor,
-    inside: tl.tensor,
-    largest: tl.tensor,
-    target: tl.tensor,
-    top_k: tl.tensor,
+    is_open: tl.tensor,
+    counting: tl.tensor,
 ) -> None:
-    """The inverse of `_load_bracket`."""
+    """lo, hi; columns from hi on and their weight; 0: all from lo on is kept; 1: weigh columns, 2: count them too."""
     tl.store(bracket_ptr, lo)
     tl.store(bracket_ptr + 1, hi)
     tl.store(bracket_ptr + 2, count)
     tl.store(bracket_ptr + 3, mass)
-    tl.store(bracket_ptr + 4, inside)
-    tl.store(bracket_ptr + 5, largest)
-    tl.store(bracket_ptr + 6, target)
-    tl.store(bracket_ptr + 7, top_k)
+    tl.store(bracket_ptr + 4, is_open)
+    tl.store(bracket_ptr + 5, counting)
+
+
+@TritonKernel
+def _load_bracket(bracket_ptr: tl.tensor) -> tuple[tl.tensor, ...]:
+    """lo, hi; columns from hi on and their weight; the largest logit; the weight and the count that do."""
+    lo, hi = tl.load(bracket_ptr).to(tl.float32), tl.load(bracket_ptr + 1).to(tl.float32)
+    count, mass = tl.load(bracket_ptr + 2), tl.load(bracket_ptr + 3)
+    largest = tl.load(bracket_ptr + 6).to(tl.float32)
+    return lo, hi, count, mass, largest, tl.load(bracket_ptr + 7), tl.load(bracket_ptr + 8)
 
 
 @TritonKernel

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.logits._filter_kernels import (
-    first_pivots_kernel,
+    count_above_kernel,
+    first_bracket_kernel,
     gather_bracket_kernel,
-    more_pivots_kernel,
+    narrow_bracket_kernel,
     part_stats_kernel,
     select_cutoff_kernel,
 )
@@ -30,10 +31,11 @@ from overlap_spec_kernels.logits._filter_kernels import (
 _SLICE = 1 << 20  # logits that the twin sorts at once: bounds its workspace to a hundred MiB
 _PARTS = 32  # of a row, at most
 _SMALL_PART = 256  # fewest columns of a part
-_PIVOTS = 8
+_PIVOTS = 8  # of a level
+_LEVELS = 2
 _FEW = 1024  # a bracket of so many columns is not made smaller by another pass
 _CAPACITY = 8192  # columns that the bisection has a list for
-_BLOCK = 1024  # columns that it looks at together
+_BLOCK = 2048  # columns that it looks at together
 
 
 class Filters(NamedTuple):
@@ -108,33 +110,35 @@ def _filter_cutoff_triton(logits: Tensor, temperature: Tensor, filters: Filters)
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     maxima, sums = floats(num_rows, num_parts, 4), floats(num_rows, num_parts)
-    brackets = torch.empty(3, num_rows, 8, dtype=torch.float64, device=device)
-    pivots, masses = floats(2, num_rows, _PIVOTS), floats(2, num_rows, num_parts, _PIVOTS)
-    counts = torch.empty_like(masses, dtype=torch.int32)
-    fill = torch.empty(num_rows, dtype=torch.int32, device=device)
+    brackets = torch.empty(num_rows, 16, dtype=torch.float64, device=device)
+    pivots, fill = floats(num_rows, _PIVOTS), torch.empty(num_rows, dtype=torch.int32, device=device)
+    counts, masses = floats(num_rows, num_parts, _PIVOTS), floats(num_rows, num_parts, _PIVOTS)
     listed = floats(num_rows, _CAPACITY)
     listed_at = torch.empty_like(listed, dtype=torch.int32)
     cutoff = Cutoff(floats(batch, rows), torch.empty(batch, rows, dtype=torch.int64, device=device))
     launch, grid = dependent_launch(device, num_rows), (num_rows, num_parts)
-    sizes = {"PART": part, "PARTS": next_power_of_2(num_parts), "PIVOTS": _PIVOTS, "num_warps": 8}
-    t_stride = temperature.stride(0)
+    parts, t_stride = next_power_of_2(num_parts), temperature.stride(0)
     part_stats_kernel[grid](
         logits, temperature, maxima, sums, rows, columns, t_stride, QUARTER=part // 4, num_warps=8, **launch
     )
-    first_pivots_kernel[grid](
-        logits, temperature, *filters, maxima, sums, brackets, pivots, counts, masses, fill,
-        rows, columns, t_stride, *(values.stride(0) for values in filters), num_parts, **sizes, **launch,
+    first_bracket_kernel[(num_rows,)](
+        temperature, *filters, maxima, sums, brackets, pivots, fill, rows, columns,
+        t_stride, *(values.stride(0) for values in filters), num_parts, PARTS=parts, PIVOTS=_PIVOTS, num_warps=4,
+        **launch,
     )  # fmt: skip
-    more_pivots_kernel[grid](
-        logits, temperature, brackets, pivots, counts, masses,
-        rows, columns, t_stride, num_rows, num_parts, FEW=_FEW, **sizes, **launch,
-    )  # fmt: skip
+    for _ in range(_LEVELS):
+        count_above_kernel[grid](
+            logits, temperature, brackets, pivots, counts, masses, rows, columns, t_stride,
+            PART=part, PIVOTS=_PIVOTS, num_warps=8, **launch,
+        )  # fmt: skip
+        narrow_bracket_kernel[(num_rows,)](
+            brackets, pivots, counts, masses, num_parts, FEW=_FEW, PARTS=parts, PIVOTS=_PIVOTS, num_warps=1, **launch
+        )
     gather_bracket_kernel[grid](
-        logits, brackets, pivots, counts, masses, fill, listed, listed_at,
-        columns, num_rows, num_parts, FEW=_FEW, CAPACITY=_CAPACITY, **sizes, **launch,
-    )  # fmt: skip
+        logits, brackets, fill, listed, listed_at, columns, CAPACITY=_CAPACITY, PART=part, num_warps=8, **launch
+    )
     select_cutoff_kernel[(num_rows,)](
-        logits, temperature, brackets, fill, listed, listed_at, *cutoff,
-        rows, columns, t_stride, num_rows, CAPACITY=_CAPACITY, BLOCK=_BLOCK, num_warps=4, **launch,
+        logits, temperature, brackets, fill, listed, listed_at, *cutoff, rows, columns, t_stride,
+        CAPACITY=_CAPACITY, BLOCK=_BLOCK, num_warps=8, **launch,
     )  # fmt: skip
     return cutoff
