@@ -32,7 +32,8 @@ import jsonschema
 from msgspec.structs import replace
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
-from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.bench.engines import describe_engine
+from overlap_spec.bench.report import write_report
 from overlap_spec.config import Settings
 from overlap_spec.messages import ChatPrompt, Difference, FinishKind, Grammar, GrammarKind
 
@@ -251,6 +252,16 @@ async def started(arguments: argparse.Namespace, flags: Json, kind: type[Engine]
 
 async def measure(arguments: argparse.Namespace) -> Json:
     """Every way at all temperatures, against plain decoding; then times."""
+    runs: list[Json] = []
+    figures = await replies_of_ways(arguments, runs) if arguments.requests else []
+    names = arguments.timed if arguments.batches else ()
+    times = {name: await timed(arguments, name, runs) for name in names}
+    asked = {name: getattr(arguments, name) for name in ("requests", "together", "repeats", "tokens")}
+    return {"benchmark": "structured_output", "run": runs[0], **asked, "figures": figures, "step_times": times}
+
+
+async def replies_of_ways(arguments: argparse.Namespace, runs: list[Json]) -> list[Json]:
+    """Plain decoding's replies, then those of every way; notes in `runs` where they come from."""
     schemas = make_schemas(arguments.requests)
     plain: dict[float, Replies] = {}
     figures: list[Json] = []
@@ -261,7 +272,7 @@ async def measure(arguments: argparse.Namespace) -> Json:
         print(f"{time.monotonic() - begun:.0f} s", row, flush=True)
 
     async with started(arguments, {**PLAIN, "audit_rate": 1.0}) as engine:
-        run = describe_run(engine.facts.worker.device, engine.settings.num_threads)
+        runs.append(describe_engine(engine))
         for temperature in arguments.temperatures:
             found = plain[temperature] = await ask_all(engine, schemas, temperature, arguments.together)
             note({"method": "NONE", "temperature": temperature, **summary(schemas, found, found)})
@@ -272,14 +283,13 @@ async def measure(arguments: argparse.Namespace) -> Json:
                     found = await ask_all(engine, schemas, temperature, arguments.together)
                     row = {"method": name, "proposes_forced": kind is Engine, "temperature": temperature}
                     note({**row, **summary(schemas, found, plain[temperature])})
-    times = {name: await timed(arguments, name) for name in (arguments.timed if arguments.batches else ())}
-    asked = {"together": arguments.together, "repeats": arguments.repeats, "tokens": arguments.tokens}
-    return {"benchmark": "structured_output", "run": run, **asked, "figures": figures, "step_times": times}
+    return figures
 
 
-async def timed(arguments: argparse.Namespace, name: str) -> list[Json]:
+async def timed(arguments: argparse.Namespace, name: str, runs: list[Json]) -> list[Json]:
     """The step times of one way to draft."""
     async with started(arguments, {**WAYS[name], "audit_rate": 0.0}) as engine:
+        runs.append(describe_engine(engine))
         found = await costs(engine, arguments)
         print(name, found, flush=True)
         return found
@@ -289,7 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--flags", default="{}", help="more of EngineConfig, as JSON")
-    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--requests", type=int, default=500, help="0: times alone")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS)
     chain = ["EAGLE-3 chain"]
     parser.add_argument("--unforced", nargs="*", default=chain, choices=WAYS, help="ways to run without forced tokens")

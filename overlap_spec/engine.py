@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 from msgspec.structs import replace
 
 from overlap_spec.client import AnyPrompt, Client
-from overlap_spec.client.calls import Delta
+from overlap_spec.client.answers import Delta
 from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve

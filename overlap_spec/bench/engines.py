@@ -16,7 +16,7 @@ from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
-from overlap_spec.server.http_server import HttpServer
+from overlap_spec.server.http_server import HttpServer, freeze_heap
 
 HOST = "127.0.0.1"
 
@@ -33,6 +33,7 @@ async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
     info = replace(server_info(engine.config, engine.settings, engine.facts), api_key=None)  # its requests carry none
     server = HttpServer(create_app(engine.client, info, lambda: (True, "")), HOST, 0)
     await server.start()
+    freeze_heap()
     try:
         yield HOST, server.port
     finally:

@@ -21,7 +21,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
-from overlap_spec.server.http_server import HttpServer
+from overlap_spec.server.http_server import HttpServer, freeze_heap
 from overlap_spec.server.problems import Problem
 
 DRAIN_S = 30.0  # for open requests after the first signal
@@ -79,6 +79,7 @@ class Service:
             log.info("%s", note)
         info = server_info(engine.config, engine.settings, engine.facts)
         self._front.app = create_app(engine.client, info, self.health)
+        freeze_heap()
         url = http_url(engine.config.host, self._server.port)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
 

@@ -5,45 +5,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
+from overlap_spec.client.answers import Answer, Answers, Delta
 from overlap_spec.client.link import pack_ids
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
-    AuditReply,
     ChatPrompt,
-    Detokenized,
     ErrorCode,
     Finish,
-    FlushDone,
     Origin,
-    Pong,
     Prompt,
     Rejected,
-    StatsReply,
     TextDeltas,
     TextPrompt,
-    Tokenized,
     TokenPrompt,
     Usage,
     Verified,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step added to a request. The delta with a `finish` is the last; `usage` counts so far.
-
-    `log_probs`, of `token_ids`, and `prompt_log_probs`, all of them in the first delta, where they are asked for.
-    `verified`: what the step verified, if the request reports it; `verified.origin(i)` is where token i came from.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish: Finish | None
-    usage: Usage
-    verified: Verified | None = None
-    log_probs: list[TokenLogProb] = field(default_factory=list)
-    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +59,31 @@ def completion_of(deltas: Sequence[Delta]) -> Completion:
     )
 
 
-Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
-Answer = Delta | Reply | OverlapSpecError
-
-
 class Calls:
-    """Open calls by request id, each with a queue of answers; an error is a call's last answer.
+    """Open calls by request id, each with its answers; an error is a call's last one.
 
     A request that was left before its last row keeps its id until that row has come: else a new request of
     the same id would be given it.
     """
 
     def __init__(self) -> None:
-        self._queues: dict[str, asyncio.Queue[Answer]] = {}
+        self._open: dict[str, Answers] = {}
         self._left: dict[str, asyncio.Event] = {}
 
-    def open(self, request_id: str) -> "asyncio.Queue[Answer]":
+    def open(self, request_id: str) -> Answers:
         """Raises: RequestError if a call of that id is open."""
-        if request_id in self._queues:
+        if request_id in self._open:
             raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
-        queue = self._queues[request_id] = asyncio.Queue()
-        return queue
+        answers = self._open[request_id] = Answers()
+        return answers
 
     def ids(self) -> list[str]:
         """The ids of open calls."""
-        return list(self._queues)
+        return list(self._open)
 
     def close(self, request_id: str) -> None:
         """Forget a call that has had its last answer, or a query: its late answers are dropped."""
-        self._queues.pop(request_id, None)
+        self._open.pop(request_id, None)
 
     def leave(self, request_id: str) -> None:
         """Forget a request that still runs; its last row will free the id."""
@@ -124,14 +98,18 @@ class Calls:
     def deliver(self, message: TextDeltas) -> None:
         """Give each row to its request."""
         rows = zip(message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True)
+        verified, log_probs, of_prompts = message.verified, message.log_probs, message.prompt_log_probs
+        reports = bool(verified or log_probs or of_prompts)
         for request_id, text, token_ids, finish, usage in rows:
-            if request_id in self._left:
-                if finish is not None:
+            answers = self._open.get(request_id)
+            if answers is None:
+                if finish is not None and request_id in self._left:
                     self._left.pop(request_id).set()
+            elif reports:
+                found = read_log_probs(log_probs.get(request_id)), read_log_probs(of_prompts.get(request_id))
+                answers.put(Delta(text, token_ids, finish, usage, verified.get(request_id), *found))
             else:
-                verified = message.verified.get(request_id)
-                packed = message.log_probs.get(request_id), message.prompt_log_probs.get(request_id)
-                self.answer(request_id, Delta(text, token_ids, finish, usage, verified, *map(read_log_probs, packed)))
+                answers.put(Delta(text, token_ids, finish, usage))
 
     def reject(self, message: Rejected) -> None:
         """The engine gives this call no (further) answer."""
@@ -143,14 +121,14 @@ class Calls:
 
     def answer(self, request_id: str, answer: Answer) -> None:
         """Give one answer to its call, if it is still open."""
-        queue = self._queues.get(request_id)
-        if queue is not None:
-            queue.put_nowait(answer)
+        answers = self._open.get(request_id)
+        if answers is not None:
+            answers.put(answer)
 
     def fail(self, error: OverlapSpecError) -> None:
         """End every open call with an error; of those that were left nothing more is expected."""
-        for queue in self._queues.values():
-            queue.put_nowait(error)
+        for answers in self._open.values():
+            answers.put(error)
         for left in self._left.values():
             left.set()
         self._left.clear()

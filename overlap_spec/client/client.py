@@ -5,7 +5,7 @@
             print(delta.text, end="")
 
 Leaving the loop ends the request: when the generator is closed, its Cancel leaves at once. One task reads the socket
-and puts every answer into its own request's queue, so a slow consumer delays no other.
+and gives every answer to its own request, so a slow consumer delays no other: it gets fewer and larger deltas.
 """
 
 import asyncio
@@ -16,7 +16,8 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
 
-from overlap_spec.client.calls import Answer, Calls, Completion, Delta, Reply, aborted, completion_of, prompt_of
+from overlap_spec.client.answers import Answer, Answers, Delta, Reply
+from overlap_spec.client.calls import Calls, Completion, aborted, completion_of, prompt_of
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
@@ -123,7 +124,7 @@ class Client:
     async def generate(
         self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[Delta, None]:
-        """Yield what each step adds, the last delta with a `finish`.
+        """Yield what steps add as it comes, the last delta with a `finish`.
 
         After a finish of kind ABORT the next step of the loop raises RequestAborted. Leaving a loop over a
         generator that nothing else refers to closes it; else close it yourself (`contextlib.aclosing`).
@@ -140,7 +141,7 @@ class Client:
             ended = False
             try:
                 while not ended:
-                    answer = await answers.get()
+                    answer = await answers.take()
                     ended = not isinstance(answer, Delta) or answer.finish is not None
                     delta = _expect(answer, Delta)
                     yield delta
@@ -149,6 +150,14 @@ class Client:
                     self._leave(request_id)
         if delta.finish is not None and delta.finish.kind is FinishKind.ABORT:
             raise aborted(delta.finish)
+
+    def send_together(self) -> None:
+        """Let requests that tasks of this loop begin at once, those that wait to run by now, reach the engine together.
+
+        They are computed together then. Call it after the tasks were created.
+        """
+        if self._link is not None:
+            self._link.hold()
 
     async def complete(
         self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
@@ -195,7 +204,7 @@ class Client:
         sent_at = time.monotonic()
         with self._call(_ping_id(sent_at)) as answers:
             self._send(Ping(sent_at))
-            return _expect(await answers.get(), Pong)
+            return _expect(await answers.take(), Pong)
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until the engine is warm. Cancellation: safe.
@@ -232,17 +241,17 @@ class Client:
         self._calls.fail(error)
 
     @contextmanager
-    def _call(self, request_id: str) -> "Iterator[asyncio.Queue[Answer]]":
-        queue = self._calls.open(request_id)
+    def _call(self, request_id: str) -> Iterator[Answers]:
+        answers = self._calls.open(request_id)
         try:
-            yield queue
+            yield answers
         finally:
             self._calls.close(request_id)
 
     async def _ask(self, message: Tokenize | Detokenize | Flush | GetStats | GetAudit, kind: type[R]) -> R:
         with self._call(message.request_id) as answers:
             self._send(message)
-            return _expect(await answers.get(), kind)
+            return _expect(await answers.take(), kind)
 
     async def _listen(self, link: ClientDealer) -> None:
         try:

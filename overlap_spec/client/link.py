@@ -1,7 +1,7 @@
 """The public link: what both ends share, and the client's end.
 
-Every message is one frame of msgpack. An empty frame has no meaning: sending it fails if the client is no longer
-connected.
+Every message is one frame of msgpack; messages that are sent together arrive together. An empty frame has no meaning:
+sending it fails if the client is no longer connected.
 """
 
 import asyncio
@@ -78,6 +78,11 @@ class ClientLink(Protocol):
         """The next message or event of a client. Cancellation: loses nothing."""
         ...
 
+    @property
+    def has_more(self) -> bool:
+        """Whether what was sent together with the last message is still to be received."""
+        ...
+
 
 class Duplex:
     """A socket that one coroutine reads while others send.
@@ -141,6 +146,7 @@ class ClientDealer:
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         self._duplex = Duplex(socket)
+        self._held: list[bytes] | None = None  # payloads, while messages are held
         socket.connect(endpoint)
 
     def send(self, message: ToTokenizerFromClient) -> None:
@@ -151,8 +157,26 @@ class ClientDealer:
             raise RequestError("prompt", f"prompt cannot be sent: {error}") from error
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RequestError("prompt", f"the request has {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are taken")
-        self._duplex.socket.send(payload, zmq.NOBLOCK)
-        self._duplex.touched()
+        if self._held is None:
+            self._duplex.socket.send(payload, zmq.NOBLOCK)
+            self._duplex.touched()
+        else:
+            self._held.append(payload)
+
+    def hold(self) -> None:
+        """Keep messages until those are sent that callbacks of the loop send which wait to run by now; then send all.
+
+        The other end gets them together. None of them waits for more than those callbacks.
+        """
+        if self._held is None:
+            self._held = []
+            asyncio.get_running_loop().call_soon(self._release)
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held and not self._duplex.socket.closed:
+            self._duplex.socket.send_multipart(held, zmq.NOBLOCK)
+            self._duplex.touched()
 
     async def recv(self) -> ToClient:
         """The next message. Cancellation: loses nothing."""
@@ -165,5 +189,6 @@ class ClientDealer:
 
     async def close(self) -> None:
         """Close the socket; queued messages have LINGER_MS to leave. Cancellation: the socket is closed anyway."""
+        self._release()
         self._duplex.close(LINGER_MS)
         await asyncio.to_thread(self._context.term)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -20,18 +21,31 @@ if TYPE_CHECKING:
 
 MAX_COMPILE_S = 10.0
 MAX_COMPILED = 128  # grammars that are kept, the least recently used go first
+MAX_FREE = 16  # matchers of a grammar that are kept without a request; one takes some 50 KiB
 LONGEST_REASON = 500  # characters of the library's message
 # Between tokens of JSON, unless the schema has an `x-guidance` of its own. Without a bound a weak model may go on
 # with white space until its length is used up.
 WHITE_SPACE = r"[ \n\t]{0,20}"
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A grammar that is known to be valid."""
+
+    rules: str  # in llguidance's own language
+    free: list[LLMatcher] = field(default_factory=list)  # at the beginning of the output, and nobody's
+
+
 class GrammarCompiler:
-    """Compiles grammars, and keeps the last ones. May be called from any thread; releases the interpreter lock."""
+    """Compiles grammars, and keeps the last ones. May be called from any thread; releases the interpreter lock.
+
+    A matcher is built for each request, or taken over from one that is gone. It is not copied: copies share a lexer and
+    its lock, so threads would follow them one after another. A lexer that has been used knows the states it has met.
+    """
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, grammar: Grammar) -> LLMatcher:
@@ -40,33 +54,53 @@ class GrammarCompiler:
             found = self._compiled.get(grammar)
             if found is not None:
                 self._compiled.move_to_end(grammar)
-                return found.deep_copy()
-        matcher = self._compile(grammar)
+                if found.free:
+                    return found.free.pop()
+        if found is not None:
+            return self._build(found.rules)
+        rules, matcher = self._compile(grammar)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = Compiled(rules)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            return matcher.deep_copy()
+        return matcher
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+    def give_back(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        """Keep a matcher that nobody uses any more for the next request with this grammar."""
+        if matcher.is_error() or not matcher.reset():
+            return
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None and len(found.free) < MAX_FREE:
+                found.free.append(matcher)
 
-        tokenizer, limits = self.vocabulary.tokenizer(), LLParserLimits(verbose_errors=False)
+    def check(self, grammar: Grammar) -> None:
+        """Raises: RequestError with the library's message."""
+        self.give_back(grammar, self.compile(grammar))
+
+    def _compile(self, grammar: Grammar) -> tuple[str, LLMatcher]:
+        """The rules of a grammar, and a matcher of them."""
+        self.vocabulary.tokenizer()  # whose error is another
         try:
             rules = self._rules(grammar)
             if grammar.thinking is not None:
                 rules = after_gap(rules)
             elif grammar.reasoning is not None:
                 rules = after_reasoning(rules, grammar.reasoning, grammar.is_reasoning, self.vocabulary.special_tokens)
-            matcher = LLMatcher(tokenizer, rules, limits=limits, log_level=0)
+            matcher = self._build(rules)
         except Exception as error:
             raise _refused(grammar, str(error)) from error
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()  # that a language is empty is found here
-        if first.is_error():
-            raise _refused(grammar, first.get_error())
-        return matcher
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # that a language is empty is found here
+        if matcher.is_error():
+            raise _refused(grammar, matcher.get_error())
+        return rules, matcher
+
+    def _build(self, rules: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        return LLMatcher(self.vocabulary.tokenizer(), rules, limits=limits, log_level=0)
 
     def _rules(self, grammar: Grammar) -> str:
         """The grammar in llguidance's own language."""

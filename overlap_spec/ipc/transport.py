@@ -6,6 +6,7 @@ inbox is bound by its reader and lives as long as the actor; outlets connect. Ne
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
@@ -40,6 +41,14 @@ class Outlet(Protocol[T_contra]):
         ...
 
     def close(self) -> None: ...
+
+
+class BatchOutlet(Outlet[T_contra], Protocol[T_contra]):
+    """One that can send several messages at once."""
+
+    def send_all(self, messages: Sequence[T_contra]) -> None:
+        """Queue messages, at least one: a reader that has read the first finds the others there."""
+        ...
 
 
 class ZmqInbox(Generic[T]):
@@ -91,6 +100,9 @@ class ZmqOutlet(Generic[T]):
 
     def send(self, message: T) -> None:
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def send_all(self, messages: Sequence[T]) -> None:
+        self._socket.send_multipart([self._encoder.encode(message) for message in messages], zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close()

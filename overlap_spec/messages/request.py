@@ -228,11 +228,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes_logits(self) -> bool:
-        """True if a logit processor has work with this request."""
+        """True if its parameters change its logits; a grammar's masks are apart."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         lists = self.biases_logits or bool(self.bad_word_ids)
-        works = self.grammar is not None or self.thinking is not None
-        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or lists or works
+        return self.min_new_tokens > 0 or penalties != (0, 0, 1) or lists or self.thinking is not None
 
     @property
     def biases_logits(self) -> bool:

@@ -26,7 +26,7 @@ from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import LAST_SEND_MS, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, ToSupervisor
 from overlap_spec.runtime.tracing import recorder
 
@@ -59,9 +59,9 @@ class ActorContext:
         self._links.append(link)
         return link
 
-    def outlet(self, actor: str) -> Outlet[Any]:
+    def outlet(self, actor: str) -> BatchOutlet[Any]:
         """Connect to another actor's inbox."""
-        link: Outlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
+        link: BatchOutlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
         self._links.append(link)
         return link
 

@@ -46,16 +46,16 @@ class LogitProcessors:
 
     def active(self, work: SamplingWork) -> bool:
         """Whether `apply` changes logits."""
-        return work.processed or bool(self.own)
+        return work.processed or work.masked or bool(self.own)
 
     def apply(self, logits: Tensor, context: DrawContext) -> Tensor:
-        """Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
+        """May change the logits it is given. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
         for processor in self.own:
             logits = processor(logits, context)
-        if not context.sampling.work.processed:
-            return logits
-        logits = follow_parameters(logits, context)  # a copy, which the masks change
-        if context.of_target and self.masks is not None:
+        work = context.sampling.work
+        if work.processed:
+            logits = follow_parameters(logits, context)
+        if work.masked and context.of_target and self.masks is not None:
             self.masks.apply(logits, context.sampling.slots)
         return logits
 

@@ -21,6 +21,7 @@ class SamplingWork:
     filtered: bool  # some request has top_k, top_p or min_p
     processed: bool  # some request's parameters change its logits
     log_probs: bool = False  # some request wants log-probs
+    masked: bool = False  # some request has a grammar
 
     def covers(self, other: SamplingWork) -> bool:
         """Whether a step prepared for this does all that the other asks for."""
@@ -32,11 +33,13 @@ class SamplingWork:
 SAMPLING_WORK = (
     SamplingWork(False, False, False),  # greedy
     SamplingWork(True, False, False),  # sampled
-    SamplingWork(True, False, True),  # processed
-    SamplingWork(True, True, False),  # filtered: four more passes over the logits
-    SamplingWork(True, True, True),  # both
-    SamplingWork(True, False, True, log_probs=True),
-    SamplingWork(True, True, True, log_probs=True),  # everything
+    SamplingWork(False, False, False, masked=True),  # guesses are drawn without masks: its draft is the greedy one
+    SamplingWork(True, False, False, masked=True),
+    SamplingWork(True, False, True, masked=True),  # processed
+    SamplingWork(True, True, False),  # filtered: up to four more passes over the logits
+    SamplingWork(True, True, True, masked=True),  # both
+    SamplingWork(True, False, True, log_probs=True, masked=True),
+    SamplingWork(True, True, True, log_probs=True, masked=True),  # everything
 )
 GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
 

@@ -91,6 +91,5 @@ class Admission:
     def _growth(self, newcomer: Request) -> float:
         """Tokens that the running requests and this one are expected to add."""
         left = min(newcomer.committed_limit - len(newcomer.tokens), MAX_GROWTH)
-        for request in self._queues.running:
-            left += min(request.committed_limit - len(request.tokens), MAX_GROWTH)
-        return left * self.ratio.value
+        others = [each.committed_limit - len(each.tokens) for each in self._queues.running]
+        return (left + sum([most if most < MAX_GROWTH else MAX_GROWTH for most in others])) * self.ratio.value

@@ -10,6 +10,8 @@ After every settled or aborted event, for each request with a slot:
 Tokens of a preempted request's steps in flight are kept: they are prefilled again with the rest.
 """
 
+from collections.abc import Sequence
+
 from overlap_spec.messages import (
     AbortReason,
     ErrorCode,
@@ -27,6 +29,7 @@ from overlap_spec.scheduler.planner import Policies
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
+from overlap_spec.scheduler.width.batch import rows_of
 
 
 class Ledger:
@@ -76,84 +79,108 @@ class Ledger:
         if reason is AbortReason.STOP_STRING:
             return None
         self._counters.aborted += 1
-        return TokenDeltas([uid], [[]], [request.finish], [request.usage(self._speculative)])
+        return TokenDeltas([uid], [[]], [request.finish], [request.usage])
 
     def _floor(self, step: Step) -> float | None:
         """Seconds that a decode step takes at least."""
         if step.plan.phase is Phase.PREFILL:
             return None
-        context = sum(len(request.tokens) for request in step.requests)
+        context = sum([len(request.tokens) for request in step.requests])
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)
 
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        counters, width, catch_up = self._counters, step.plan.width, step.plan.catch_up
+        width = step.plan.width
         self._widths.observe(step.requests, result)
-        counters.step_width = width
-        for row, request in enumerate(step.requests):
-            run, num_proposed = result.tokens[row], result.num_proposed[row]
+        self._counters.step_width = width
+        requests, gained = _unfinished(step.requests, result)
+        self._counters.verified(requests, gained)
+        if self._speculative:
+            for request in requests:
+                request.verify_steps += not request.is_plain
+        if self._limits.max_deferred:
+            for request in requests:
+                request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
+        _pass_on(requests, gained, deltas)
+        _report(requests, gained, deltas)
+        self._commit(requests, gained.tokens, deltas)
+        for request in step.requests:
             request.pending_min -= 1
             request.pending_max -= width
-            if request.finish is None and run:  # without a run it was left out: its grammar was late
-                if not request.is_plain:
-                    request.verify_steps += 1
-                    counters.verified(len(run), num_proposed)
-                request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, catch_up)
-                _pass_on(result, row, request, deltas)
-                self._commit(request, run, deltas, num_proposed)
             request.in_flight -= 1  # last: until here the step holds slot and pages
             if not request.running:
                 self._queues.step_settled(request)
 
     def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        for row, (request, end) in enumerate(zip(step.requests, step.chunk_ends, strict=True)):
-            run = result.tokens[row]
-            if request.finish is None:
-                _pass_on(result, row, request, deltas)
+        rows = list(zip(step.requests, step.chunk_ends, strict=True))
+        unfinished = [row for row, request in enumerate(step.requests) if request.finish is None]
+        _pass_on([step.requests[row] for row in unfinished], rows_of(result, unfinished), deltas)
+        begun = [row for row in unfinished if rows[row][1] == rows[row][0].target]
+        requests, first = [step.requests[row] for row in begun], rows_of(result, begun)
+        assert all(len(run) == 1 for run in first.tokens), "one token after a completed prompt"
+        _report(requests, first, deltas)
+        for request, end in rows:
             request.prefilled_len = end
             request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
+        self._commit(requests, first.tokens, deltas)
+        for request, end in rows:
             if end == request.target:
                 request.pending_min -= 1
                 request.pending_max -= 1
-                if request.finish is None:
-                    assert len(run) == 1, f"{len(run)} tokens after a completed prompt"
-                    self._commit(request, run, deltas)
             request.in_flight -= 1
             if request.running:
                 self._queues.memory.share(request)
             else:
                 self._queues.step_settled(request)
 
-    def _commit(self, request: Request, run: list[int], deltas: TokenDeltas, num_proposed: int = 0) -> None:
-        """Append a run to an unfinished request, up to the token that finishes it."""
-        assert 0 < len(run) <= self._limits.width, f"a run of {len(run)} tokens"
-        kept, finish = _cut(request, run)
-        request.tokens.extend(kept)
-        self._counters.generation_tokens += len(kept)
-        deltas.uids.append(request.uid)
-        deltas.tokens.append(kept)
-        deltas.finishes.append(finish)
-        deltas.usages.append(request.usage(self._speculative))
-        if request.admit.sampling.speculative.is_reported:
-            deltas.verified[request.uid] = Verified(deltas.step_id, num_proposed, len(run) - 1)
-        if finish is not None:
-            request.finish = finish
-            self._queues.close(request)
+    def _commit(self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas) -> None:
+        """Append each run to its unfinished request, up to the token that finishes it."""
+        assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
+        kept, finishes = deltas.tokens, deltas.finishes
+        for request, run in zip(requests, runs, strict=True):
+            tokens, finish = request.tokens, None
+            if len(run) >= request.committed_limit - len(tokens) or not request.stop_ids.isdisjoint(run):
+                run, finish = _cut(request, run)
+            tokens.fromlist(run)
+            kept.append(run)
+            finishes.append(finish)
+        self._counters.generation_tokens += sum(map(len, kept))
+        deltas.uids.extend([each.uid for each in requests])
+        deltas.usages.extend([each.usage for each in requests])
+        if any(finishes):
+            for request, finish in zip(requests, finishes, strict=True):
+                if finish is not None:
+                    request.finish = finish
+                    self._queues.close(request)
 
 
-def _pass_on(result: StepResult, row: int, request: Request, deltas: TokenDeltas) -> None:
-    """The log-probs of an unfinished request, also of tokens that it will not keep."""
-    if result.log_probs and result.log_probs[row]:
-        deltas.log_probs[request.uid] = result.log_probs[row]
-    if result.prompt_log_probs and result.prompt_log_probs[row]:
-        deltas.prompt_log_probs[request.uid] = result.prompt_log_probs[row]
+def _unfinished(requests: Sequence[Request], result: StepResult) -> tuple[Sequence[Request], StepResult]:
+    """The requests that gain something, and their rows. One without a run was left out: its grammar was late."""
+    runs = zip(requests, result.tokens, strict=True)
+    rows = [row for row, (request, run) in enumerate(runs) if run and request.finish is None]
+    if len(rows) == len(requests):
+        return requests, result
+    return [requests[row] for row in rows], rows_of(result, rows)
+
+
+def _pass_on(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
+    """The log-probs of unfinished requests, also of tokens that they will not keep."""
+    for column, of_uid in (result.log_probs, deltas.log_probs), (result.prompt_log_probs, deltas.prompt_log_probs):
+        of_uid.update({request.uid: records for request, records in zip(requests, column, strict=False) if records})
+
+
+def _report(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
+    """What the step verified, of requests that report it. A prefill step verifies nothing."""
+    if not any([request.is_reported for request in requests]):
+        return
+    for request, run, num_proposed in zip(requests, result.tokens, result.num_proposed, strict=True):
+        if request.is_reported:
+            deltas.verified[request.uid] = Verified(result.step_id, num_proposed, len(run) - 1)
 
 
 def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:
     """Keep a run's tokens up to the one that ends the request: a stop token first, then the length."""
     position = len(request.tokens)
     room = request.committed_limit - position
-    if len(run) < room and request.stop_ids.isdisjoint(run):
-        return run, None
     for i, token in enumerate(run[:room]):
         if token in request.stop_ids and position + i >= request.stop_from:
             return run[: i + 1], Finish(FinishKind.STOP, token)

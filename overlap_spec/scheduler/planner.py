@@ -147,32 +147,13 @@ class Planner:
         """One window for every request that can take one, oldest first: if pages are short, the younger wait."""
         if not self._queues.running:
             return None
-        width, page_size = self.widths.choose(self._queues), self.limits.page_size
-        work: list[SlotWork] = []
-        requests: list[Request] = []
-        short = False
-        for request in tuple(self._queues.running):
-            committed = len(request.tokens)
-            if not request.running or request.planned_len < request.target:
-                continue  # preempted by this call, or still in prefill
-            if committed + request.pending_min >= request.committed_limit:
-                continue  # its steps in flight finish it
-            slot_work = request.decode_work
-            upto = committed + request.pending_max + 2 * width  # this step's window, and the one proposed after it
-            if upto > len(request.pages) * page_size:
-                new_pages = [] if short else self._grow(request, upto)
-                if not new_pages:
-                    short = True
-                    continue
-                slot_work = SlotWork(request.slot, new_pages=new_pages)
-            request.in_flight += 1
-            request.pending_min += 1
-            request.pending_max += width
-            work.append(slot_work)
-            requests.append(request)
+        width = self.widths.choose(self._queues)
+        work, requests = self._windows(width)
         if not work:
             return None
         self._admission.ratio.decay()
+        if not self.limits.max_deferred:
+            return self._step(Phase.DECODE, work, requests, [], width)
         catch_up = self._catches_up(requests, width)
         if catch_up:
             work = [replace(item, deferred=request.deferred) for item, request in zip(work, requests, strict=True)]
@@ -180,10 +161,37 @@ class Planner:
             request.deferred = self.limits.deferred_after(request.deferred, width, catch_up)
         return self._step(Phase.DECODE, work, requests, [], width, catch_up)
 
+    def _windows(self, width: int) -> tuple[list[SlotWork], list[Request]]:
+        """What a decode step of this width does, by slot. This loop and the ledger's take most of a step's time."""
+        page_size, reach = self.limits.page_size, 2 * width  # this step's window, and the one proposed after it
+        work: list[SlotWork] = []
+        requests: list[Request] = []
+        short = False
+        for request in tuple(self._queues.running):
+            if request.planned_len < request.target or not request.running:
+                continue  # still in prefill, or preempted by this call
+            committed, pending = len(request.tokens), request.pending_min
+            if committed + pending >= request.committed_limit:
+                continue  # its steps in flight finish it
+            slot_work = request.decode_work
+            upto = committed + request.pending_max + reach
+            if upto > len(request.pages) * page_size:
+                new_pages = [] if short else self._grow(request, upto)
+                if not new_pages:
+                    short = True
+                    continue
+                slot_work = SlotWork(request.slot, new_pages)
+            request.in_flight += 1
+            request.pending_min = pending + 1
+            request.pending_max += width
+            work.append(slot_work)
+            requests.append(request)
+        return work, requests
+
     def _catches_up(self, requests: list[Request], width: int) -> bool:
         """Whether the draft must absorb deferred rows before a step of this width."""
         bound = self.limits.max_deferred if width == 1 else 1
-        return self.limits.max_deferred > 0 and any(request.deferred >= bound for request in requests)
+        return any(request.deferred >= bound for request in requests)
 
     def _grow(self, request: Request, upto: int) -> list[int]:
         """Append pages so that positions 0..upto-1 are covered. Returns them; none if the request must wait."""

@@ -34,7 +34,7 @@ class Request:
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
         "most_steps", "node", "num_shared", "order", "pages", "passed", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
-        "uid", "unabsorbed", "verify_steps",
+        "uid", "unabsorbed", "verify_steps", "is_limited", "is_plain", "is_reported",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
@@ -46,9 +46,13 @@ class Request:
         self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
         self.stop_ids = frozenset(admit.stop_ids)
         self.stop_from = self.prompt_len + admit.sampling.min_new_tokens
-        self.most_steps = admit.sampling.speculative.num_steps  # guesses in a row; None: as many as the engine has
+        asked = admit.sampling.speculative
+        self.most_steps = asked.num_steps  # guesses in a row; None: as many as the engine has
+        self.is_limited = asked.num_steps is not None  # it is to be speculated for less than the engine can
+        self.is_plain = asked.num_steps == 0  # nothing is guessed for it
+        self.is_reported = asked.is_reported  # its steps report what they verified
         self.finish: Finish | None = None
-        self.verify_steps = 0
+        self.verify_steps = 0  # of speculation
         # Rows of the prompt after which log-probs are still to come: scored_len, .., prompt_len - 2.
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
@@ -75,16 +79,6 @@ class Request:
         self.decode_work = SlotWork(slot=-1)
         self.deferred = 0  # draft rows left unabsorbed after the last planned step
         self.unabsorbed = 0  # the same after the last settled one
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it is to be speculated for less than the engine can."""
-        return self.most_steps is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is guessed for it."""
-        return self.most_steps == 0
 
     @property
     def reserved_len(self) -> int:
@@ -117,10 +111,11 @@ class Request:
             grammar = self.uid
         return ResetSlot(sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len, grammar)
 
-    def usage(self, speculative: bool) -> Usage:
+    @property
+    def usage(self) -> Usage:
         """Running counts; verify steps are 0 without speculation, as in SGLang."""
-        num_output = len(self.tokens) - self.prompt_len
-        return Usage(self.prompt_len, max(0, self.cached_tokens), num_output, self.verify_steps if speculative else 0)
+        cached = self.cached_tokens if self.cached_tokens > 0 else 0
+        return Usage(self.prompt_len, cached, len(self.tokens) - self.prompt_len, self.verify_steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ sleeps.
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from overlap_spec.messages import Stats, StepResult
@@ -60,11 +61,17 @@ class Counters:
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.cached_tokens
 
-    def verified(self, run_length: int, num_proposed: int) -> None:
-        """Note a run of a request that is speculated for."""
-        self.runs[run_length] += 1
-        self.proposed_tokens += num_proposed
-        self.drafts += num_proposed > 0
+    def verified(self, requests: Sequence[Request], result: StepResult) -> None:
+        """Note the runs of a decode step, those of requests that are speculated for."""
+        pairs = zip(map(len, result.tokens), result.num_proposed, strict=True)
+        counted = Counter(pairs)
+        if any([request.is_plain for request in requests]):
+            rows = zip(requests, result.tokens, result.num_proposed, strict=True)
+            counted = Counter([(len(run), proposed) for request, run, proposed in rows if not request.is_plain])
+        for (length, num_proposed), count in counted.items():
+            self.runs[length] += count
+            self.proposed_tokens += num_proposed * count
+            self.drafts += count if num_proposed else 0
 
     def timed(self, result: StepResult, follows: bool, floor: float | None) -> None:
         """Note a settled step. `follows`: the engine had work since the step before; `floor`: None in prefill."""

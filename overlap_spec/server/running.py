@@ -116,7 +116,7 @@ class Runner:
         self._waiting |= waiting
         try:
             follows = [self._in_turn(request, begun) for request in group.requests]
-            async with aclosing(_alone(follows[0]) if len(follows) == 1 else _merge(follows)) as steps:
+            async with aclosing(_alone(follows[0]) if len(follows) == 1 else self._merge(follows)) as steps:
                 async for step in steps:
                     yield step
         finally:
@@ -165,6 +165,29 @@ class Runner:
                 raise Problem(400, f"rid: a request with the id {name!r} is running", "rid", "invalid_value")
         self._open.update(owned)
         return list(owned)
+
+    async def _merge(self, follows: list[AsyncGenerator[DeltaLike, None]]) -> Steps:
+        """Follow many at once. What arrives together is yielded together; the first error ends all."""
+        arrived: asyncio.Queue[tuple[int, DeltaLike] | Exception | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(_relay(index, deltas, arrived)) for index, deltas in enumerate(follows)]
+        self._client.send_together()
+        running = len(tasks)
+        try:
+            while running:
+                step = []
+                for item in await _take_all(arrived):
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        running -= 1
+                    else:
+                        step.append(item)
+                if step:
+                    yield step
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _in_turn(
         self, request: EngineRequest, begun: Mapping[str, asyncio.Event]
@@ -215,29 +238,6 @@ async def _alone(deltas: AsyncGenerator[DeltaLike, None]) -> Steps:
     async with aclosing(deltas):
         async for delta in deltas:
             yield [(0, delta)]
-
-
-async def _merge(follows: list[AsyncGenerator[DeltaLike, None]]) -> Steps:
-    """Follow many at once. What arrives together is yielded together; the first error ends all."""
-    arrived: asyncio.Queue[tuple[int, DeltaLike] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_relay(index, deltas, arrived)) for index, deltas in enumerate(follows)]
-    running = len(tasks)
-    try:
-        while running:
-            step = []
-            for item in await _take_all(arrived):
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    step.append(item)
-            if step:
-                yield step
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _relay(

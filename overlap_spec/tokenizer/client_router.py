@@ -66,6 +66,10 @@ class ClientRouter:
                 await self._duplex.readable()
         return self._arrivals.popleft()
 
+    @property
+    def has_more(self) -> bool:
+        return bool(self._arrivals)
+
     def close(self) -> None:
         """Close the socket; messages that ZeroMQ has queued have LINGER_MS to leave."""
         self._watcher.cancel()
@@ -86,20 +90,19 @@ class ClientRouter:
         return client
 
     def _read(self) -> bool:
-        """Take one message from the socket; False if there is none."""
+        """Take what was sent together from the socket; False if there is nothing."""
         frames = self._duplex.read()
         if frames is None:
             return False
-        self._arrivals.append((self._heard(frames[0]).number, self._decode(frames[1:])))
+        number = self._heard(frames[0]).number
+        self._arrivals.extend((number, self._decode(payload)) for payload in frames[1:])
         return True
 
-    def _decode(self, frames: list[bytes]) -> Arrival:
-        if len(frames) != 1:
-            return Malformed("", "", f"expected one frame, got {len(frames)}")
+    def _decode(self, payload: bytes) -> Arrival:
         try:
-            return self._decoder.decode(frames[0])
+            return self._decoder.decode(payload)
         except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
-            return _malformed(frames[0], error)
+            return _malformed(payload, error)
 
     def _push(self, client: ConnectedClient, payload: bytes) -> None:
         if not client.backlog and self._try_send(client, payload):

@@ -14,7 +14,15 @@ from tokenizers import Tokenizer
 from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.tokenizer.chat_template import ChatTemplate, NoChatTemplate
-from overlap_spec.tokenizer.detokenize import CloseSpecials, Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.tokenizer.detokenize import (
+    CloseSpecials,
+    Detokenizer,
+    NoText,
+    StreamDetokenizer,
+    TokenTexts,
+    WholeTokens,
+    is_byte_level,
+)
 from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
@@ -83,6 +91,10 @@ class TextCodec:
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {token_id: token.content for token_id, token in added if token.special}
+        self._is_silent = {False: self._is_unknown, True: self._is_special_or_unknown}  # by skip_special_tokens
+        self._texts: dict[bool, TokenTexts] | None = None
+        if is_byte_level(tokenizer):
+            self._texts = {skip: TokenTexts(tokenizer, silent) for skip, silent in self._is_silent.items()}
         self._own_template = functools.lru_cache(OWN_TEMPLATES)(template.replaced_by)
 
     def render(self, prompt: ChatPrompt) -> str:
@@ -108,15 +120,20 @@ class TextCodec:
         spaces: bool = True,
     ) -> Detokenizer:
         if not skip_special_tokens:
-            decoder = StreamDetokenizer(self._tokenizer, False, self._is_unknown, before)
+            decoder = self._decoder(False, before)
             return decoder if spaces else CloseSpecials(decoder, self._special)
         shown = self._special.keys() & set(map(self._tokenizer.token_to_id, shown_tokens))
         if not shown:
-            return StreamDetokenizer(self._tokenizer, True, self._is_special_or_unknown, before)
+            return self._decoder(True, before)
         # The library skips all special tokens or none: here it is given only those that are shown.
         return StreamDetokenizer(
             self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
         )
+
+    def _decoder(self, skip_special_tokens: bool, before: Sequence[int]) -> Detokenizer:
+        if self._texts is not None:
+            return WholeTokens(self._texts[skip_special_tokens])
+        return StreamDetokenizer(self._tokenizer, skip_special_tokens, self._is_silent[skip_special_tokens], before)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes.of(token_id)

@@ -7,8 +7,9 @@ Some decoders strip the space before the first word of a text. What continues a 
 the token before it, the pieces are what `tokenizer.decode` adds to that token.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -47,6 +48,11 @@ class StreamDetokenizer:
         self._pending: list[int] = []  # ids whose text has not been returned yet
         self._stream = DecodeStream(ids=list(self._ids), skip_special_tokens=skip_special_tokens)
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether ids were pushed whose text may still change."""
+        return bool(self._pending)
+
     def push(self, ids: Sequence[int]) -> str:
         audible = [i for i in ids if not self._is_silent(i)]
         if not audible:
@@ -80,6 +86,55 @@ class StreamDetokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class TokenTexts(dict[int, str | None]):
+    """The text of each token that has one of its own, whatever is around it; None: it has a part of a character.
+
+    Only of a tokenizer whose decoder does nothing but map characters to bytes (`is_byte_level`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, is_silent: Callable[[int], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._is_silent = is_silent
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = "" if self._is_silent(token_id) else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        self[token_id] = None if "\N{REPLACEMENT CHARACTER}" in text else text
+        return self[token_id]
+
+    def stream(self) -> StreamDetokenizer:
+        """For tokens without a text of their own; it goes on after whole characters."""
+        return StreamDetokenizer(self._tokenizer, False, self._is_silent)
+
+
+class WholeTokens:
+    """Joins the texts of tokens. From a part of a character to the end of one, the library's stream decodes."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._stream: StreamDetokenizer | None = None
+
+    def push(self, ids: Sequence[int]) -> str:
+        if self._stream is None:
+            texts = self._texts
+            pieces = [texts[token_id] for token_id in ids]
+            if None not in pieces:
+                return "".join(cast(list[str], pieces))
+            self._stream = self._texts.stream()
+        piece = self._stream.push(ids)
+        if not self._stream.is_holding:
+            self._stream = None
+        return piece
+
+    def flush(self) -> str:
+        return "" if self._stream is None else self._stream.flush()
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether the decoder maps characters to bytes, as GPT-2's, and does nothing else."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
 
 
 class CloseSpecials:

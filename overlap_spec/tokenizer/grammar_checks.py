@@ -29,7 +29,7 @@ class GrammarChecks:
 
         Cancellation: the thread finishes, its answer is dropped; the library bounds what a grammar may take.
         """
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.compile, grammar)
+        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.check, grammar)
         try:
             await asyncio.wait_for(compiling, self._timeout_s)
         except TimeoutError:

@@ -9,15 +9,14 @@ stop token, stop string or pattern, length, and everything is cut at the same to
     length        all, held-back text included    max_new_tokens of them
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.stop_strings import StopStrings, compile_patterns
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one run adds to an output."""
 
     text: str

@@ -4,7 +4,6 @@ from collections import deque
 from typing import assert_never
 
 from overlap_spec.client.link import ClientLink, pack_ids
-from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import (
     Detokenize,
     Detokenized,
@@ -17,8 +16,8 @@ from overlap_spec.messages import (
     StatsReply,
     Tokenize,
     Tokenized,
-    ToScheduler,
 )
+from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.prompts import PromptReader
 from overlap_spec.tokenizer.request_checks import RequestChecks
 
@@ -29,7 +28,7 @@ class Queries:
     """Answers clients; the scheduler flushes its cache, and its last report has the statistics."""
 
     def __init__(
-        self, prompts: PromptReader, checks: RequestChecks, scheduler: Outlet[ToScheduler], clients: ClientLink
+        self, prompts: PromptReader, checks: RequestChecks, scheduler: GatheredSends, clients: ClientLink
     ) -> None:
         self._prompts = prompts
         self._checks = checks

@@ -13,7 +13,7 @@ from typing import assert_never
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import RequestError
-from overlap_spec.ipc.transport import Inbox, Outlet
+from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -56,6 +56,7 @@ from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
@@ -63,6 +64,7 @@ from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
 log = logging.getLogger(__name__)
@@ -75,19 +77,19 @@ class TokenizerService:
         self,
         codec: Codec,
         checks: RequestChecks,
-        scheduler: Outlet[ToScheduler],
+        scheduler: BatchOutlet[ToScheduler],
         clients: ClientLink,
         tell_supervisor: Callable[[ToSupervisor], None],
     ) -> None:
         self._codec = codec
         self._checks = checks
-        self._scheduler = scheduler
+        self._scheduler = GatheredSends(scheduler)
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), scheduler.send)  # so too
+        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
-        self._queries = Queries(self._prompts, checks, scheduler, clients)
+        self._queries = Queries(self._prompts, checks, self._scheduler, clients)
         self._requests = OpenRequests()
         self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
         self._stopped = False
@@ -109,14 +111,20 @@ class TokenizerService:
 
     async def _serve_engine(self, inbox: Inbox[ToTokenizer]) -> None:
         while not self._stopped:
+            steps: list[TokenDeltas] = []
             for message in inbox.drain() or (await inbox.recv(),):
-                self._from_engine(message)
+                if isinstance(message, TokenDeltas):
+                    steps.append(message)
+                else:
+                    self._add_steps(steps)
+                    self._from_engine(message)
+            self._add_steps(steps)
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
         match message:
             case TokenDeltas():
-                self._add_tokens(message)
+                self._add_steps([message])
             case EngineLimits():
                 self._checks.limits = message
                 self.auditor.num_slots = message.audit_slots
@@ -133,43 +141,49 @@ class TokenizerService:
             case _:
                 assert_never(message)
 
-    def _add_tokens(self, message: TokenDeltas) -> None:
-        """One step: every request's run becomes a row, every client gets one message."""
+    def _add_steps(self, steps: list[TokenDeltas]) -> None:
+        """What has come of steps: one of them, unless this process is behind. Empties the list."""
+        if steps:
+            for gains in joined(steps):
+                self._add_gains(gains)
+            steps.clear()
+
+    def _add_gains(self, gains: Gains) -> None:
+        """Every request's run becomes a row, every client gets one message."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
-        self._keep_prompt_log_probs(message.prompt_log_probs)
-        for uid, tokens, finish, usage in zip(
-            message.uids, message.tokens, message.finishes, message.usages, strict=True
-        ):
+        self._keep_prompt_log_probs(gains.prompt_log_probs)
+        for uid, run in gains.runs.items():
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            piece = self._push(request, request.output, tokens, finish)
+            piece = self._push(request, request.output, run.tokens, run.finish)
             if piece is None:
                 continue
             if request.transcript is not None:
-                self._keep(request, request.transcript, message.step_id, piece)
-            request.usage = _counted(usage, request.output.num_tokens)
+                self._keep(request, request.transcript, run, piece)
+            request.usage = _counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
             if request.log_probs is not None:
-                records = message.log_probs.get(uid, b"")
+                records = gains.log_probs.get(uid, b"")
                 _add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
-            if uid in message.verified:
-                reply.verified[request.request_id] = message.verified[uid]
+            if uid in gains.verified:
+                reply.verified[request.request_id] = gains.verified[uid]
             if piece.finish is not None:
-                if finish is None:
+                if run.finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
                 self._close(request)
         for client, reply in replies.items():
             self._clients.send(client, reply)
-        self.trace.span("detokenize", begun, message.step_id, requests=len(message.uids))
+        self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
 
-    def _keep(self, request: OpenRequest, transcript: Transcript, step_id: int, piece: Piece) -> None:
+    def _keep(self, request: OpenRequest, transcript: Transcript, run: Run, piece: Piece) -> None:
         """What an audit will compare: the tokens that are served."""
-        transcript.add(step_id, piece.token_ids)
+        for step_id, tokens in run.by_step(piece.token_ids):
+            transcript.add(step_id, tokens)
         if piece.finish is not None:
             self.auditor.finished(transcript, piece.finish)
             request.transcript = None
@@ -213,7 +227,14 @@ class TokenizerService:
     async def _serve_clients(self) -> None:
         while True:
             client, message = await self._clients.recv()
+            more_follow = self._clients.has_more
+            if not isinstance(message, Generate):
+                self._scheduler.release()  # it may wait for the scheduler's answer
+            elif more_follow:
+                self._scheduler.hold()
             await self._from_client(client, message)
+            if not more_follow:
+                self._scheduler.release()
             await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 
     async def _from_client(self, client: int, message: Arrival) -> None:

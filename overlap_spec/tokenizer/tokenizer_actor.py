@@ -5,7 +5,7 @@ from pathlib import Path
 
 from overlap_spec.config import Settings
 from overlap_spec.grammar import GrammarVocabulary
-from overlap_spec.ipc.transport import Outlet
+from overlap_spec.ipc.transport import BatchOutlet, Outlet
 from overlap_spec.messages import TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.audit.auditor import Auditor
@@ -25,7 +25,7 @@ async def main(context: ActorContext) -> None:
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
-        scheduler: Outlet[ToScheduler] = context.outlet("scheduler")
+        scheduler: BatchOutlet[ToScheduler] = context.outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.auditor = make_auditor(settings, scheduler)

@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import takewhile
 from typing import TypeVar
 
@@ -32,8 +33,9 @@ MAX_FORCED = 64  # tokens that are looked at: more than a window has
 class RequestGrammar:
     """One request's grammar. Only one thread at a time may use it."""
 
-    def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int], release: Callable[[], None]) -> None:
         self.matcher = matcher
+        self.release = release  # to be called once nobody uses it any more
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.failure = ""  # why it cannot go on
         self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
@@ -101,10 +103,12 @@ class Grammars:
         self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)
         self._compiling.append(message.uid)
 
-    def drop(self, message: DropGrammar) -> None:
-        """Forget a request's grammar. No step in flight has it."""
-        del self._by_uid[message.uid]
+    def drop(self, message: DropGrammar, is_busy: bool) -> None:
+        """Forget a request's grammar. No step in flight has it. `is_busy`: a thread has."""
+        future = self._by_uid.pop(message.uid)
         self._told.discard(message.uid)
+        if future.done() and future.exception() is None and not is_busy:
+            future.result().release()
 
     def replies(self) -> list[GrammarReady | GrammarFailed]:
         """What the scheduler has not been told: grammars that are ready, and those that failed."""
@@ -155,7 +159,8 @@ class Grammars:
         self._compile_threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        matcher: Matcher = self._compiler.compile(message.grammar)
+        compiled = self._compiler.compile(message.grammar)
+        matcher: Matcher = compiled
         if (thinking := message.grammar.thinking) is not None:
-            matcher = ReasonedMatcher(matcher, thinking, self._eos, self.vocabulary.vocab_size)
-        return RequestGrammar(matcher, self._eos)
+            matcher = ReasonedMatcher(compiled, thinking, self._eos, self.vocabulary.vocab_size)
+        return RequestGrammar(matcher, self._eos, partial(self._compiler.give_back, message.grammar, compiled))

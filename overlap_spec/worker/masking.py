@@ -78,8 +78,9 @@ class Masking:
 
     def drop(self, message: DropGrammar) -> None:
         """Forget a request's grammar. No step in flight has it; a thread may."""
+        is_busy = self.slow.is_busy(message.uid)
         self.slow.forget(message.uid)
-        self.grammars.drop(message)
+        self.grammars.drop(message, is_busy)
 
     def launched(self, handle: StepHandle, constrained: Sequence[Constrained]) -> None:
         """The step's tokens are on their way."""

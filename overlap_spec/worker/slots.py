@@ -236,6 +236,7 @@ def _asked_work(asked: SamplingParams) -> SamplingWork:
         filtered=filters and not asked.greedy,
         processed=asked.changes_logits,
         log_probs=asked.log_probs is not None,
+        masked=asked.grammar is not None,
     )
 
 

@@ -105,6 +105,9 @@ class FakeClient:
             del self.running[request_id]
             self.left.append(request_id)
 
+    def send_together(self) -> None:
+        pass
+
     async def _play(
         self, words: list[str], num_prompt_tokens: int, sampling: SamplingParams, abort: asyncio.Event
     ) -> AsyncGenerator[FakeDelta, None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +22,10 @@ class MemoryLink(Generic[T]):
     def send(self, message: T) -> None:
         self._ready.append(self._decoder.decode(self._encoder.encode(message)))
         self._arrived.set()
+
+    def send_all(self, messages: Sequence[T]) -> None:
+        for message in messages:
+            self.send(message)
 
     def drain(self) -> list[T]:
         messages = list(self._ready)

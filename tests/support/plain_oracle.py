@@ -54,8 +54,8 @@ class Endings:
         return (() if sampling.ignore_eos else self._codec.eos_token_ids) + sampling.stop_token_ids
 
     def finish(self, tokens: list[int], sampling: SamplingParams) -> Finish | None:
-        """How a request ends with the last of these tokens, if it does."""
-        if tokens[-1] in self.stop_ids(sampling):
+        """How a request ends with the last of these tokens, if it does; a forced token may come before the least."""
+        if tokens[-1] in self.stop_ids(sampling) and len(tokens) > sampling.min_new_tokens:
             return Finish(FinishKind.STOP, tokens[-1])
         found = self._first_stop_string(tokens, sampling)
         if found is not None:

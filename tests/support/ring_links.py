@@ -100,6 +100,10 @@ class MemoryClients:
     async def recv(self) -> tuple[int, Arrival]:
         return await self.said.get()
 
+    @property
+    def has_more(self) -> bool:
+        return not self.said.empty()
+
 
 class SentLengths:
     """By slot, how many tokens the device has committed by the results that the worker has sent."""

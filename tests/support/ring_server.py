@@ -28,6 +28,9 @@ class RingLink:
     def send(self, message: ToTokenizerFromClient) -> None:
         self._ring.clients.said.put_nowait((CLIENT, message))
 
+    def hold(self) -> None:
+        pass
+
     async def recv(self) -> ToClient:
         return await self._ring.clients.others.get()
 

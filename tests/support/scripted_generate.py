@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from overlap_spec.client.calls import Delta
+from overlap_spec.client.answers import Delta
 from overlap_spec.messages import AuditReport, Finish, FinishKind, SamplingParams, Stats, Usage
 from support.audit_reports import NOTHING_AUDITED
 

@@ -49,6 +49,10 @@ class FakeClients:
     async def recv(self) -> tuple[int, Arrival]:
         return await self.said.get()
 
+    @property
+    def has_more(self) -> bool:
+        return not self.said.empty()
+
 
 class Harness:
     """Everything around one running service."""

@@ -14,7 +14,10 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.width.policy import WidthPolicy
 
-COLUMNS = ("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns")  # by slot
+COLUMNS = (  # by slot
+    *("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns"),
+    *("log_probs", "prompt_log_probs"),
+)
 
 
 class BatchWidths:
@@ -42,17 +45,16 @@ class BatchWidths:
     def observe(self, requests: Sequence[Request], result: StepResult) -> None:
         """Learn from a settled decode step. Nothing is learnt from a slot that was left out."""
         runs = result.tokens
-        rows = [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]
-        if len(rows) == len(requests):
+        if all(runs) and not any([request.is_limited for request in requests]):
             self.policy.observe(result)
-        elif rows:
-            self.policy.observe(_rows_of(result, rows))
+        elif rows := [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]:
+            self.policy.observe(rows_of(result, rows))
 
     def _enough_for(self, most_steps: int) -> int:
         return next(width for width in self._widths if width > most_steps)
 
 
-def _rows_of(result: StepResult, rows: list[int]) -> StepResult:
+def rows_of(result: StepResult, rows: list[int]) -> StepResult:
     """The result of some of the slots; a column without rows stays empty."""
 
     columns = {name: getattr(result, name) for name in COLUMNS}

@@ -20,7 +20,7 @@ from overlap_spec.cli.background import BackgroundLoop
 from overlap_spec.cli.conversation import DEFAULT_MAX_TOKENS, Conversation, Figures
 from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import curl_line, http_url, start_table
-from overlap_spec.client.calls import Delta
+from overlap_spec.client.answers import Delta
 from overlap_spec.config import AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ActorDied, RequestError

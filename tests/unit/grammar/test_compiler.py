@@ -98,6 +98,21 @@ def test_matchers_are_independent_and_the_oldest_is_forgotten(
     assert len(few._compiled) == 2
 
 
+def test_a_matcher_that_is_given_back_begins_again(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MAX_FREE", 1)
+    grammar, few = Grammar(GrammarKind.REGEX, "ab"), GrammarCompiler(grammars.vocabulary)
+    first, second, broken = (few.compile(grammar) for _ in range(3))
+    beginning = second.compute_bitmask()
+    a, b = (grammars.vocabulary.tokenizer().tokenize_str(text)[0] for text in "ab")
+    assert first.try_consume_tokens([a]) == 1 and not broken.consume_token(b) and broken.is_error()
+    for matcher in (broken, first, second):
+        few.give_back(grammar, matcher)
+    assert few.compile(grammar) is first and first.compute_bitmask() == beginning
+    other = few.compile(grammar)
+    assert other is not second and other is not broken and other.compute_bitmask() == beginning
+    few.give_back(Grammar(GrammarKind.REGEX, "c"), first)  # forgotten meanwhile
+
+
 def test_tokenizers_that_tell_no_bytes_are_read_token_by_token(tmp_path: Path) -> None:
     tiny = GrammarVocabulary(str(write_tokenizer(tmp_path / "tiny")), 128, (2,))
     (tmp_path / "bytes").mkdir()

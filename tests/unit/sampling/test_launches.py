@@ -38,3 +38,14 @@ def test_parameters_cost_a_few_launches(work: SamplingWork, shape: tuple[int, bo
     assert parts["apply"].total() <= APPLIED, table(parts)
     assert parts["judge"].total() <= plain[0] + APPLIED - 1 + log_probs, table(parts)
     assert parts["draft"].total() <= plain[1] + IN_DRAFT[shape], table(parts)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_grammar_costs_the_logits_and_a_pass(sampled: bool, shape: tuple[int, bool]) -> None:
+    """Its request's draft is that of a request without."""
+    step = DrawingStep(SamplingWork(sampled, False, False, masked=True), *shape)
+    judge, draft = WITHOUT[SamplingWork(sampled, False, False)][shape]
+    parts = {"apply": step.apply(), "judge": step.judge()}
+    assert parts["apply"].total() == 1 and parts["judge"].total() <= judge + 3, table(parts)
+    assert DrawingStep(SamplingWork(sampled, False, False), *shape).draft().total() == draft

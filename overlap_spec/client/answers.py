@@ -1,0 +1,100 @@
+"""The answers to one call, as they come and as they are taken.
+
+A reader that is slower than they come gets what has come meanwhile as one delta, so its work for a token shrinks the
+further it is behind. A delta that tells what its step verified stays the delta of one step.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from overlap_spec.client.log_probs import TokenLogProb
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.messages import (
+    AuditReply,
+    Detokenized,
+    Finish,
+    FlushDone,
+    Pong,
+    StatsReply,
+    Tokenized,
+    Usage,
+    Verified,
+)
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step added to a request, or several steps that had come by then.
+
+    The delta with a `finish` is the last; `usage` counts so far. `log_probs`, of `token_ids`, and `prompt_log_probs`,
+    all of them in the first delta, where they are asked for. `verified`: what the step verified, if the request reports
+    it; `verified.origin(i)` is where token i came from.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish: Finish | None
+    usage: Usage
+    verified: Verified | None = None
+    log_probs: list[TokenLogProb] = []
+    prompt_log_probs: list[TokenLogProb] = []
+
+
+Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
+Answer = Delta | Reply | OverlapSpecError
+
+
+class Answers:
+    """What has come for one call and was not taken yet. Any number of `put`, one reader."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Answer] = deque()
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, answer: Answer) -> None:
+        """Add an answer and wake the reader."""
+        self._waiting.append(answer)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    async def take(self) -> Answer:
+        """The next answer; deltas that wait already come as one. Cancellation: loses nothing."""
+        while not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        first = self._waiting.popleft()
+        if self._waiting and isinstance(first, Delta):
+            return _joined([first, *self._following(first)])
+        return first
+
+    def _following(self, last: Delta) -> list[Delta]:
+        """Take the deltas that can be joined to one."""
+        deltas: list[Delta] = []
+        while last.verified is None and self._waiting:
+            answer = self._waiting[0]
+            if not isinstance(answer, Delta) or answer.verified is not None:
+                break
+            deltas.append(answer)
+            self._waiting.popleft()
+        return deltas
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return Delta(
+        "".join([delta.text for delta in deltas]),
+        [token for delta in deltas for token in delta.token_ids],
+        last.finish,
+        last.usage,
+        None,
+        [entry for delta in deltas for entry in delta.log_probs],
+        [entry for delta in deltas for entry in delta.prompt_log_probs],
+    )

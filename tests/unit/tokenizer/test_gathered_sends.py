@@ -1,0 +1,110 @@
+"""Requests that come together reach the scheduler together, in order, and none is held for long."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+from support.tokenizer_harness import serving
+
+from overlap_spec.client.link import ClientDealer
+from overlap_spec.config import LinkSettings
+from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
+from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, ToScheduler
+from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
+from overlap_spec.tokenizer.gathered_sends import MOST_S, GatheredSends
+
+
+class Recorder:
+    """An outlet that keeps what is sent at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[ToScheduler]] = []
+
+    def send(self, message: ToScheduler) -> None:
+        self.sent.append([message])
+
+    def send_all(self, messages: Sequence[ToScheduler]) -> None:
+        self.sent.append(list(messages))
+
+    def close(self) -> None: ...
+
+
+def abort(uid: int) -> Abort:
+    return Abort(uid, AbortReason.REQUESTED)
+
+
+def test_messages_are_held_in_order_and_not_for_long() -> None:
+    outlet, now = Recorder(), 0.0
+    sends = GatheredSends(outlet, lambda: now)
+    sends.send(abort(1))
+    sends.hold()
+    sends.send(abort(2))
+    now = 0.9 * MOST_S
+    sends.hold()
+    sends.send(abort(3))
+    assert outlet.sent == [[abort(1)]]
+    now = MOST_S
+    sends.hold()
+    sends.send(abort(4))
+    assert outlet.sent == [[abort(1)], [abort(2), abort(3)]]
+    sends.release()
+    sends.release()
+    sends.send(abort(5))
+    assert outlet.sent == [[abort(1)], [abort(2), abort(3)], [abort(4)], [abort(5)]]
+
+
+def test_the_prompts_of_a_batch_are_admitted_together() -> None:
+    async def story() -> None:
+        async with serving() as h:
+            outlet = Recorder()
+            h.service._scheduler._outlet = outlet
+            for name in "abc":
+                h.generate([5, 6], name)
+            await h.settle()
+            h.generate([5, 6], "d")
+            h.say(Cancel("a"))
+            h.generate([5, 6], "e")
+            await h.settle()
+        kinds = [[type(message) for message in sent] for sent in outlet.sent[:4]]
+        assert kinds == [[Admit, Admit, Admit], [Admit], [Abort], [Admit]]
+
+    asyncio.run(story())
+
+
+def test_what_is_sent_at_once_is_read_at_once(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: ZmqInbox[ToScheduler] = ZmqInbox(context, f"ipc://{tmp_path}/inbox", ToScheduler)
+    outlet: ZmqOutlet[ToScheduler] = ZmqOutlet(context, f"ipc://{tmp_path}/inbox")
+    outlet.send_all([abort(uid) for uid in range(300)])
+    first = asyncio.run(inbox.recv())
+    assert [first, *inbox.drain()] == [abort(uid) for uid in range(300)]
+    outlet.close()
+    inbox.close()
+    context.term()
+
+
+def test_a_client_holds_messages_for_what_the_loop_runs_next(tmp_path: Path) -> None:
+    async def story() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = LinkSettings(client_endpoint=None, api_key=None)
+        with ClientEndpoint(context, link, f"ipc://{tmp_path}/client.sock") as endpoint:
+            client = ClientDealer(endpoint.address, None)
+            tasks = [asyncio.create_task(sending(client, number)) for number in range(5)]
+            client.hold()
+            await asyncio.gather(*tasks)
+            client.send(Ping(5.0))
+            found, more = [], []
+            for _ in range(6):
+                found.append(await endpoint.router.recv())
+                more.append(endpoint.router.has_more)
+            assert found == [(1, Ping(float(number))) for number in range(6)]
+            assert more == [True] * 4 + [False] * 2
+            await client.close()
+        context.destroy(linger=0)
+
+    asyncio.run(story())
+
+
+async def sending(client: ClientDealer, number: int) -> None:
+    client.send(Ping(float(number)))
