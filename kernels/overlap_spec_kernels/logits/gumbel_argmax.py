@@ -20,7 +20,7 @@ from overlap_spec_kernels.logits.noise import gumbel
 if TYPE_CHECKING:
     import triton.language as tl
 
-_PART = 1024  # columns of a program
+_PART = 1024  # columns of a program, at most 2^14
 _NUM_WARPS = 4
 _MANY_ROWS = 64  # from here on a program draws for several rows, for which it computes the tokens' keys once
 _GROUP = 4  # so many
@@ -190,9 +190,10 @@ def _drawn_of_part(
     value = tl.exp((logits - largest) * (1.0 / tl.maximum(temperature, 1e-6)).to(tl.float32)) / e
     best = tl.max(value, axis=0)
     near = (value >= best * 0.996) | ((rest < 512) & (value > 0))
-    found = tl.sum(tl.where(near, column.to(tl.int64) + 0x100000000, 0), axis=0)  # how many, and the column of one
-    at = found.to(tl.int32)
-    if (found >= 0x200000000) | (best < 0.08):
+    first = tl.min(column, axis=0)
+    found = tl.sum(tl.where(near, column - first + 0x10000, 0), axis=0)  # how many, and the place of a single one
+    at = first + found - 0x10000
+    if (found >= 0x20000) | (best < 0.08):
         exact = _value(logits, temperature, bits)
         at = tl.min(tl.where(exact == tl.max(exact, axis=0), column, 0x7FFFFFFF), axis=0)
     return at
