@@ -28,7 +28,7 @@ KERNELS: list[tuple[str, int, dict[str, Any]]] = [
     ("_filter_kernels.count_above_kernel", 8, {"PART": 4096, "PIVOTS": 8}),
     ("_filter_kernels.narrow_bracket_kernel", 1, {"PARTS": 32, "PIVOTS": 8, "FEW": 1024}),
     ("_filter_kernels.gather_bracket_kernel", 8, {"PART": 4096, "CAPACITY": 8192}),
-    ("_filter_kernels.select_cutoff_kernel", 8, {"CAPACITY": 8192, "BLOCK": 2048}),
+    ("_filter_kernels.select_cutoff_kernel", 8, {"CAPACITY": 8192, "BLOCK": 1024}),
     ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True}),
 ]
 

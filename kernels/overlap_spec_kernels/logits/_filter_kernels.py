@@ -4,7 +4,7 @@
     first_bracket   (row)         a bracket of the cutoff by those, and pivots in it
     count_above     (row, part)   weight, and number if that matters, of the columns from each pivot on
     narrow_bracket  (row)         the bracket between two pivots, and pivots in that
-    count_above, narrow_bracket   once more
+    count_above, narrow_bracket   twice more, where many columns are between
     gather_bracket  (row, part)   the columns of the bracket, into one list for each row
     select_cutoff   (row)         the cutoff, by bisection over the list
 
@@ -116,6 +116,7 @@ def first_bracket_kernel(
     tl.store(bracket_ptr + 6, largest)
     tl.store(bracket_ptr + 7, target)
     tl.store(bracket_ptr + 8, tl.where(top_k < columns, top_k, columns))
+    tl.store(bracket_ptr + 9, _inverse(temperature))
     tl.store(fill_ptr + row, 0)
     _place_pivots(pivots_ptr + row * PIVOTS, lo, largest, spread, PIVOTS)
 
@@ -190,12 +191,14 @@ def narrow_bracket_kernel(
         pivots = tl.load(pivots_ptr + row * PIVOTS + pivot)
         does = (counts >= top_k) | (masses >= target)
         if tl.max(does.to(tl.int32), axis=0) > 0:
-            most = tl.min(tl.where(does, counts, float("inf")), axis=0)
+            heaviest = tl.min(tl.where(does, masses, float("inf")), axis=0)
             lo = tl.maximum(lo, tl.max(tl.where(does, pivots, float("-inf")), axis=0))
             hi = tl.minimum(hi, tl.min(tl.where(does, float("inf"), pivots), axis=0))
             count = tl.maximum(count, tl.max(tl.where(does, 0.0, counts), axis=0))
             mass = tl.maximum(mass, tl.max(tl.where(does, 0.0, masses), axis=0))
-            more = tl.where((most > 0) & (most - count <= FEW), 0.0, counting)
+            # What is between weighs so much, and each column of it at least as much as one at lo.
+            lightest = tl.exp((lo - largest) * tl.load(bracket_ptr + 9).to(tl.float32)).to(tl.float64)
+            more = tl.where(heaviest - mass <= FEW * lightest, 0.0, counting)
             _store_bracket(bracket_ptr, lo, hi, count, mass, 1.0, more)
             spread = tl.where(lo > float("-inf"), hi - lo, 4 * (largest - hi) + 1e-3)
             _place_pivots(pivots_ptr + row * PIVOTS, lo, hi, spread, PIVOTS)
@@ -215,13 +218,14 @@ def gather_bracket_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The list is in no order, and ends where it is full; `fill` counts what would be in it."""
+    """The list is in no order, and ends where it is full; then `fill` is more than it holds."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     bracket_ptr = brackets_ptr + row * 16
-    if tl.load(bracket_ptr + 4) > 0:
+    is_full = tl.load(fill_ptr + row) > CAPACITY
+    if (tl.load(bracket_ptr + 4) > 0) & (is_full == 0):
         lo, hi = tl.load(bracket_ptr).to(tl.float32), tl.load(bracket_ptr + 1).to(tl.float32)
         column = tl.program_id(1) * PART + tl.arange(0, PART)
         logits = tl.load(logits_ptr + row * columns + column, mask=column < columns, other=float("-inf"))

@@ -32,10 +32,10 @@ _SLICE = 1 << 20  # logits that the twin sorts at once: bounds its workspace to 
 _PARTS = 32  # of a row, at most
 _SMALL_PART = 256  # fewest columns of a part
 _PIVOTS = 8  # of a level
-_LEVELS = 2
+_LEVELS = 3
 _FEW = 1024  # a bracket of so many columns is not made smaller by another pass
 _CAPACITY = 8192  # columns that the bisection has a list for
-_BLOCK = 2048  # columns that it looks at together
+_BLOCK = 1024  # columns that it looks at together
 
 
 class Filters(NamedTuple):

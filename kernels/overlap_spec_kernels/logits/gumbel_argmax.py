@@ -20,7 +20,7 @@ from overlap_spec_kernels.logits.noise import gumbel
 if TYPE_CHECKING:
     import triton.language as tl
 
-_PART = 1024  # columns of a program, at most 2^14
+_PART = 1024  # columns of a program
 _NUM_WARPS = 4
 _MANY_ROWS = 64  # from here on a program draws for several rows, for which it computes the tokens' keys once
 _GROUP = 4  # so many
@@ -167,7 +167,7 @@ def _best_of_part_kernel(
             if temperature > 0:
                 place = positions_ptr + slot * position_batch_stride + (row - slot * rows) * position_row_stride
                 row_key = _row_key(tl.load(seed_ptr + slot * seed_stride), tl.load(place))
-                at = _drawn_of_part(logits, largest, temperature, _mix64(row_key ^ token_keys), column, PART)
+                at = _drawn_of_part(logits, largest, temperature, _mix64(row_key ^ token_keys), column)
             else:
                 at = tl.min(tl.where(logits == largest, column, columns), axis=0)
         tl.store(at_ptr + row * num_parts + part, at)
@@ -175,12 +175,7 @@ def _best_of_part_kernel(
 
 @TritonKernel
 def _drawn_of_part(
-    logits: tl.tensor,
-    largest: tl.tensor,
-    temperature: tl.tensor,
-    bits: tl.tensor,
-    column: tl.tensor,
-    PART: tl.constexpr,
+    logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor, bits: tl.tensor, column: tl.tensor
 ) -> tl.tensor:
     """The column of the largest logit / T + noise. `largest`: of the logits, finite.
 
@@ -195,10 +190,9 @@ def _drawn_of_part(
     value = tl.exp((logits - largest) * (1.0 / tl.maximum(temperature, 1e-6)).to(tl.float32)) / e
     best = tl.max(value, axis=0)
     near = (value >= best * 0.996) | ((rest < 512) & (value > 0))
-    first = tl.program_id(1) * PART
-    found = tl.sum(tl.where(near, column - first + 0x10000, 0), axis=0)  # how many, and the place of a single one
-    at = first + found - 0x10000
-    if (found >= 0x20000) | (best < 0.08):
+    found = tl.sum(tl.where(near, column.to(tl.int64) + 0x100000000, 0), axis=0)  # how many, and the column of one
+    at = found.to(tl.int32)
+    if (found >= 0x200000000) | (best < 0.08):
         exact = _value(logits, temperature, bits)
         at = tl.min(tl.where(exact == tl.max(exact, axis=0), column, 0x7FFFFFFF), axis=0)
     return at
