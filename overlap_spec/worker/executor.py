@@ -158,9 +158,10 @@ class Executor:
         batch_slots, decoder = self._slots_on_device(handle), self._decoder
         if masking is not None:
             masking.propose_forced(constrained, width)
-            masking.read_windows(constrained, width)
+            proposed = masking.windows_proposed(constrained, width)
         forwarded = decoder.forward(batch_slots.on_device, width)
         if masking is not None:
+            masking.read_windows(proposed, width)
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)
         verdict = decoder.judge(forwarded, batch_slots.sampling)
