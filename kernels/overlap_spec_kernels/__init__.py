@@ -18,6 +18,7 @@ from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.logits.columns import forbid_tokens
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
+from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.guesses_before import guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
@@ -60,8 +61,10 @@ __all__ = [
     "MAX_TOP_TOKENS",
     "MAX_TREE_WIDTH",
     "Candidates",
+    "Cutoff",
     "DecodeScratch",
     "DenseWeight",
+    "Filters",
     "GatheredTree",
     "GatheredWindow",
     "Int8Weight",
@@ -87,6 +90,7 @@ __all__ = [
     "decode_attention",
     "draft_input",
     "expand_tree",
+    "filter_cutoff",
     "forbid_tokens",
     "fused_linear",
     "gather_tree",
@@ -96,6 +100,7 @@ __all__ = [
     "gumbel_argmax",
     "judge_chain",
     "judge_tree",
+    "kept_columns",
     "linear_add",
     "linear_argmax",
     "linear_logits",

@@ -54,8 +54,10 @@ class RequestGrammar:
         """Consume committed tokens, up to the end, and find out what must follow."""
         if self._ended or self.failure:
             return
-        known = list(takewhile(lambda token: token not in self._eos, tokens))
-        self._ended = len(known) < len(tokens)
+        known = list(tokens)
+        if not self._eos.isdisjoint(known):
+            known = list(takewhile(lambda token: token not in self._eos, known))
+            self._ended = True
         count = self.matcher.try_consume_tokens(known) if known else 0
         if count < len(known):
             self.failure = self.matcher.get_error() or f"token {known[count]} was drawn, which it does not allow"
