@@ -4,6 +4,7 @@ An op validates its arguments, runs its kernel on CUDA tensors and its twin (`op
 machine without Triton serves on a CPU.
 """
 
+from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
@@ -83,6 +84,7 @@ __all__ = [
     "add_rms_norm",
     "allocate_log",
     "cache_rows",
+    "chunk_attention",
     "clear_log",
     "count_tokens",
     "decode_attention",
@@ -125,6 +127,7 @@ __all__ = [
     "store_tokens",
     "stream",
     "top_tokens",
+    "takes_long_chunks",
     "tree_attention",
     "uniform",
     "with_slots",

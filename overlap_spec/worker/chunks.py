@@ -13,6 +13,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from overlap_spec.messages import SlotWork
+from overlap_spec.spec.chunk_runs import ChunkPlace
 from overlap_spec.worker.devices import Device
 
 
@@ -54,6 +55,8 @@ class PromptShape:
     rows: int
     chunks: int
     max_rows: int
+    places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
+    reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -72,7 +75,12 @@ class Chunks:
     @property
     def shape(self) -> PromptShape:
         """Exactly what there is."""
-        return PromptShape(self._row_starts[-1], len(self._work), max(len(tokens) for tokens in self._tokens))
+        places = tuple(
+            ChunkPlace(work.start, len(tokens)) for work, tokens in zip(self._work, self._tokens, strict=True)
+        )
+        return PromptShape(
+            self._row_starts[-1], len(self._work), max(map(len, self._tokens)), places, not self.scored()
+        )
 
     def completed_work(self) -> list[SlotWork]:
         """The work of prompts that this step completes, in plan order."""
