@@ -2,8 +2,7 @@
 
 What is left of a step beside the kernels is drawing by temperature, a string of small torch operations; torch.compile
 fuses them before they are captured. The last bits of a logit may differ, which decides only between logits that agree
-to 15 digits. With top_k, top_p or min_p the sampler runs as it is: that is a sort and a running sum over the
-vocabulary, kernels of torch's own (and torch 2.11 cannot compile what follows the sum).
+to 15 digits. With top_k, top_p or min_p the sampler runs as it is: what they keep is found by kernels of ours.
 """
 
 import torch

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from overlap_spec.messages import SlotWork
+from overlap_spec.spec.chunk_runs import ChunkPlace
 from overlap_spec.worker.devices import Device
 
 Ints = npt.NDArray[np.int64]
@@ -62,6 +63,8 @@ class PromptShape:
     rows: int
     chunks: int
     max_rows: int
+    places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
+    reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,7 +88,9 @@ class Chunks:
     @property
     def shape(self) -> PromptShape:
         """Exactly what there is."""
-        return PromptShape(self._num_rows, len(self._work), int(self._sizes.max()))
+        sizes = list(map(int, self._sizes))
+        places = tuple(ChunkPlace(work.start, size) for work, size in zip(self._work, sizes, strict=True))
+        return PromptShape(self._num_rows, len(self._work), max(sizes), places, not self.scored())
 
     def completed_work(self) -> list[SlotWork]:
         """The work of prompts that this step completes, in plan order."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
+from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts
@@ -129,6 +130,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     """What these models and settings take of memory beside pages, and for each token of them."""
     target, draft, dtype = models.target, models.proposer.profile, torch_dtype(settings.model.dtype)
+    chunk = _max_chunk(settings)
     return Demand(
         target_weights=target.num_bytes,
         draft_weights=draft.num_bytes - draft.log_bytes,
@@ -139,7 +141,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         itemsize=dtype.itemsize,
         max_running_requests=settings.scheduler.max_running_requests,
         width=settings.spec.width,
-        chunk=_max_chunk(settings),
+        chunk=chunk,
         scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
         ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
@@ -148,6 +150,8 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         history=settings.model.max_len if settings.logit_processor else 0,
         mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
+        gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
+        layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
     )
 
 

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from overlap_spec.messages import (
     LogProbParams,
     Phase,
@@ -20,6 +22,7 @@ from overlap_spec.messages import (
     StepCosts,
     StepPlan,
 )
+from overlap_spec.spec.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.audit import GraphAuditor
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
@@ -220,7 +223,18 @@ def measure_prefill(executor: Executor, geometry: Geometry, padded_rows: tuple[i
         return PrefillCosts(0.0, near_s / few, pair_s, padded_rows)
     more_s = _prompt_seconds(executor, geometry, 0, many) - near_s - pair_s * (many**2 - few**2) / 2
     token_s = max(more_s / (many - few), near_s / few / 2)
-    return PrefillCosts(max(near_s - few * token_s - pair_s * few**2 / 2, 0.0), token_s, pair_s, padded_rows)
+    step_s = max(near_s - few * token_s - pair_s * few**2 / 2, 0.0)
+    return _with_long_chunks(executor, geometry, PrefillCosts(step_s, token_s, pair_s, padded_rows))
+
+
+def _with_long_chunks(executor: Executor, geometry: Geometry, costs: PrefillCosts) -> PrefillCosts:
+    """Time the shortest chunk that attends by itself, far from its start, if there is room for one."""
+    far = min(PREFILL_PROBES[2], geometry.max_len - 1 - LONG_CHUNK)
+    if far <= 0 or geometry.max_chunk < LONG_CHUNK:
+        return costs
+    attention_s = _prompt_seconds(executor, geometry, far, LONG_CHUNK) - costs.step_s - LONG_CHUNK * costs.token_s
+    pair_s = max(attention_s, 0.0) / (LONG_CHUNK * (far + LONG_CHUNK / 2))
+    return replace(costs, long_chunk=LONG_CHUNK, long_pair_s=min(pair_s, costs.pair_s))
 
 
 def _prompt_seconds(executor: Executor, geometry: Geometry, start: int, num_tokens: int) -> float:
