@@ -10,6 +10,7 @@ from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import tree_attention
+from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
@@ -86,6 +87,7 @@ __all__ = [
     "cache_rows",
     "chunk_attention",
     "clear_log",
+    "compiling_together",
     "count_tokens",
     "decode_attention",
     "draft_input",
@@ -104,6 +106,7 @@ __all__ = [
     "linear_add",
     "linear_argmax",
     "linear_logits",
+    "load_compiler",
     "log_prob_rows",
     "move_cache_rows",
     "ngram_absorb",

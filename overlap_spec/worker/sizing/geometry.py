@@ -19,6 +19,7 @@ from overlap_spec.worker.window_masks import mask_words
 MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
+GRAPH_FLOP = 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
 MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
 CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
 MOST_CONTROLS = 128  # rows of a step of controls
@@ -49,6 +50,7 @@ class Geometry:
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
     num_audits: int = 0  # slots that audits have beside the others
     num_controls: int = 0  # slots that a step of controls is padded to
+    batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -93,6 +95,7 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
+        batch_rows=GRAPH_FLOP // max(models.target.work.row_flop, 1),
         **audit_sizes(settings, models, device),
     )
 
