@@ -114,18 +114,18 @@ def test_a_step_captures_what_it_lacks_once() -> None:
 
 def test_kinds_that_are_captured_late_are_run_at_start_in_few_sizes() -> None:
     """Every other size uses the kernels of one of them."""
-    executor, judged = executor_of("EAGLE3"), Counter[tuple[int, SamplingWork]]()
+    executor, judged = executor_of("EAGLE3"), Counter[tuple[int, int, SamplingWork]]()
     judge = executor.decode_step.judge
 
     def noted(forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
-        judged[len(forwarded.batch.slots), sampling] += 1
+        judged[len(forwarded.batch.slots), forwarded.width, sampling] += 1
         return judge(forwarded, sampling)
 
     executor.decode_step.judge = noted  # type: ignore[method-assign]
     captured(executor)
     late = SAMPLING_WORK[-2]
-    assert all(judged[size, kind] for size in SIZES for kind in START_KINDS)
-    assert judged[1, late] and judged[2, late] and not judged[3, late] and judged[4, late], "1, 2 and the largest"
+    assert all(judged[size, width, kind] for size in SIZES for width in WIDTHS for kind in START_KINDS)
+    assert [size for size in SIZES if judged[size, 1, late]] == [1, 2, 4], "two telling ones, and the largest"
 
 
 def test_an_idle_worker_captures_the_rest_one_at_a_time() -> None:
