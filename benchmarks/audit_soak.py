@@ -105,6 +105,7 @@ class Soak:
         now, client = time.monotonic(), self._engine.client
         served_at = now if self._served_at is None else self._served_at
         return {
+            "benchmark": "audit_soak",
             **self._described,
             "complete": self._complete,
             "batch": self._batch,

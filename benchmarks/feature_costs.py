@@ -42,7 +42,7 @@ EIGHT_B = {
 }
 ENGINES: dict[str, dict[str, Any]] = {"8b": CHAIN | BOUNDS | EIGHT_B, "smollm2": CHAIN | BOUNDS}
 AUDIT_RATE = 0.01
-NUM_TOKENS = 128
+NUM_TOKENS = 512  # short runs would be decided by the prompt of an audit that falls among them
 PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
 Row = dict[str, Any]
 

@@ -116,7 +116,7 @@ def facts(slots: int, pages: int) -> WorkerFacts:
     platform = CpuFacts("none", 0, 0, "none", "none")
     return WorkerFacts(
         device="none", num_pages=pages - 1, page_size=PAGE_SIZE, num_slots=slots, chunk_tokens=8192, platform=platform,
-        graph_batch_sizes=(), graph_counts={}, capture_s=0.0, step_widths=(WIDTH,), start_s=0.0, bytes_per_s=0.0,
+        graph_batch_sizes=(), graph_counts={}, graph_s={}, step_widths=(WIDTH,), start_s={}, bytes_per_s=0.0,
         flop_per_s=0.0, verification="played", acceptance="played", weight_bytes=0, draft_weight_bytes=0,
         kv_bytes_per_token=0, draft_kv_bytes_per_token=0,
     )  # fmt: skip

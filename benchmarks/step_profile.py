@@ -89,7 +89,7 @@ def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) 
     settings, _ = resolve(config, resolve_model(config), MACHINE)
     executor, geometry, _ = build(settings, lambda done, total: None)
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
-    capture_s = capture_graphs(executor, geometry, settings.graph_batch_sizes).seconds
+    capture_s = sum(capture_graphs(executor, geometry, settings.graph_batch_sizes).seconds.values())
     rows = []
     for batch in batches:
         fill(executor, geometry.width, prompts, batch)

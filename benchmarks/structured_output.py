@@ -250,49 +250,61 @@ async def started(arguments: argparse.Namespace, flags: Json, kind: type[Engine]
         yield engine
 
 
-async def measure(arguments: argparse.Namespace) -> Json:
+class Report:
+    """What is known so far, in a file that is written anew with every figure."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        asked = {name: getattr(arguments, name) for name in ("requests", "together", "repeats", "tokens")}
+        self._found: Json = {"benchmark": "structured_output", "run": {}, **asked, "figures": [], "step_times": {}}
+        self._output: str = arguments.output
+        self._begun = time.monotonic()
+
+    def of(self, engine: Engine) -> None:
+        """Note where figures come from."""
+        self._found["run"] = self._found["run"] or describe_engine(engine)
+
+    def add(self, row: Json) -> None:
+        """Add what the replies of one way to draft were."""
+        self._found["figures"].append(row)
+        self._write(row)
+
+    def add_times(self, name: str, rows: list[Json]) -> None:
+        """Add the step times of one way to draft."""
+        self._found["step_times"][name] = rows
+        self._write({name: rows})
+
+    def _write(self, news: Json) -> None:
+        print(f"{time.monotonic() - self._begun:.0f} s", news, flush=True)
+        write_report(self._output, self._found)
+
+
+async def measure(arguments: argparse.Namespace) -> None:
     """Every way at all temperatures, against plain decoding; then times."""
-    runs: list[Json] = []
-    figures = await replies_of_ways(arguments, runs) if arguments.requests else []
-    names = arguments.timed if arguments.batches else ()
-    times = {name: await timed(arguments, name, runs) for name in names}
-    asked = {name: getattr(arguments, name) for name in ("requests", "together", "repeats", "tokens")}
-    return {"benchmark": "structured_output", "run": runs[0], **asked, "figures": figures, "step_times": times}
+    report = Report(arguments)
+    if arguments.requests:
+        await compare_replies(arguments, report)
+    for name in arguments.timed if arguments.batches else ():
+        async with started(arguments, {**WAYS[name], "audit_rate": 0.0}) as engine:
+            report.of(engine)
+            report.add_times(name, await costs(engine, arguments))
 
 
-async def replies_of_ways(arguments: argparse.Namespace, runs: list[Json]) -> list[Json]:
-    """Plain decoding's replies, then those of every way; notes in `runs` where they come from."""
+async def compare_replies(arguments: argparse.Namespace, report: Report) -> None:
+    """Plain decoding's replies, then those of every way."""
     schemas = make_schemas(arguments.requests)
     plain: dict[float, Replies] = {}
-    figures: list[Json] = []
-    begun = time.monotonic()
-
-    def note(row: Json) -> None:
-        figures.append(row)
-        print(f"{time.monotonic() - begun:.0f} s", row, flush=True)
-
     async with started(arguments, {**PLAIN, "audit_rate": 1.0}) as engine:
-        runs.append(describe_engine(engine))
+        report.of(engine)
         for temperature in arguments.temperatures:
             found = plain[temperature] = await ask_all(engine, schemas, temperature, arguments.together)
-            note({"method": "NONE", "temperature": temperature, **summary(schemas, found, found)})
+            report.add({"method": "NONE", "temperature": temperature, **summary(schemas, found, found)})
     for name in arguments.ways:
         for kind in (Engine, UnforcedEngine) if name in arguments.unforced else (Engine,):
             async with started(arguments, {**WAYS[name], "audit_rate": 1.0}, kind) as engine:
                 for temperature in arguments.temperatures:
                     found = await ask_all(engine, schemas, temperature, arguments.together)
                     row = {"method": name, "proposes_forced": kind is Engine, "temperature": temperature}
-                    note({**row, **summary(schemas, found, plain[temperature])})
-    return figures
-
-
-async def timed(arguments: argparse.Namespace, name: str, runs: list[Json]) -> list[Json]:
-    """The step times of one way to draft."""
-    async with started(arguments, {**WAYS[name], "audit_rate": 0.0}) as engine:
-        runs.append(describe_engine(engine))
-        found = await costs(engine, arguments)
-        print(name, found, flush=True)
-        return found
+                    report.add({**row, **summary(schemas, found, plain[temperature])})
 
 
 def main() -> None:
@@ -311,7 +323,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of each time")
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
-    write_report(arguments.output, asyncio.run(measure(arguments)))
+    asyncio.run(measure(arguments))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +103,19 @@ def _divergences(results: Results, method: str) -> str:
     return f"{', '.join(first)} and {last}"
 
 
-def _planted_audits(results: Results) -> list[Report]:
-    """Runs with planted errors at audit rate 0.5, one entry for each plant."""
+def _planted_audits(results: Results, rate: str) -> list[Report]:
+    """Runs with planted errors at an audit rate, one entry for each plant."""
     entries = results["full_tests_cpu"].items()
-    return [entry["figures"] for name, entry in entries if name.startswith("audit_") and name.endswith("_0.5")]
+    return [entry["figures"] for name, entry in entries if name.startswith("audit_") and name.endswith(f"_{rate}")]
 
 
-def _audits_found(results: Results) -> str:
-    found, runs = (sum(figures[name] for figures in _planted_audits(results)) for name in ("found", "runs"))
+def _audits_found(results: Results, rate: str) -> str:
+    found, runs = (sum(figures[name] for figures in _planted_audits(results, rate)) for name in ("found", "runs"))
     return f"{found} of {runs}"
 
 
-def _audits_most(results: Results) -> str:
-    return f"{max(figures['tokens_to_the_fault']['most'] for figures in _planted_audits(results)):,}"
+def _audits_most(results: Results, rate: str) -> str:
+    return f"{max(figures['tokens_to_the_fault']['most'] for figures in _planted_audits(results, rate)):,}"
 
 
 def _fails_from(results: Results) -> str:
@@ -142,7 +143,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "bf16-eagle3": lambda results: _divergences(results, "eagle3"),
     "bf16-plain": lambda results: _divergences(results, "plain"),
     "bf16-fails": _fails_from,
-    "audits-found": _audits_found,
-    "audits-most": _audits_most,
+    "audits-found": partial(_audits_found, rate="0.5"),
+    "audits-most": partial(_audits_most, rate="0.5"),
+    "audits-found-rarely": partial(_audits_found, rate="0.05"),
+    "audits-most-rarely": partial(_audits_most, rate="0.05"),
     "audits-clean": lambda results: f"{results['full_tests_cpu']['audit_200000']['figures']['tokens']:,}",
 }

@@ -4,11 +4,13 @@ An op validates its arguments, runs its kernel on CUDA tensors and its twin (`op
 machine without Triton serves on a CPU.
 """
 
+from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import tree_attention
+from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
@@ -17,6 +19,7 @@ from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.logits.columns import forbid_tokens
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
+from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.guesses_before import guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
@@ -59,8 +62,10 @@ __all__ = [
     "MAX_TOP_TOKENS",
     "MAX_TREE_WIDTH",
     "Candidates",
+    "Cutoff",
     "DecodeScratch",
     "DenseWeight",
+    "Filters",
     "GatheredTree",
     "GatheredWindow",
     "Int8Weight",
@@ -80,11 +85,14 @@ __all__ = [
     "add_rms_norm",
     "allocate_log",
     "cache_rows",
+    "chunk_attention",
     "clear_log",
+    "compiling_together",
     "count_tokens",
     "decode_attention",
     "draft_input",
     "expand_tree",
+    "filter_cutoff",
     "forbid_tokens",
     "fused_linear",
     "gather_tree",
@@ -94,9 +102,11 @@ __all__ = [
     "gumbel_argmax",
     "judge_chain",
     "judge_tree",
+    "kept_columns",
     "linear_add",
     "linear_argmax",
     "linear_logits",
+    "load_compiler",
     "log_prob_rows",
     "move_cache_rows",
     "ngram_absorb",
@@ -120,6 +130,7 @@ __all__ = [
     "store_tokens",
     "stream",
     "top_tokens",
+    "takes_long_chunks",
     "tree_attention",
     "uniform",
     "with_slots",

@@ -4,17 +4,21 @@ Triton is imported at the first launch, not when a module of kernels is imported
 still import and serve on a CPU.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
+
+_ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)
 
 
 class TritonKernel:
@@ -39,6 +43,8 @@ class TritonKernel:
         return functools.partial(cls, do_not_specialize=do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        if _ONLY_COMPILES.get():
+            return functools.partial(self.compiled.warmup, grid=grid)
         return self.compiled[grid]
 
     @functools.cached_property
@@ -77,6 +83,16 @@ class GluonKernel(TritonKernel):
 
         barrier = getattr(language, "barrier", None) or language.thread_barrier  # the name until Triton 3.6
         return gluon.jit, {"gl": language, "ampere": ampere, "hopper": hopper, "cuda": cuda, "barrier": barrier}
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """In this block launches compile their kernels and launch nothing."""
+    token = _ONLY_COMPILES.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_COMPILES.reset(token)
 
 
 _GLUON_SINCE = (3, 6)  # the first Triton whose Gluon has the names that these kernels use

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from overlap_spec.bench import features_table as features
 from overlap_spec.bench.age import age_note
 from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.peer import DIRECTORY, Peer, read_peer
@@ -218,6 +219,26 @@ def _parameter_matrix(report: Report) -> list[str]:
     return _table(["", *columns], rows)
 
 
+def _feature_costs(report: Report) -> list[str]:
+    return _table(features.FEATURES, features.feature_rows(report))
+
+
+def _structured_output(report: Report) -> list[str]:
+    return _table(features.REPLIES, features.reply_rows(report))
+
+
+def _constrained_steps(report: Report) -> list[str]:
+    return _table(features.CONSTRAINED, features.constrained_rows(report))
+
+
+def _mixed_speculation(report: Report) -> list[str]:
+    return _table(features.MIXTURES, features.mixture_rows(report))
+
+
+def _audit_soak(report: Report) -> list[str]:
+    return _table(features.SOAK, features.soak_rows(report))
+
+
 def _listed(sentences: list[str]) -> list[str]:
     """Sentences as a list below a table; nothing if there are none."""
     return ["", *(f"- {sentence}" for sentence in sentences)] if sentences else []
@@ -250,6 +271,11 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "step_profile": _step_profile,
     "memory_guide": _memory_guide,
     "parameter_matrix": _parameter_matrix,
+    "feature_costs": _feature_costs,
+    "structured_output": _structured_output,
+    "constrained_steps": _constrained_steps,
+    "mixed_speculation": _mixed_speculation,
+    "audit_soak": _audit_soak,
     "methods": _methods,
     "methods_summary": _methods_summary,
 }

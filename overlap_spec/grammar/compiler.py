@@ -33,7 +33,7 @@ class Compiled:
     """A grammar that is known to be valid."""
 
     rules: str  # in llguidance's own language
-    free: list[LLMatcher] = field(default_factory=list)  # at the beginning of the output, and nobody's
+    free: list[LLMatcher] = field(default_factory=list)  # at the beginning of the output, in no request
 
 
 class GrammarCompiler:
@@ -66,7 +66,7 @@ class GrammarCompiler:
         return matcher
 
     def give_back(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Keep a matcher that nobody uses any more for the next request with this grammar."""
+        """Keep a matcher that no request uses any more for the next request with this grammar."""
         if matcher.is_error() or not matcher.reset():
             return
         with self._lock:

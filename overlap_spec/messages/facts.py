@@ -109,9 +109,9 @@ class CudaFacts(Message, frozen=True):
 class WorkerFacts(Message, frozen=True, kw_only=True):
     """Sizes, start and speed of the worker.
 
-    `num_pages`: pages that requests may use. `capture_s`: the part of `start_s` that CUDA graphs took. `bytes_per_s`,
-    `flop_per_s`: the device's ceilings, 0 where they are not known. `verification`, `acceptance`: how guesses are
-    accepted, and whether acceptance is simulated.
+    `num_pages`: pages that requests may use. `start_s`: seconds from the start of the process, by phase; `graph_s`:
+    those of captures, by the part of a step. `bytes_per_s`, `flop_per_s`: the device's ceilings, 0 where they are not
+    known. `verification`, `acceptance`: how guesses are accepted, and whether acceptance is simulated.
     """
 
     device: str
@@ -122,9 +122,9 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     platform: CpuFacts | CudaFacts
     graph_batch_sizes: tuple[int, ...]
     graph_counts: dict[str, int]  # by the part of a step that they replay
-    capture_s: float
+    graph_s: dict[str, float]
     step_widths: tuple[int, ...]
-    start_s: float
+    start_s: dict[str, float]
     bytes_per_s: float
     flop_per_s: float
     verification: str
@@ -143,19 +143,18 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     @property
     def graphs(self) -> str:
         """How many there are of each part of a step, for which batch sizes, and how long their capture took."""
-        sizes, counts = self.graph_batch_sizes, self.graph_counts
+        sizes, counts, seconds = self.graph_batch_sizes, self.graph_counts, self.graph_s
         if not sizes:
             return "none"
-        parts = ", ".join(f"{count} {part}" for part, count in counts.items())
+        parts = ", ".join(f"{count} {part} {seconds.get(part, 0):.1f} s" for part, count in counts.items())
         batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
-        return f"{sum(counts.values())} for {batches}, captured in {self.capture_s:.1f} s: {parts}"
+        return f"{sum(counts.values())} at start for {batches}: {parts}; other kinds of sampling when idle or needed"
 
     @property
     def start_up(self) -> str:
-        """How long the start took, with and without captures."""
-        whole = f"{self.start_s:.1f} s"
-        rest = f"{whole}, {self.start_s - self.capture_s:.1f} s without captures"
-        return rest if self.graph_batch_sizes else whole
+        """How long the start took, and each of its phases."""
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self.start_s.items())
+        return f"{sum(self.start_s.values()):.1f} s: {phases}"
 
     @property
     def ceilings(self) -> str:

@@ -63,6 +63,8 @@ class RowBatch:
     max_rows: int
     uniform: bool  # every request has exactly max_rows rows
     tree: TreeKeys | None = None  # for rows of trees, which are uniform and have no `row_starts`
+    runs: "tuple[LongChunk | ShortChunks, ...]" = ()  # all rows, in order, if the host knows of a long chunk among them
+    read: "RowsRead | None" = None  # the rows whose output of the last layer is read; None: all
 
     def placed(self, page_size: int) -> "RowBatch":
         """Uniform rows with all fields filled in. Sync: never."""
@@ -73,10 +75,37 @@ class RowBatch:
 
 
 @dataclass(frozen=True)
+class RowsRead:
+    """One row of each request. The last layer of a forward only writes K/V of the others."""
+
+    index: Tensor  # [B] i64, among the rows of the forward
+    rows: RowBatch  # these rows alone
+
+
+@dataclass(frozen=True)
+class LongChunk:
+    """Rows begin..end - 1 of a forward, of one request, at the positions from `start` on."""
+
+    begin: int
+    end: int
+    start: int
+    pages: Tensor  # [P] i32
+
+
+@dataclass(frozen=True)
+class ShortChunks:
+    """Rows begin..end - 1 of a forward, of other requests."""
+
+    begin: int
+    end: int
+    rows: RowBatch
+
+
+@dataclass(frozen=True)
 class TargetOutput:
     """The output of a target's layers. `aux` holds the residual after each aux layer, concatenated."""
 
-    final: Tensor | Normed  # [T, H], the final norm's result
+    final: Tensor | Normed  # [T, H], the final norm's result; of `RowBatch.read` alone if that is given
     aux: Tensor  # [T, n * H]; n = 0 without aux layers
 
     @property
@@ -216,7 +245,7 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class DraftProfile:
-    """The engine's facts about a loaded draft. The defaults are those of a method that loads nothing."""
+    """The engine's facts about a loaded draft. The defaults are those of a draft that loads nothing."""
 
     kv_shape: KVShape = NO_KV  # the size of a token in the draft's own KV cache; no layers: no cache
     num_bytes: int = 0  # memory taken at load: weights that are not the target's, and `log_bytes`
@@ -226,6 +255,7 @@ class DraftProfile:
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
     tree: TreeShape | None = None  # None: it guesses chains
     draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
+    reads_hidden: bool = True  # it reads `TargetOutput.hidden` of every prompt row, not only of chunks' last ones
 
 
 class LoadedDraft(Protocol[Attached]):

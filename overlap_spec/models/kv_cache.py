@@ -26,7 +26,11 @@ class KVShape:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """K and V of all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.num_layers * self.bytes_per_layer(dtype)
+
+    def bytes_per_layer(self, dtype: torch.dtype) -> int:
+        """K and V of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,23 @@ CLOCK_S = 0.1  # the error of the kernel's clock, at most
 
 
 def once(
-    what: str, of: object, kind: type[T], measure: Callable[[], T], makes_sense: Callable[[T], bool] = lambda _: True
+    what: str,
+    of: object,
+    kind: type[T],
+    measure: Callable[[], T],
+    makes_sense: Callable[[T], bool] = lambda _: True,
+    on_cpu: bool = True,
 ) -> T:
-    """The figure kept as `what` for `of`, or measured now; kept if the machine was quiet meanwhile."""
+    """The figure kept as `what` for `of`, or measured now; kept if the machine was quiet meanwhile.
+
+    `on_cpu`: False for a figure that other processes on the cores do not change.
+    """
     found = recall(what, of, kind)
     if found is not None and makes_sense(found):
         return found
     before, started = seconds_of_others(), time.monotonic()
     found = measure()
-    if seconds_of_others() - before <= MOST_OF_OTHERS * (time.monotonic() - started) + CLOCK_S:
+    if not on_cpu or seconds_of_others() - before <= MOST_OF_OTHERS * (time.monotonic() - started) + CLOCK_S:
         keep(what, of, found)
     return found
 

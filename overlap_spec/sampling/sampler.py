@@ -1,14 +1,15 @@
 """Draws one token per row from logits.
 
 Order per row: logit processors (`processors.py`); p = softmax(logits / T); top_k, top_p and min_p each computed on p,
-without renormalising in between; argmax(logits / T + g) over what is left. Greedy rows take the argmax of the processed
-logits. Rows are independent: a row's token does not depend on the batch it is in.
+without renormalising in between, which end at a cutoff (`filter_cutoff`); argmax(logits / T + g) over what is left.
+Greedy rows take the argmax of the processed logits. Rows are independent: a row's token does not depend on the batch it
+is in.
 """
 
 from collections.abc import Callable
 
 import torch
-from overlap_spec_kernels import gumbel, gumbel_argmax
+from overlap_spec_kernels import Filters, filter_cutoff, gumbel_argmax, kept_columns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
@@ -46,10 +47,9 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     """
     if not sampling.work.sampled:
         return logits.argmax(-1)
-    if not sampling.work.filtered:
-        return gumbel_argmax(logits.contiguous(), positions, sampling.temperature, sampling.seed, token_ids)
-    drawn = torch.cat([_sample(logits, positions, sampling, token_ids, part) for part in slices(logits)])
-    return torch.where(sampling.temperature[:, None] > 0, drawn, logits.argmax(-1))
+    logits = logits.contiguous()
+    cutoff = filter_cutoff(logits, *_filters(sampling)) if sampling.work.filtered else None
+    return gumbel_argmax(logits, positions, sampling.temperature, sampling.seed, token_ids, cutoff)
 
 
 def slices(logits: Tensor) -> list[slice]:
@@ -69,29 +69,14 @@ def log_weights(logits: Tensor, sampling: Sampling, part: slice) -> Tensor:
     scaled = logits[part].reshape(-1, columns).double() / _per_row(temperature, rows)
     if not sampling.work.filtered:
         return scaled
-    return scaled.masked_fill(~_filter(scaled, sampling, part, rows), -torch.inf)
+    cutoff = filter_cutoff(logits[part].contiguous(), *_filters(sampling, part))
+    return scaled.masked_fill(~kept_columns(logits[part], cutoff).view_as(scaled), -torch.inf)
 
 
-def _sample(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor, part: slice) -> Tensor:
-    """Shapes: -> [b, R] for the slots in `part`."""
-    rows = logits.shape[1]
-    seeds = _per_row(sampling.seed[part], rows).squeeze(1)
-    noise = gumbel(seeds, positions[part].reshape(-1), token_ids)
-    return (log_weights(logits, sampling, part) + noise).argmax(-1).view(-1, rows)
-
-
-def _filter(scaled: Tensor, sampling: Sampling, part: slice, rows: int) -> Tensor:
-    """Which columns survive top_k, top_p and min_p. Shapes: scaled [R, N] -> bool [R, N].
-
-    Ties are broken by the lower id (a stable sort), so that the set is a function of the row alone.
-    """
-    p, order = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
-    before = p.cumsum(-1) - p  # mass of the more probable ones
-    rank = torch.arange(p.shape[-1], device=p.device)
-    kept = rank < _per_row(sampling.top_k[part], rows)
-    kept &= before < _per_row(sampling.top_p[part], rows)
-    kept &= p >= _per_row(sampling.min_p[part], rows) * p[:, :1]
-    return torch.zeros_like(kept).scatter(1, order, kept)
+def _filters(sampling: Sampling, part: slice = slice(None)) -> tuple[Tensor, Filters]:
+    """The temperature and the filters of the slots in `part`."""
+    filters = Filters(sampling.top_k[part], sampling.top_p[part], sampling.min_p[part])
+    return sampling.temperature[part], filters
 
 
 def _per_row(values: Tensor, rows: int) -> Tensor:

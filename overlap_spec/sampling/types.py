@@ -36,7 +36,7 @@ SAMPLING_WORK = (
     SamplingWork(False, False, False, masked=True),  # guesses are drawn without masks: its draft is the greedy one
     SamplingWork(True, False, False, masked=True),
     SamplingWork(True, False, True, masked=True),  # processed
-    SamplingWork(True, True, False),  # filtered: a sort of the vocabulary, which is what costs most
+    SamplingWork(True, True, False),  # filtered: up to four more passes over the logits
     SamplingWork(True, True, True, masked=True),  # both
     SamplingWork(True, False, True, log_probs=True, masked=True),
     SamplingWork(True, True, True, log_probs=True, masked=True),  # everything

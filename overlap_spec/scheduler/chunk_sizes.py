@@ -42,11 +42,15 @@ class ChunkRoom:
         self._share = max(self._share - self._limits.chunk_cost(start, num_tokens), 0.0)
         self._rows += num_tokens
         costs = self._costs
-        self.expected_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s)
+        self.expected_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s_of(num_tokens))
 
     def _in_time(self, start: int) -> int:
         left, costs = max(self._seconds - self.expected_s, 0.0), self._costs
         most = longest_chunk(left, costs.token_s + start * costs.pair_s, costs.pair_s)
+        if costs.long_chunk:
+            pair_s = costs.long_pair_s
+            long = longest_chunk(left, costs.token_s + start * pair_s, pair_s)
+            most = long if long >= costs.long_chunk else min(most, costs.long_chunk - 1)
         return most if self._rows else max(most, LEAST_TOKENS)
 
     def _unpadded(self, num_tokens: int) -> int:

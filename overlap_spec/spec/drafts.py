@@ -35,8 +35,6 @@ from overlap_spec.spec.proposers.standalone import (
 from overlap_spec.spec.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.spec.verifiers.rejection import DraftProbs
 
-NOTHING = DraftProfile()
-
 
 @dataclass(frozen=True)
 class EngineShape:
@@ -68,12 +66,20 @@ class LoadedProposer(Protocol):
         ...
 
 
+def plain(shape: EngineShape) -> Proposer[Any]:
+    """Nothing is proposed."""
+    return NoProposer()
+
+
 @dataclass(frozen=True)
 class NoDraft:
     """No weights: plain decoding, or guesses that need none. `make` gives the proposer."""
 
-    make: Callable[[EngineShape], Proposer[Any]] = lambda shape: NoProposer()
-    profile: DraftProfile = NOTHING
+    make: Callable[[EngineShape], Proposer[Any]] = plain
+
+    @property
+    def profile(self) -> DraftProfile:
+        return DraftProfile(reads_hidden=self.make is not plain)
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         return self.make(shape)

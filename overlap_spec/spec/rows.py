@@ -1,12 +1,14 @@
 """Where the rows of a forward stand: positions, cache rows, page tables."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from overlap_spec_kernels import MAX_CHAIN_WIDTH
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TreeKeys
+from overlap_spec.models.interfaces import RowBatch, RowsRead, TreeKeys
+from overlap_spec.spec.chunk_runs import ChunkPlace, chunk_runs
 from overlap_spec.spec.types import SlotBatch
 
 
@@ -59,14 +61,30 @@ def last_rows(page_table: Tensor, ends: Tensor, first: Tensor, num_rows: int, pa
 
 
 def chunk_rows(
-    page_table: Tensor, owners: Tensor, positions: Tensor, row_starts: Tensor, longest: int, page_size: int
+    page_table: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    row_starts: Tensor,
+    longest: int,
+    page_size: int,
+    places: Sequence[ChunkPlace] = (),
 ) -> RowBatch:
     """The rows of prompt chunks of any lengths. Sync: never.
 
+    `places`: of every chunk, if the host knows them. Long chunks then become runs of their own.
     Shapes: page_table [B, P] i32; owners, positions [T] i64 (whose row, and where); row_starts [B + 1] i64.
     """
     cache_rows = page_table[owners, positions // page_size].long() * page_size + positions % page_size
-    return RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False)
+    rows = RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False)
+    return replace(rows, runs=chunk_runs(rows, places))
+
+
+def reading_only(rows: RowBatch, index: Tensor) -> RowBatch:
+    """The same rows of which one of each request is read after the last layer. Sync: never. Shapes: index [B] i64."""
+    assert rows.cache_rows is not None
+    starts = torch.arange(len(index) + 1, dtype=torch.int32, device=index.device)
+    read = RowBatch(rows.positions[index], rows.cache_rows[index], rows.page_table, starts, 1, True)
+    return replace(rows, read=RowsRead(index, read))
 
 
 def _uniform_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:

@@ -5,7 +5,7 @@ a token is drawn as in plain decoding. What leaves is that token, and the lead o
 Nothing is committed, and the draft takes no part: the next step's root is the served token, whatever was drawn.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,11 +23,11 @@ from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     GraphRecorder,
-    KindGraphs,
     PartGraphs,
     Parts,
     capture_parts,
-    no_garbage_collection,
+    no_collection,
+    run_once,
 )
 from overlap_spec.worker.windows import ChainWindows
 
@@ -116,43 +116,54 @@ class AuditGraphs:
 class GraphAuditor:
     """Replays the smallest captured batch that holds the step's; what none holds is launched operation by operation."""
 
-    def __init__(self, step: AuditStep, dummy: int, sizes: Iterable[int]) -> None:
+    def __init__(self, step: AuditStep, slots: SlotRows, sizes: Iterable[int]) -> None:
         self._step = step
-        self._dummy = dummy
+        self._slots = slots
         self._sizes = sorted(sizes)
         self._graphs: dict[int, AuditGraphs] = {}
-        self._kinds: dict[SamplingWork, KindGraphs[Replayed, Tensor]] | None = None  # of the step being launched
+        self._running: AuditGraphs | None = None  # of the step being launched
 
-    def capture(self, recorder: GraphRecorder, device: torch.device) -> None:
-        """Capture every size, largest first."""
-        with torch.inference_mode(), no_garbage_collection():
+    def run_once(self) -> None:
+        """Run what `capture` captures, operation by operation."""
+        with torch.inference_mode():
             for size in reversed(self._sizes):
-                packed = torch.tensor(list(laid_out((), size, self._dummy)), dtype=torch.int64, device=device)
-                self._graphs[size] = self._capture(packed, recorder)
+                run_once(self._parts(self._packed(size)))
+
+    def capture(self, recorder: GraphRecorder) -> None:
+        """Capture every size, largest first."""
+        with torch.inference_mode(), no_collection():
+            for size in reversed(self._sizes):
+                packed = self._packed(size)
+                self._graphs[size] = AuditGraphs(packed, capture_parts(self._parts(packed), recorder))
         recorder.finish()
+
+    def late(self) -> Iterator[Callable[[], object]]:
+        """What captures the rest, a step of one size and kind at each call."""
+        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
 
     def size_for(self, num_slots: int) -> int:
         """See `Auditor`."""
         return next((size for size in self._sizes if size >= num_slots), num_slots)
 
     def forward(self, packed: Tensor) -> Replayed:
-        graphs = self._graphs.get(len(packed) // FIELDS)
+        graphs = self._running = self._graphs.get(len(packed) // FIELDS)
         if graphs is None:
-            self._kinds = None
             return self._step.forward(packed)
         graphs.packed.copy_(packed)
         graphs.parts.layers()
-        self._kinds = graphs.parts.kinds
         return graphs.parts.forwarded
 
     def judge(self, replayed: Replayed, sampling: SamplingWork) -> Tensor:
-        if self._kinds is None:
+        if self._running is None:
             return self._step.judge(replayed, sampling)
-        kind = self._kinds[sampling]
+        kind = self._running.parts.kind(sampling)
         kind.judge()
         return kind.judged
 
-    def _capture(self, packed: Tensor, recorder: GraphRecorder) -> AuditGraphs:
+    def _packed(self, size: int) -> Tensor:
+        slots = self._slots
+        return torch.tensor(list(laid_out((), size, slots.dummy)), dtype=torch.int64, device=slots.length.device)
+
+    def _parts(self, packed: Tensor) -> Parts[Replayed, Tensor]:
         step = self._step
-        parts = Parts(lambda: step.forward(packed), step.judge, None, lambda work: work)
-        return AuditGraphs(packed, capture_parts(parts, recorder))
+        return Parts(lambda: step.forward(packed), step.judge, None, lambda work: work)

@@ -126,12 +126,18 @@ def build_executor(
     if simulated_accept_len is not None:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    marks = TimedMarks(device) if traced else NO_MARKS
-    decode_step = DecodeStep(slots, target, method, geometry.page_size, marks)
+    decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
     proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # others ask how a guess was drawn
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
-    executor = Executor(device, slots, decode_step, PrefillStep(slots, target, method, geometry.page_size), masking)
+    prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
+    executor = Executor(device, slots, decode_step, prefill_step, masking)
     return executor.with_audits(AuditStep(slots, target, geometry.page_size))
+
+
+def _reads_last(models: LoadedModels) -> bool:
+    """Whether of the target's last layer no more than the last row of a chunk is read."""
+    profile = models.proposer.profile
+    return not profile.reads_hidden and models.target.num_layers - 1 not in profile.aux_layers
 
 
 def _processors(

@@ -10,10 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from overlap_spec.messages import SlotWork
+from overlap_spec.spec.chunk_runs import ChunkPlace
 from overlap_spec.worker.devices import Device
+
+Ints = npt.NDArray[np.int64]
+TOKEN_BYTES = 4  # of a prompt's token in a plan
 
 
 class Packer:
@@ -26,14 +32,17 @@ class Packer:
         self._values = array("q")
         self._bounds: list[tuple[int, int]] = []
 
-    def add(self, values: Iterable[int]) -> int:
+    def add(self, values: "Iterable[int] | Ints") -> int:
         """Append a run; returns its index.
 
         Every run starts at a multiple of 16 bytes, so that a kernel never meets a pointer less aligned than before:
         it would be compiled anew.
         """
         start = len(self._values)
-        self._values.extend(values)
+        if isinstance(values, np.ndarray):
+            self._values.frombytes(values.tobytes())
+        else:
+            self._values.extend(values)
         self._bounds.append((start, len(self._values)))
         if len(self._values) % 2:
             self._values.append(0)
@@ -54,6 +63,8 @@ class PromptShape:
     rows: int
     chunks: int
     max_rows: int
+    places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
+    reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -66,13 +77,20 @@ class Chunks:
 
     def __init__(self, work: list[SlotWork]) -> None:
         self._work = work
-        self._tokens = [_int32(w.prompt_chunk) for w in work]
-        self._row_starts = [0, *accumulate(len(tokens) for tokens in self._tokens)]
+        self._tokens: Ints = np.frombuffer(b"".join(w.prompt_chunk for w in work), np.int32).astype(np.int64)
+        self._sizes: Ints = np.array([len(w.prompt_chunk) // TOKEN_BYTES for w in work], np.int64)
+        self._row_starts: Ints = np.concatenate(([0], self._sizes.cumsum()))
+        self._slots: Ints = np.array([w.slot for w in work], np.int64)
+        self._starts: Ints = np.array([w.start for w in work], np.int64)
+        self._goes_on = np.array([w.next_token >= 0 for w in work], bool)
+        self._num_rows = int(self._row_starts[-1])
 
     @property
     def shape(self) -> PromptShape:
         """Exactly what there is."""
-        return PromptShape(self._row_starts[-1], len(self._work), max(len(tokens) for tokens in self._tokens))
+        sizes = list(map(int, self._sizes))
+        places = tuple(ChunkPlace(work.start, size) for work, size in zip(self._work, sizes, strict=True))
+        return PromptShape(self._num_rows, len(self._work), max(sizes), places, not self.scored())
 
     def completed_work(self) -> list[SlotWork]:
         """The work of prompts that this step completes, in plan order."""
@@ -86,16 +104,16 @@ class Chunks:
         tokens: list[int] = []
         slots: list[int] = []
         next_tokens = self._next_tokens()
-        for work, row_start in zip(self._work, self._row_starts, strict=False):
+        for work, row_start in zip(self._work, map(int, self._row_starts), strict=False):
             if not work.scored[1]:
                 continue
             first, end = (row_start + position - work.start for position in work.scored)
             rows += range(first, end)
-            tokens += next_tokens[first:end]
+            tokens += map(int, next_tokens[first:end])
             slots += [work.slot] * (end - first)
         return rows, tokens, slots
 
-    def laid_out(self, shape: PromptShape, dummy: int) -> "array[int]":
+    def laid_out(self, shape: PromptShape, dummy: int) -> Ints:
         """Every field, each starting at a multiple of 16 bytes (see `Packer.add`).
 
         tokens; next tokens (-1: the one drawn for the row's chunk); positions; owners, the row's chunk
@@ -103,54 +121,44 @@ class Chunks:
         1 where a request takes its slot
         first rows, and the end
         """
-        num_rows, num_slots_used = self._row_starts[-1], len(self._work)
-        spare_rows, spare_slots = shape.rows - num_rows, shape.chunks - num_slots_used
-        assert spare_rows == 0 or spare_slots > 0, "rows that are left over need a chunk that is"
-        fields = (
-            [token for tokens in self._tokens for token in tokens] + [0] * spare_rows,
-            self._next_tokens() + [0] * spare_rows,
-            self._positions() + list(range(spare_rows)),
-            self._owners() + [shape.chunks - 1] * spare_rows,
-            [work.slot for work in self._work] + [dummy] * spare_slots,
-            [work.slot if work.next_token < 0 else dummy for work in self._work] + [dummy] * spare_slots,
-            [end - 1 for end in self._row_starts[1:]] + [0] * spare_slots,
-            self._lengths() + [0] * spare_slots,
-            [int(work.reset is not None) for work in self._work] + [0] * spare_slots,
-            (self._row_starts + [num_rows] * spare_slots)[: shape.chunks] + [shape.rows],
+        num_rows, spare_chunks = self._num_rows, shape.chunks - len(self._work)
+        assert shape.rows == num_rows or spare_chunks > 0, "rows that are left over need a chunk that is"
+        values = np.zeros(sum(size + size % 2 for size in shape.sizes), np.int64)
+        tokens, next_tokens, positions, owners, slots, finals, last_rows, lengths, fresh, row_starts = fields_of(
+            values, shape
         )
-        return _even(fields)
+        tokens[:num_rows] = self._tokens
+        next_tokens[:num_rows] = self._next_tokens()
+        positions[:num_rows] = self._positions()
+        positions[num_rows:] = np.arange(shape.rows - num_rows)
+        owners[:num_rows] = np.repeat(np.arange(len(self._work)), self._sizes)
+        owners[num_rows:] = shape.chunks - 1
+        goes_on = self._goes_on
+        for field, used, spare in (
+            (slots, self._slots, dummy),
+            (finals, np.where(goes_on, dummy, self._slots), dummy),
+            (last_rows, self._row_starts[1:] - 1, 0),
+            (lengths, np.where(goes_on, 0, self._starts + self._sizes), 0),
+            (fresh, [work.reset is not None for work in self._work], 0),
+            (row_starts[:-1], self._row_starts[:-1], num_rows),
+        ):
+            field[: len(self._work)] = used
+            field[len(self._work) :] = spare
+        row_starts[-1] = shape.rows
+        return values
 
-    def _next_tokens(self) -> list[int]:
+    def _next_tokens(self) -> Ints:
         """The token after every row; -1 where it is yet to be drawn."""
-        return [
-            token
-            for work, tokens in zip(self._work, self._tokens, strict=True)
-            for token in (*tokens[1:], work.next_token)
-        ]
+        tokens = np.append(self._tokens[1:], 0)
+        tokens[self._row_starts[1:] - 1] = [work.next_token for work in self._work]
+        return tokens
 
-    def _positions(self) -> list[int]:
+    def _positions(self) -> Ints:
         """Every row's absolute position."""
-        starts = zip(self._work, self._tokens, strict=True)
-        return [position for work, tokens in starts for position in range(work.start, work.start + len(tokens))]
-
-    def _owners(self) -> list[int]:
-        return [chunk for chunk, tokens in enumerate(self._tokens) for _ in tokens]
-
-    def _lengths(self) -> list[int]:
-        rows = zip(self._work, self._tokens, strict=True)
-        return [work.start + len(tokens) if work.next_token < 0 else 0 for work, tokens in rows]
+        return np.arange(self._num_rows) + np.repeat(self._starts - self._row_starts[:-1], self._sizes)
 
 
-def _even(fields: Iterable[list[int]]) -> "array[int]":
-    values = array("q")
-    for field in fields:
-        values.extend(field)
-        if len(field) % 2:
-            values.append(0)
-    return values
-
-
-def _int32(packed: bytes) -> "array[int]":
-    values = array("i")
-    values.frombytes(packed)
-    return values
+def fields_of(values: Ints, shape: PromptShape) -> list[Ints]:
+    """Views of the fields of a step's integers, in order."""
+    starts = accumulate((size + size % 2 for size in shape.sizes), initial=0)
+    return [values[start : start + size] for start, size in zip(starts, shape.sizes, strict=False)]

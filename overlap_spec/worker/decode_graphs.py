@@ -5,27 +5,31 @@ smaller batch is padded with the dummy slot, whose page table is all page 0 and 
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     LAYERS_APART,
+    START_KINDS,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
     Parts,
     Replay,
     capture_parts,
-    no_garbage_collection,
+    no_collection,
+    run_once,
 )
 from overlap_spec.worker.windows import Forwarded
+
+TELLING = (1, 2, 8, 16)  # batch sizes that between them meet every form in which Triton compiles a kernel
 
 
 @dataclass(frozen=True)
@@ -64,22 +68,36 @@ class GraphDecoder:
         self._widths = sorted(widths)
         self._sizes = sorted(batch_sizes)
         self._layers_apart = layers_apart
+        self._defers = self._widths[0] == 1 < slots.width and step.self_drafting is None
         self._graphs: dict[tuple[int, int], StepGraphs] = {}
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last
         self._running: StepGraphs | None = None  # of the step being launched
         self._kind: KindGraphs[Forwarded, Verdict] | None = None
 
+    def run_once(self) -> None:
+        """Run what `capture` captures, operation by operation."""
+        with torch.inference_mode():
+            for size in reversed(self._sizes):
+                slots = self._dummies(size)
+                for width in self._widths:
+                    run_once(self._parts(slots, width))
+                if self._defers:
+                    self._step.catch_up(slots, torch.zeros_like(slots))
+
     def capture(self, recorder: GraphRecorder) -> None:
-        """Capture every batch size and width, largest first."""
-        defers = self._widths[0] == 1 < self._rows.width and self._step.self_drafting is None
-        with torch.inference_mode(), no_garbage_collection():
+        """Capture every batch size and width, largest first; of the largest, every kind of sampling."""
+        with torch.inference_mode(), no_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):
                     self._graphs[size, width] = self._capture(size, width, recorder)
-                if defers:
+                if self._defers:
                     self._catch_up[size] = self._capture_catch_up(size, recorder)
         recorder.finish()
+
+    def late(self) -> Iterator[Callable[[], object]]:
+        """What captures the rest, a step of one size, width and kind at each call."""
+        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
         captured = self._catch_up.get(self._size_for(len(slots)))
@@ -104,7 +122,7 @@ class GraphDecoder:
             self._kind = None
             self._step.marks.replayed(())
             return self._step.judge(forwarded, sampling)
-        kind = self._kind = self._running.parts.kinds[sampling]
+        kind = self._kind = self._running.parts.kind(sampling)
         self._step.marks.replayed(kind.marks)
         kind.judge()
         return kind.judged
@@ -131,16 +149,22 @@ class GraphDecoder:
     def _dummies(self, size: int) -> Tensor:
         return torch.full((size,), self._rows.dummy, dtype=torch.int64, device=self._rows.length.device)
 
-    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
-        step, slots = self._step, self._dummies(size)
-        parts = Parts(
+    def _parts(self, slots: Tensor, width: int) -> Parts[Forwarded, Verdict]:
+        step = self._step
+        return Parts(
             forward=lambda: step.forward(slots, width),
             judge=step.judge,
             draft=step.draft if step.drafts_after(width) else None,
             draft_work=step.method.draft_work,
             marks=step.marks,
         )
-        return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart))
+
+    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
+        slots = self._dummies(size)
+        largest = (size, width) == (self._sizes[-1], self._widths[-1])
+        kinds = SAMPLING_WORK if largest else START_KINDS
+        run = SAMPLING_WORK if size in (*TELLING, self._sizes[-1]) else START_KINDS
+        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, kinds, self._layers_apart, run))
 
     def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)

@@ -1,12 +1,14 @@
 """The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
-On CUDA everything is enqueued on one stream; inputs travel through a ring of pinned buffers, each guarded by an event,
-so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
-them is gone. On a CPU nothing is copied, and work is done when its call returns.
+On CUDA everything is enqueued on one stream, but for small copies out beside long work (`beside`). Inputs travel
+through a ring of pinned buffers, each guarded by an event, so the host never waits while it launches. A result buffer
+and an event return to their pools when the last reference to them is gone. On a CPU nothing is copied, and work is done
+when its call returns.
 """
 
 import time
 from array import array
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -51,6 +53,7 @@ class Device(Protocol):
     """Where the worker's tensors live."""
 
     torch_device: torch.device
+    asynchronous: bool  # whether work is enqueued, and done later
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         """Copy packed 64-bit integers in. Shapes: -> [n] i64. Sync: never."""
@@ -62,6 +65,13 @@ class Device(Protocol):
 
     def now(self) -> DeviceEvent:
         """Mark this point of the stream. Sync: never."""
+        ...
+
+    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
+        """What is enqueued within runs after `point`, beside whatever follows that. Sync: never.
+
+        What it reads may change only once the host has seen its result; tensors made within stay within.
+        """
         ...
 
     def finish(self) -> None:
@@ -108,6 +118,7 @@ class CpuDevice:
     """Plain torch on the host. Tests compare CUDA with it."""
 
     torch_device = torch.device("cpu")
+    asynchronous = False
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         return _as_tensor(values)
@@ -117,6 +128,9 @@ class CpuDevice:
 
     def now(self) -> DeviceEvent:
         return CpuEvent()
+
+    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def finish(self) -> None:
         """Nothing is left to wait for."""
@@ -183,6 +197,8 @@ class CudaDownload:
 class CudaDevice:
     """One stream and a ring of pinned buffers; a buffer is reused `ring` uploads later, when its step is settled."""
 
+    asynchronous = True
+
     def __init__(self, ring: int) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._staging = [_pinned(FIRST_BUFFER_INTS) for _ in range(ring)]
@@ -190,6 +206,7 @@ class CudaDevice:
         self._next = 0
         self._events: list[torch.cuda.Event] = []
         self._results: list[Tensor] = []
+        self._beside = torch.cuda.Stream(priority=-1)  # its small kernels do not queue behind a layer's
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         slot, self._next = self._next, (self._next + 1) % len(self._staging)
@@ -208,6 +225,11 @@ class CudaDevice:
 
     def now(self) -> DeviceEvent:
         return CudaEvent(self._events)
+
+    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
+        assert isinstance(point, CudaEvent)
+        self._beside.wait_event(point.event)
+        return torch.cuda.stream(self._beside)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
-from overlap_spec.worker.chunks import Chunks, Packer
+from overlap_spec.worker.chunks import Chunks, Ints, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
@@ -88,10 +88,14 @@ class Executor:
         self._auditor: Auditor | None = None
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
+        self._late: Iterator[Callable[[], object]] = iter(())
 
-    def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
-        """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
-        self._decoder, self._prefiller = decoder, prefiller
+    def use(self, decoder: Decoder, prefiller: Prefiller, late: Iterable[Callable[[], object]] = ()) -> None:
+        """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight.
+
+        `late`: captures that can wait until there is nothing else to do (`capture_late`).
+        """
+        self._decoder, self._prefiller, self._late = decoder, prefiller, iter(late)
 
     def with_audits(self, step: AuditStep) -> "Executor":
         """Also run audits."""
@@ -118,6 +122,15 @@ class Executor:
         while not launch.advance():
             time.sleep(POLL_S)
         return launch.handle
+
+    def capture_late(self) -> bool:
+        """Capture one of the graphs that no step has needed so far. Returns False if none is left. Sync: never."""
+        capture = next(self._late, None)
+        if capture is None:
+            return False
+        with torch.inference_mode():
+            capture()
+        return True
 
     @property
     def is_self_drafting(self) -> bool:
@@ -158,9 +171,10 @@ class Executor:
         batch_slots, decoder = self._slots_on_device(handle), self._decoder
         if masking is not None:
             masking.propose_forced(constrained, width)
-            masking.read_windows(constrained, width)
+            proposed = masking.windows_proposed(constrained, width)
         forwarded = decoder.forward(batch_slots.on_device, width)
         if masking is not None:
+            masking.read_windows(proposed, width)
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)
         verdict = decoder.judge(forwarded, batch_slots.sampling)
@@ -242,7 +256,7 @@ class Executor:
             self._decoder.catch_up(on_device, deferred)
         return self._batch_slots
 
-    def _load(self, handle: StepHandle, *runs: Iterable[int]) -> list[Tensor]:
+    def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]

@@ -35,7 +35,7 @@ class RequestGrammar:
 
     def __init__(self, matcher: Matcher, eos_token_ids: frozenset[int], release: Callable[[], None]) -> None:
         self.matcher = matcher
-        self.release = release  # to be called once nobody uses it any more
+        self.release = release  # to be called once no request uses it any more
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.failure = ""  # why it cannot go on
         self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
@@ -54,8 +54,10 @@ class RequestGrammar:
         """Consume committed tokens, up to the end, and find out what must follow."""
         if self._ended or self.failure:
             return
-        known = list(takewhile(lambda token: token not in self._eos, tokens))
-        self._ended = len(known) < len(tokens)
+        known = list(tokens)
+        if not self._eos.isdisjoint(known):
+            known = list(takewhile(lambda token: token not in self._eos, known))
+            self._ended = True
         count = self.matcher.try_consume_tokens(known) if known else 0
         if count < len(known):
             self.failure = self.matcher.get_error() or f"token {known[count]} was drawn, which it does not allow"

@@ -140,16 +140,25 @@ class Masking:
         slots, tokens = packer.upload(self._device)
         place_forced(self._slots.window, self._parents, slots, tokens.view(len(forced), most))
 
-    def read_windows(self, constrained: Sequence[Constrained], width: int) -> None:
-        """Start to copy out what the step will verify: the target's layers, which follow, take longer. Sync: never.
+    def windows_proposed(self, constrained: Sequence[Constrained], width: int) -> DeviceEvent:
+        """Note which windows have no masks yet. Returns when they are what the step will verify. Sync: never.
 
-        Where it is there at once, as on a CPU, threads begin at once.
+        On a CPU they are read at once, and threads begin, as the target's layers take the time of this thread.
         """
         self._reading = [each for each in constrained if self.slow.filling(each.uid, width) is None]
         if self._reading:
+            self._slots_of(self._reading)
+        if self._reading and not self._device.asynchronous:
             self._window = self._device.download(self._windows(self._reading, width))
-            if not self._unread and self._window.ready():
+            if not self._unread:
                 self._read(width)
+        return self._device.now()
+
+    def read_windows(self, proposed: DeviceEvent, width: int) -> None:
+        """Start to copy those windows out, beside the layers, which are enqueued and take longer. Sync: never."""
+        if self._reading and self._device.asynchronous:
+            with self._device.beside(proposed):
+                self._window = self._device.download(self._windows(self._reading, width))
 
     def step_masks(
         self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent, may_leave: bool

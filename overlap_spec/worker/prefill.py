@@ -18,7 +18,7 @@ from overlap_spec.sampling.log_probs import KeptLogits, drawn_log_probs, prompt_
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Prompts, SpecMethod
-from overlap_spec.spec.rows import chunk_rows
+from overlap_spec.spec.rows import chunk_rows, reading_only
 from overlap_spec.spec.types import SlotBatch
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.slots import SlotRows
@@ -81,11 +81,15 @@ class Prefiller(Protocol):
 class PrefillStep:
     """The parts of a step, operation by operation."""
 
-    def __init__(self, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int) -> None:
+    def __init__(
+        self, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int, reads_last: bool = False
+    ) -> None:
+        """`reads_last`: of the last layer, the draft reads no other rows than chunks' last ones."""
         self._slots = slots
         self._target = target
         self.method = method
         self._page_size = page_size
+        self._reads_last = reads_last
         self._token_ids = torch.arange(target.vocab_size, device=slots.length.device)
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
@@ -95,8 +99,16 @@ class PrefillStep:
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         inputs, tables = PromptInputs.of(packed, shape), self._slots.page_table
         rows = chunk_rows(
-            tables[inputs.slots], inputs.owners, inputs.positions, inputs.row_starts, shape.max_rows, self._page_size
+            tables[inputs.slots],
+            inputs.owners,
+            inputs.positions,
+            inputs.row_starts,
+            shape.max_rows,
+            self._page_size,
+            shape.places,
         )
+        if self._reads_last and shape.reads_last:
+            rows = reading_only(rows, inputs.last_rows)
         batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
         output = self._target.forward(inputs.tokens, rows)
         assert rows.cache_rows is not None, "chunks say where their rows are"
@@ -106,7 +118,9 @@ class PrefillStep:
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
-        lazy_logits: LazyLogits = self._target.logits(prefilled.output.hidden[inputs.last_rows])
+        hidden = prefilled.output.hidden
+        hidden = hidden[inputs.last_rows] if prefilled.rows.read is None else hidden
+        lazy_logits: LazyLogits = self._target.logits(hidden)
         lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
         context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None], of_target=True)

@@ -3,28 +3,34 @@
 What no captured size holds is launched operation by operation: it has enough work for the device to hide that.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     LAYERS_APART,
+    START_KINDS,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
     Parts,
     capture_parts,
-    no_garbage_collection,
+    no_collection,
+    run_once,
 )
 
 ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
 CHUNKS = 8  # requests in a captured step; one more chunk takes the rows that are left over
+BATCH_ROWS = (512, 1024, 1536, 2048, 3072, 4096)  # of steps with more requests
+BATCH_CHUNKS = 64
+LONGEST = 1024  # rows of one request in such a step, and more than may be left over
 
 
 @dataclass(frozen=True)
@@ -40,32 +46,59 @@ def captured_rows(most_rows: int) -> tuple[int, ...]:
     return tuple(rows for rows in ROWS if rows <= most_rows)
 
 
+def captured_shapes(most_rows: int, batch_rows: int, num_slots: int) -> list[PromptShape]:
+    """The sizes of captured steps, those for few requests first, each of these ascending.
+
+    `batch_rows`: the most prompt tokens of a step with many requests: with more, the layers of the target take longer
+    than their launches.
+    """
+    few = [PromptShape(rows, CHUNKS + 1, rows) for rows in captured_rows(most_rows)]
+    chunks = min(BATCH_CHUNKS, num_slots) + 1
+    many = [PromptShape(rows, chunks, LONGEST) for rows in BATCH_ROWS if rows <= batch_rows]
+    return few + many if chunks > CHUNKS + 1 and most_rows >= LONGEST else few
+
+
 class GraphPrefiller:
-    """Replays the smallest captured size that holds the step's rows. `most_rows`: positions that a row may have.
+    """Replays the smallest captured size that holds the step's rows and requests.
 
     What is replayed is overwritten by the next step of its size.
     """
 
-    def __init__(self, step: PrefillStep, slots: SlotRows, most_rows: int, layers_apart: bool = LAYERS_APART) -> None:
+    def __init__(
+        self,
+        step: PrefillStep,
+        slots: SlotRows,
+        shapes: Sequence[PromptShape],
+        layers_apart: bool = LAYERS_APART,
+    ) -> None:
         self._step = step
         self._slots = slots
-        self._shapes = [PromptShape(rows, CHUNKS + 1, rows) for rows in captured_rows(most_rows)]
+        self._shapes = shapes
         self._layers_apart = layers_apart
         self._graphs: dict[PromptShape, PromptGraphs] = {}
         self._running: PromptGraphs | None = None  # of the step being launched
         self._kind: KindGraphs[Prefilled, Published] | None = None
 
+    def run_once(self) -> None:
+        """Run what `capture` captures, operation by operation."""
+        with torch.inference_mode():
+            for shape in reversed(self._shapes):
+                run_once(self._parts(self._packed(shape), shape))
+
     def capture(self, recorder: GraphRecorder) -> None:
-        """Capture every size, largest first."""
-        with torch.inference_mode(), no_garbage_collection():
+        """Capture every size, largest first; of the largest, every kind of sampling."""
+        with torch.inference_mode(), no_collection():
             for shape in reversed(self._shapes):
                 self._graphs[shape] = self._capture(shape, recorder)
         recorder.finish()
 
+    def late(self) -> Iterator[Callable[[], object]]:
+        """What captures the rest, a step of one size and kind at each call."""
+        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
+
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
-        fitting = (shape for shape in self._shapes if exact.rows <= shape.rows and exact.chunks <= CHUNKS)
-        return next(fitting, exact)
+        return next((shape for shape in self._shapes if _holds(shape, exact)), exact)
 
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         graphs = self._running = self._graphs.get(shape)
@@ -79,7 +112,7 @@ class GraphPrefiller:
         if self._running is None:
             self._kind = None
             return self._step.draw(prefilled, sampling)
-        kind = self._kind = self._running.parts.kinds[sampling]
+        kind = self._kind = self._running.parts.kind(sampling)
         kind.judge()
         return kind.judged
 
@@ -90,12 +123,27 @@ class GraphPrefiller:
             self._kind.draft()
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
-        step, empty = self._step, Chunks([]).laid_out(shape, self._slots.dummy)
-        packed = torch.frombuffer(empty, dtype=torch.int64).to(self._slots.length.device)
-        parts = Parts(
+        packed = self._packed(shape)
+        kinds = SAMPLING_WORK if shape == self._shapes[-1] else START_KINDS
+        largest = max(other.rows for other in self._shapes if other.chunks == shape.chunks)
+        run = SAMPLING_WORK if shape.rows == largest else START_KINDS  # a draw looks at the number of chunks alone
+        parts = self._parts(packed, shape)
+        return PromptGraphs(packed, capture_parts(parts, recorder, kinds, self._layers_apart, run))
+
+    def _packed(self, shape: PromptShape) -> Tensor:
+        empty = Chunks([]).laid_out(shape, self._slots.dummy)
+        return torch.from_numpy(empty).to(self._slots.length.device)
+
+    def _parts(self, packed: Tensor, shape: PromptShape) -> Parts[Prefilled, Published]:
+        step = self._step
+        return Parts(
             forward=lambda: step.forward(packed, shape),
             judge=step.draw,
             draft=step.draft if self._slots.width > 1 else None,
             draft_work=step.method.draft_work,
         )
-        return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart))
+
+
+def _holds(shape: PromptShape, exact: PromptShape) -> bool:
+    """Whether so many rows and chunks, and one chunk more for the rows that are left over, fit."""
+    return exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +53,7 @@ class WindowMasks:
 
     def memory(self, num_columns: int) -> Tensor:
         """Where masks of so many columns are written. Everything is allowed. Shapes: -> [N] i32, N even."""
-        return torch.full((2 * -(-num_columns * self.words // 2),), -1, dtype=torch.int32)
+        return torch.full((self._num_ints(num_columns),), -1, dtype=torch.int32)
 
     def compute(self, matchers: Sequence[Matcher], windows: Sequence[HostWindow], memory: Tensor) -> Tensor:
         """Write masks of windows of w columns. Columns that no draw can reach have any mask that allows something.
@@ -61,6 +61,10 @@ class WindowMasks:
         Shapes: memory [N] i32, on the host -> [G * w * n] i32, or one more, so that it is even: packed masks.
         """
         width = len(windows[0].tokens)
+        if windows[0].parents is None:
+            chains = [_chain(window.tokens, self._ends) for window in windows]
+            self._compute([(matcher, i * width, chains[i]) for i, matcher in enumerate(matchers)], memory)
+            return memory[: self._num_ints(len(windows) * width)]
         runs = [runs_of(window, self._ends) for window in windows]
         order = [first for first in range(0, len(windows) * width, width) for _ in range(width)]  # rows, by column
         free = list(range(0, len(windows) * width, width))  # the next row of each window
@@ -82,13 +86,13 @@ class WindowMasks:
             for matcher, depth in entered:
                 if depth:
                     matcher.rollback(depth)
-        num_ints = 2 * -(-len(order) * self.words // 2)
-        if windows[0].parents is None:
-            return memory[:num_ints]
         ordered = self.memory(len(order))
         rows = memory[: len(order) * self.words].view(-1, self.words)
         ordered[: rows.numel()] = rows[torch.tensor(order)].view(-1)
         return ordered
+
+    def _num_ints(self, num_columns: int) -> int:
+        return 2 * -(-num_columns * self.words // 2)
 
     def _compute(self, work: list[tuple[Matcher, int, list[int]]], memory: Tensor) -> None:
         """Masks along runs. Of each: a matcher at its first column, the row of that, and the guesses below."""
@@ -122,7 +126,7 @@ def runs_of(window: HostWindow, ends: frozenset[int]) -> list[Run]:
     """Cut a window into runs, parents first. A guess of `ends` has no column: nothing after the end counts."""
     tokens = window.tokens
     if window.parents is None:
-        guesses = list(takewhile(lambda token: token >= 0 and token not in ends, tokens[1:]))
+        guesses = _chain(tokens, ends)
         return [Run([], list(range(len(guesses) + 1)), guesses)]
     children: list[list[int]] = [[] for _ in tokens]
     for column in range(1, len(tokens)):
@@ -140,6 +144,14 @@ def runs_of(window: HostWindow, ends: frozenset[int]) -> list[Run]:
             guesses.append(tokens[column])
         runs.append(Run(path, columns, guesses))
     return runs
+
+
+def _chain(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """The guesses of a chain, up to the first column without one."""
+    for column in range(1, len(tokens)):
+        if tokens[column] < 0 or tokens[column] in ends:
+            return tokens[1:column]
+    return tokens[1:]
 
 
 def mask_words(vocab_size: int) -> int:

@@ -1,16 +1,18 @@
 """The worker process: loads, warms up, reports its facts, then runs its loop."""
 
 import logging
-import time
+import threading
 from functools import partial
 
 import torch
+from overlap_spec_kernels import load_compiler
 
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
+from overlap_spec.runtime.start_times import StartTimes
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
@@ -24,12 +26,15 @@ from overlap_spec.worker.sizing.geometry import (
     memory_facts,
 )
 from overlap_spec.worker.sizing.memory_budget import free_bytes
+from overlap_spec.worker.sizing.precompile import precompile
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
 from overlap_spec.worker.sizing.warmup import (
     FEW_TOKENS,
+    Captures,
     ChunkSize,
     capture_graphs,
     cuda_prompt_lengths,
+    run_uncaptured,
     warm_up,
 )
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
@@ -107,21 +112,18 @@ def _acceptance_fact(spec: SpecSettings) -> str:
 
 async def main(context: ActorContext) -> None:
     """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do."""
-    begun = time.perf_counter()
-    settings = context.settings
+    times, settings = StartTimes(), context.settings
+    times.end("imports")
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
+    if settings.model.device == "cuda":
+        threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
-    context.progress("warming up", 0, 0)
-    on_cpu = settings.model.device == "cpu"
-    warm_up(executor, geometry, *(((), FEW_TOKENS) if on_cpu else (cuda_prompt_lengths(geometry),)))
-    if settings.graph_batch_sizes:
-        context.progress("capturing CUDA graphs", 0, 0)
-    free = free_bytes(settings.model.device)
-    captures = capture_graphs(executor, geometry, settings.graph_batch_sizes)
-    graph_bytes = free - free_bytes(settings.model.device)
+    times.end("weights and caches")
+    captures, graph_bytes = _prepare(context, times, executor, geometry)
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # the tokens of the warm-up
+    times.end("step times")
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     context.ready(
         WorkerFacts(
@@ -133,9 +135,9 @@ async def main(context: ActorContext) -> None:
             platform=_platform_facts(settings, models, graph_bytes),
             graph_batch_sizes=settings.graph_batch_sizes,
             graph_counts=dict(captures.counts),
-            capture_s=captures.seconds,
+            graph_s=dict(captures.seconds),
             step_widths=geometry.step_widths,
-            start_s=time.perf_counter() - begun,
+            start_s=times.seconds,
             bytes_per_s=ceiling.bytes_per_s,
             flop_per_s=ceiling.flop_per_s,
             verification=_verification_fact(settings.spec, models),
@@ -151,6 +153,31 @@ async def main(context: ActorContext) -> None:
     Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer).run()
     tracer.finish()
     executor.close()
+
+
+def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geometry: Geometry) -> tuple[Captures, int]:
+    """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory."""
+    settings, device = context.settings, context.settings.model.device
+    batch_sizes = settings.graph_batch_sizes
+    if device == "cpu":
+        context.progress("warming up", 0, 0)
+        warm_up(executor, geometry, (), FEW_TOKENS)
+    else:
+        context.progress("compiling kernels", 0, 0)
+        precompile(settings, executor, geometry)
+        times.end("kernels")
+        context.progress("warming up", 0, 0)
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)
+    times.end("warm-up")
+    free = free_bytes(device)
+    if batch_sizes:
+        context.progress("capturing CUDA graphs", 0, 0)
+    captures = capture_graphs(executor, geometry, batch_sizes)
+    if batch_sizes:
+        times.end("CUDA graphs")
+        run_uncaptured(executor, geometry)
+        times.end("long steps")
+    return captures, free - free_bytes(device)
 
 
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:

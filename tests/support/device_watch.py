@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,24 @@ def synchronization_is_an_error() -> Iterator[None]:
 
 
 @contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The Triton and Gluon functions that are compiled in the block, as it goes."""
+def compilations(loaded: bool = True) -> Iterator[list[str]]:
+    """The Triton and Gluon functions that are compiled in the block, as it goes.
+
+    `loaded`: also those that are read from Triton's cache, for which a step waits some milliseconds.
+    """
     import triton
 
     compiled: list[str] = []
-    triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(str(what.get("fn")))
+
+    def note(*, src: Any, cache_hit: bool, **_: object) -> None:
+        if loaded or not cache_hit:
+            compiled.append(src.name)
+
+    triton.knobs.compilation.listener = note
     try:
         yield compiled
     finally:
-        triton.knobs.runtime.jit_post_compile_hook = None
+        triton.knobs.compilation.listener = None
 
 
 def device_allocations() -> int:

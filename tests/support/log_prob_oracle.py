@@ -14,6 +14,8 @@ from torch import Tensor
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.messages import FinishKind, LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.models.interfaces import LoadedTarget, RowBatch, TargetOutput
+from overlap_spec.spec.drafts import NoDraft
+from overlap_spec.spec.proposers.none import NoProposer
 from overlap_spec.worker.build import build_executor
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.tiny.models import CPU
@@ -55,7 +57,8 @@ class LogProbOracle:
         self._geometry = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400).geometry()
         models = tiny_loaded(seed, 0, torch.float64, CPU, family=family)
         self._target = ForwardedTarget(models.target)
-        self._executor = build_executor(replace(models, target=self._target), self._geometry, CPU)
+        reads_all = NoDraft(lambda shape: NoProposer())  # an unknown draft may read every row
+        self._executor = build_executor(replace(models, target=self._target, proposer=reads_all), self._geometry, CPU)
         self._tolerance = tolerance
 
     def close(self) -> None:

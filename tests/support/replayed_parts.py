@@ -19,6 +19,7 @@ class ReplayedParts:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
 
     def record(self, part: str, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         result = run(work)

@@ -54,7 +54,7 @@ from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.masking import Masking
 from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
-from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.window_masks import HostWindow
@@ -272,6 +272,8 @@ class Ring:
             warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
         recorder = ReplayedParts if self._config.place == CPU else CudaRecorder
         capture_graphs(self.executor, geometry, self._config.graph_batch_sizes, recorder)
+        if self._config.graph_batch_sizes:
+            run_uncaptured(self.executor, geometry)
         loop.call_soon_threadsafe(self.ready.set)
         self.worker.run()
 

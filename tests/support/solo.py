@@ -13,7 +13,7 @@ from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included
 CHUNK_SLOTS = 8  # prompts in a prefill step: as many as a captured one holds
@@ -52,6 +52,7 @@ class Solo:
         if graphs:
             warm_up(self.executor, self._geometry, cuda_prompt_lengths(self._geometry))
             captures = capture_graphs(self.executor, self._geometry, settings.graph_batch_sizes)
+            run_uncaptured(self.executor, self._geometry)
             self._captured = captures.decoder, captures.prefiller
 
     def close(self) -> None:

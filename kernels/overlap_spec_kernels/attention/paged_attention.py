@@ -151,10 +151,12 @@ def _tiling(
     num_tiles = ceil_div(max_rows, rows)
     if num_splits is None:
         num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        num_programs = num_tiles * num_kv_heads * page_table.shape[0]
+        # Of a captured step, which is laid out for more requests, one request may have all rows.
+        num_programs = ceil_div(q.shape[0], min(rows, max_rows)) * num_kv_heads
         capacity = page_table.shape[1] * k_cache.shape[1]
         capacity = capacity if window is None else min(capacity, window + rows)
-        num_splits = min(ceil_div(_PROGRAMS_PER_SM * num_sms, num_programs), ceil_div(capacity, block_n), _MAX_SPLITS)
+        at_once = max(_PROGRAMS_PER_SM * num_sms // num_programs, 1)  # a second round would be the longer one
+        num_splits = min(at_once, ceil_div(capacity, block_n), _MAX_SPLITS)
     return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits)
 
 
@@ -211,7 +213,14 @@ def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
     out = partial.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
     block_s, block_d = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS, next_power_of_2(head_dim)
     _combine_kernel[(num_rows, num_heads)](
-        partial, stats, out, num_splits, HEAD_DIM=head_dim, BLOCK_S=block_s, BLOCK_D=block_d
+        partial,
+        stats,
+        out,
+        num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=1 if num_splits <= _FEW_SPLITS else 4,
     )
     return out
 
@@ -263,14 +272,15 @@ def _paged_attention_kernel(
         position = tl.load(positions_ptr + row, mask=live, other=-1)
         # This split's share, in whole blocks, of the keys that some row attends to; the last splits may have none.
         num_keys = tl.load(positions_ptr + end_row - 1).to(tl.int32) + 1
+        lowest_position = tl.load(positions_ptr + first_row).to(tl.int32)
         lowest_key = 0
         if WINDOW:
-            lowest_key = tl.maximum(tl.load(positions_ptr + first_row).to(tl.int32) - (WINDOW - 1), 0)
+            lowest_key = tl.maximum(lowest_position - (WINDOW - 1), 0)
         share = tl.cdiv(tl.cdiv(num_keys - lowest_key, num_splits), BLOCK_N) * BLOCK_N
         first_key = lowest_key + split * share
         end_key = tl.minimum(num_keys, first_key + share)
         acc, highest, denominator = _attend_to_keys(
-            q, position, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
+            q, position, lowest_position, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
             page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D
         )  # fmt: skip
@@ -289,6 +299,7 @@ def _paged_attention_kernel(
 def _attend_to_keys(
     q: tl.tensor,
     position: tl.tensor,
+    lowest_position: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     table_row_ptr: tl.tensor,
@@ -305,33 +316,74 @@ def _attend_to_keys(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """An online softmax over keys first_key..end_key - 1. Returns (sum of p V, highest score, sum of p).
 
-    The lowest score is finite: a row whose keys so far are all masked subtracts it without a NaN.
+    Blocks that every row sees whole, those up to the tile's lowest position, come first and without a mask. The lowest
+    score is finite: a row whose keys so far are all masked subtracts it without a NaN.
     """
-    column = tl.arange(0, BLOCK_D)
-    inside = column < HEAD_DIM
     highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
     denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for block in range(first_key, end_key, BLOCK_N):
-        key = block + tl.arange(0, BLOCK_N)
-        valid = key < end_key
-        page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
-        offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
-        k_mask = inside[:, None] & valid[None, :]
-        k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=k_mask, other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-        if WINDOW:
-            scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        p = tl.exp2(scores - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        denominator = denominator * rescale + tl.sum(p, axis=1)
-        v_mask = valid[:, None] & inside[None, :]
-        v = tl.load(v_ptr + offset[:, None] + column[None, :], mask=v_mask, other=0.0)
-        acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        highest = new_highest
+    masked_from = first_key
+    if WINDOW == 0:
+        num_seen = tl.minimum(end_key, lowest_position + 1) - first_key
+        masked_from = first_key + tl.maximum(num_seen, 0) // BLOCK_N * BLOCK_N
+        for block in range(first_key, masked_from, BLOCK_N):
+            acc, highest, denominator = _attend_to_block(
+                q, position, acc, highest, denominator, k_ptr, v_ptr, table_row_ptr, block, end_key, scale_log2,
+                CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_D, False
+            )  # fmt: skip
+    for block in range(masked_from, end_key, BLOCK_N):
+        acc, highest, denominator = _attend_to_block(
+            q, position, acc, highest, denominator, k_ptr, v_ptr, table_row_ptr, block, end_key, scale_log2,
+            CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_D, True
+        )  # fmt: skip
     return acc, highest, denominator
+
+
+@TritonKernel
+def _attend_to_block(
+    q: tl.tensor,
+    position: tl.tensor,
+    acc: tl.tensor,
+    highest: tl.tensor,
+    denominator: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_row_ptr: tl.tensor,
+    block: tl.tensor,
+    end_key: tl.tensor,
+    scale_log2: float,
+    CACHE_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One step of the online softmax, over keys block..block + BLOCK_N - 1."""
+    column = tl.arange(0, BLOCK_D)
+    inside = column < HEAD_DIM
+    key = block + tl.arange(0, BLOCK_N)
+    valid = key < end_key if MASKED else key >= 0
+    page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+    offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
+    k_places, v_places = k_ptr + offset[None, :] + column[:, None], v_ptr + offset[:, None] + column[None, :]
+    if MASKED or BLOCK_D > HEAD_DIM:
+        k = tl.load(k_places, mask=inside[:, None] & valid[None, :], other=0.0)
+        v = tl.load(v_places, mask=valid[:, None] & inside[None, :], other=0.0)
+    else:
+        k, v = tl.load(k_places), tl.load(v_places)
+    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    if WINDOW:
+        scores = tl.where(key[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    p = tl.exp2(scores - new_highest[:, None])
+    rescale = tl.exp2(highest - new_highest)
+    denominator = denominator * rescale + tl.sum(p, axis=1)
+    acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return acc, new_highest, denominator
 
 
 @TritonKernel.with_options(do_not_specialize=("num_splits",))

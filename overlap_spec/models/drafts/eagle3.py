@@ -75,6 +75,7 @@ class Eagle3Weights:
             extend_work=self.fusion.work + work,
             aux_layers=self.config.aux_layers,
             draft_vocab_size=len(self.target_ids),
+            reads_hidden=not self.config.aux_layers,
         )
 
     def attach(

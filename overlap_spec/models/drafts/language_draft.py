@@ -65,6 +65,7 @@ class LanguageDraftWeights:
             work=work,
             extend_work=work,
             draft_vocab_size=len(self.target_ids),
+            reads_hidden=False,
         )
 
     def attach(

@@ -9,13 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from overlap_spec_kernels import DecodeScratch, decode_attention, paged_attention, rope_kv_write, tree_attention
+import torch
+from overlap_spec_kernels import (
+    DecodeScratch,
+    chunk_attention,
+    decode_attention,
+    paged_attention,
+    rope_kv_write,
+    takes_long_chunks,
+    tree_attention,
+)
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.cpu_attention import Forwards
@@ -50,6 +59,7 @@ class _Layer(NamedTuple):
     shape: AttentionShape
     window: int | None
     forwards: Forwards  # on a CPU: of all layers with this rotation
+    long_apart: bool  # long chunks attend each by itself
 
 
 class PagedAttention:
@@ -69,6 +79,8 @@ class PagedAttention:
         self._scratch = DecodeScratch.allocate(shapes[0].head_dim, like.device, None if like.is_cuda else 1)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
+        heads = set() if choice.torch_only else {shape.num_heads for shape in shapes}
+        apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, cache.k[0], cache.v[0])}
         layers = []
         for shape, window, k_cache, v_cache in zip(shapes, windows, cache.k, cache.v, strict=True):
             key = next((index for index, other in enumerate(shapes) if other.rope == shape.rope))
@@ -77,7 +89,8 @@ class PagedAttention:
             cos_sin, forwards = tables[key]
             # A window as long as the longest sequence would only cost time: leave it out.
             reached = None if window is None or window >= num_positions else window
-            layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards))
+            long_apart = reached is None and shape.num_heads in apart
+            layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart))
         self._layers = tuple(layers)
 
     @property
@@ -89,7 +102,7 @@ class PagedAttention:
         """Writes the rows' K/V into the cache of layer `index`, and attends.
 
         `read_before_wait`: positions and pages were written before the launch that this one may overlap.
-        Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d].
+        Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d], [B, n d] with `rows.read`.
         """
         layer = self._layers[index]
         if rows.cache_rows is None and self._choice.places_rows:
@@ -110,21 +123,32 @@ class PagedAttention:
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
-        if not qkv.is_cuda and rows.tree is None:
+        if not qkv.is_cuda and rows.tree is None and rows.read is None:
             return _on_cpu(layer, heads, rows)
         q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
         q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache)
+        if rows.read is not None:
+            q, rows = q[rows.read.index], rows.read.rows
         attend = self._attend if rows.tree is None else self._attend_to_tree
-        return attend(layer, q, rows).reshape(num_rows, -1)
+        return attend(layer, q, rows).reshape(len(q), -1)
 
     def _attend(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""
+        if rows.runs and layer.long_apart:
+            outputs = [self._attend_in_run(layer, q[run.begin : run.end], run) for run in rows.runs]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         assert rows.row_starts is not None
         shared = (q, layer.k_cache, layer.v_cache, rows.page_table, rows.row_starts, rows.positions)
         if self._choice.torch_only:
             return paged_attention_reference(*shared, layer.shape.scale, layer.window)
         return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, layer.window)
+
+    def _attend_in_run(self, layer: _Layer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:
+        """Shapes: q [n, n, d], of this run -> the same."""
+        if isinstance(run, ShortChunks):
+            return self._attend(layer, q, run.rows)
+        return chunk_attention(q, layer.k_cache, layer.v_cache, run.pages, run.start, layer.shape.scale)
 
     def _attend_to_tree(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of trees. Shapes: q [T, n, d] -> [T, n, d]."""
@@ -135,6 +159,22 @@ class PagedAttention:
         if self._choice.torch_only:
             return tree_attention_reference(*shared, layer.shape.scale, layer.window)
         return tree_attention(*shared, layer.shape.scale, layer.window, self._scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """`Attend` of one layer in one forward."""
+
+    attention: PagedAttention
+    index: int
+    rows: RowBatch
+    read_before_wait: bool
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        return self.attention(self.index, qkv, self.rows, self.read_before_wait)
+
+    def kept(self, values: Tensor) -> Tensor:
+        return values if self.rows.read is None else values[self.rows.read.index]
 
 
 def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:

@@ -6,22 +6,31 @@ A linear that adds to the residual also prepares the sum for the next norm (`Nor
 prepared for the next layer's first norm.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.models.layers.attention import AttentionShape, PagedAttention
+from overlap_spec.models.layers.attention import AttentionShape, LayerAttention, PagedAttention
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import ForwardWork, attention_work, total_work
 
-Attend = Callable[[Tensor], Tensor]  # rotates, stores and attends. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]
+
+class Attend(Protocol):
+    """One layer's attention in one forward, of T rows, of which the R that are read go on: all, but in a last layer."""
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Rotate, store and attend. Shapes: [T, (n + 2 nkv) d] -> [R, n d]."""
+        ...
+
+    def kept(self, values: Tensor) -> Tensor:
+        """The rows that go on. Shapes: [T, H] -> [R, H]."""
+        ...
 
 
 class Projection(Protocol):
@@ -51,11 +60,11 @@ class Attention(Protocol):
         ...
 
     def __call__(self, x: Normed, attend: Attend) -> Tensor:
-        """Shapes: [T, H] -> [T, H]."""
+        """Shapes: [T, H] -> [R, H]."""
         ...
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H]."""
+        """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H] -> [R, H]."""
         ...
 
 
@@ -75,7 +84,7 @@ class SelfAttention:
         return self.output(attend(self.qkv(x)))
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        return norm.join(self.output, attend(self.qkv(x)), x.values)
+        return norm.join(self.output, attend(self.qkv(x)), attend.kept(x.values))
 
 
 class DecoderLayer(Protocol):
@@ -97,7 +106,7 @@ class DecoderLayer(Protocol):
         ...
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
-        """Shapes: x [T, H], past `input_norm` -> [T, H], past `next_norm`."""
+        """Shapes: x [T, H], past `input_norm` -> [R, H], past `next_norm`."""
         ...
 
 
@@ -138,7 +147,7 @@ class PostNormLayer:
         return total_work(part.work for part in (*norms, self.attention, self.mlp))
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
-        x = self.mlp_norm.enter(x.values + self.attention_norm(self.attention(x, attend)))
+        x = self.mlp_norm.enter(attend.kept(x.values) + self.attention_norm(self.attention(x, attend)))
         return next_norm.enter(x.values + self.output_norm(self.mlp(x)))
 
 
@@ -156,12 +165,16 @@ def run_layers(
     """Run layers one after another. Returns the last one's residual past `final_norm`, and that after each aux layer.
 
     `first`: place in `attention` of the first one's KV cache. `read_before_wait`: see `PagedAttention`.
-    Shapes: x [T, H], past the first layer's `input_norm` -> [T, H], [T, H] each. Sync: never on CUDA.
+    Shapes: x [T, H], past the first layer's `input_norm` -> [T, H] ([B, H] with `rows.read`), [T, H] each. Sync: never
+    on CUDA.
     """
     aux_hidden: list[Tensor] = []
     next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
+    last, whole = len(layers) - 1, rows if rows.read is None else replace(rows, read=None)
+    assert rows.read is None or last not in aux_layers, "an aux hidden state has all rows"
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-        x = layer(x, next_norm, partial(attention, first + index, rows=rows, read_before_wait=read_before_wait))
+        of_layer = rows if index == last else whole
+        x = layer(x, next_norm, LayerAttention(attention, first + index, of_layer, read_before_wait))
         if index in aux_layers:
             aux_hidden.append(x.values)
     return x, aux_hidden

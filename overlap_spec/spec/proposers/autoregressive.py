@@ -82,7 +82,7 @@ class AutoregressiveProposer:
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
         """Absorb prompt chunks: every row, with the token that follows it."""
         drafted = self._head.forward(prompts.next_tokens, self._head.fuse(output), rows)
-        return drafted.values[prompts.last_rows]
+        return drafted.values[prompts.last_rows] if rows.read is None else drafted.values
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
         """Absorb what is kept of the window: each row with the token after it; later rows are overwritten next time."""

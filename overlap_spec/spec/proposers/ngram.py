@@ -173,6 +173,7 @@ class NgramDraft:
             num_bytes=num_bytes,
             log_bytes=num_bytes,
             tree=None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses),
+            reads_hidden=False,
         )
 
     def attach(self, cache: KVCache, shape: EngineShape) -> NgramProposer:

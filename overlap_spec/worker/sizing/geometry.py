@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
+from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts
@@ -18,6 +19,7 @@ from overlap_spec.worker.window_masks import mask_words
 MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
+GRAPH_FLOP = 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
 MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
 CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
 MOST_CONTROLS = 128  # rows of a step of controls
@@ -48,6 +50,7 @@ class Geometry:
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
     num_audits: int = 0  # slots that audits have beside the others
     num_controls: int = 0  # slots that a step of controls is padded to
+    batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -92,6 +95,7 @@ def settle_geometry(settings: Settings, models: LoadedModels, device: torch.devi
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
+        batch_rows=GRAPH_FLOP // max(models.target.work.row_flop, 1),
         **audit_sizes(settings, models, device),
     )
 
@@ -126,6 +130,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     """What these models and settings take of memory beside pages, and for each token of them."""
     target, draft, dtype = models.target, models.proposer.profile, torch_dtype(settings.model.dtype)
+    chunk = _max_chunk(settings)
     return Demand(
         target_weights=target.num_bytes,
         draft_weights=draft.num_bytes - draft.log_bytes,
@@ -136,7 +141,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         itemsize=dtype.itemsize,
         max_running_requests=settings.scheduler.max_running_requests,
         width=settings.spec.width,
-        chunk=_max_chunk(settings),
+        chunk=chunk,
         scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
         ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
@@ -145,6 +150,8 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         history=settings.model.max_len if settings.logit_processor else 0,
         mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
+        gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
+        layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
     )
 
 

@@ -39,6 +39,8 @@ class Demand:
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     mask_words: int = 0  # 32-bit words of a grammar's mask of the vocabulary
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
+    gathered_keys: int = 0  # that a long chunk copies out of their pages at once, in 16 bits
+    layer_kv: int = 0  # of a token in one layer
 
     @property
     def per_token(self) -> int:
@@ -51,7 +53,8 @@ class Demand:
         rows = max(self.width, self.level_rows)
         drawn = drawing_bytes(self.max_running_requests, rows, self.vocab_size, self.history)
         masks = (self.max_running_requests + 1) * self.width * self.mask_words * 4
-        return drawn + masks + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
+        gathered = self.gathered_keys * self.layer_kv if self.itemsize == 2 else 0
+        return drawn + masks + gathered + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
 
     @property
     def scratch(self) -> int:
@@ -113,4 +116,5 @@ def _in_16_bits(demand: Demand) -> Demand:
         draft_weights=demand.draft_weights // 2,
         target_kv=demand.target_kv // 2,
         draft_kv=demand.draft_kv // 2,
+        layer_kv=demand.layer_kv // 2,
     )

@@ -1,11 +1,17 @@
 """What the worker measures before it is ready: how long prompts and steps take, and what the device could do.
 
-On a CPU they take seconds, so they are kept for the next start with the same model, settings and machine.
+That takes seconds, so they are kept for the next start with the same model, settings and machine. On a GPU, where the
+clock may differ from start to start, the next start times two steps again; if they differ, all of it.
 """
 
+import hashlib
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
+import overlap_spec_kernels
 import torch
 
 from overlap_spec.config import Settings
@@ -16,10 +22,17 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import captured_rows
 from overlap_spec.worker.sizing.costs import ceiling_of
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import ChunkSize, measure_chunk, measure_prefill, measure_steps
+from overlap_spec.worker.sizing.warmup import (
+    ChunkSize,
+    measure_chunk,
+    measure_prefill,
+    measure_steps,
+    measured_again,
+)
 
 NO_COSTS = StepCosts()
 KEPT = "start"
+AGREEING = 1.15  # times that a step may take of what is kept, or the reverse
 
 
 @dataclass(frozen=True)
@@ -33,17 +46,28 @@ class StartCosts:
 
 def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
     """Read the costs that an earlier start has kept, or measure them. Call it after `warm_up`, nothing in flight."""
-    if settings.model.device != "cpu":
-        return _measure(settings, executor, geometry)
-    of = what_they_depend_on(settings)
-    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry))
+    of, on_cpu = what_they_depend_on(settings), settings.model.device == "cpu"
+
+    def holds(kept: StartCosts) -> bool:
+        return on_cpu or not kept.steps.seconds or measured_again(executor, geometry, kept.steps) < AGREEING
+
+    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry), holds, on_cpu)
 
 
 def what_they_depend_on(settings: Settings) -> object:
     """Every setting that the time of a step may depend on; some others are among them."""
     model, spec = settings.model, msgspec.structs.replace(settings.spec, draft_path=None)
     sizes = (model.dtype, model.max_len, settings.cache.page_size, settings.num_threads, settings.spin_count)
-    return model.files.config, sizes, spec, settings.scheduler, settings.attention
+    of = model.files.config, sizes, spec, settings.scheduler, settings.attention
+    return of if model.device == "cpu" else (*of, settings.graph_batch_sizes, _device_and_kernels())
+
+
+def _device_and_kernels() -> tuple[str, ...]:
+    """The GPU, and what runs on it."""
+    package = Path(overlap_spec_kernels.__file__).parent
+    sources = (path for suffix in ("*.py", "*.cu") for path in sorted(package.rglob(suffix)))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return torch.cuda.get_device_name(), digest, *(version(name) for name in ("torch", "triton") if find_spec(name))
 
 
 def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:

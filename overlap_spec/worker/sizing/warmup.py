@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from overlap_spec.messages import (
     LogProbParams,
     Phase,
@@ -20,12 +22,13 @@ from overlap_spec.messages import (
     StepCosts,
     StepPlan,
 )
+from overlap_spec.spec.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.audit import GraphAuditor
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import Prefiller
-from overlap_spec.worker.prefill_graphs import GraphPrefiller
+from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
 
@@ -41,7 +44,7 @@ MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root of the decode steps that are timed
 COST_ROUNDS = 2
 QUEUED_PROMPTS = 2  # on CUDA so many prefill steps are queued, and the faster counts
-QUEUED_STEPS = 8  # on CUDA so many steps are queued, and their mean is taken
+QUEUED_STEPS = 4  # on CUDA so many steps are queued, and their mean is taken
 CPU_COST_SIZES = (1, 4)  # batch sizes that are timed on a CPU, where time grows in proportion beyond them
 
 NOT_MEASURED = PrefillCosts()
@@ -66,24 +69,31 @@ def warm_up(
     geometry: Geometry,
     prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
     num_tokens: int = PROBE_TOKENS,
+    decodes: bool = True,
 ) -> None:
     """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
 
     `prompt_lengths`: greedy prompts that are run before. `num_tokens`: the length of the prompts of the variants.
+    `decodes`: False where `capture_graphs` follows, which runs every decode step once.
     """
     for length in prompt_lengths:
         _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
-        for _ in range(2):
-            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
-        for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
-            _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
-            _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
-            late = [SlotWork(slot=0, deferred=int(width == 1))]
-            _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
+        if decodes:
+            _warm_up_decoding(executor, geometry, sampling)
     if executor.masking is not None:
         executor.masking.warm_up()
+
+
+def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: SamplingParams) -> None:
+    for _ in range(2):
+        _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+    for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=1))
+        _run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
+        late = [SlotWork(slot=0, deferred=int(width == 1))]
+        _run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
@@ -93,12 +103,12 @@ def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Captures:
-    """The graphs of decode and prefill steps, how many there are of each part, and how long the captures took."""
+    """The graphs of decode and prefill steps; by the part of a step, how many there are and how long they took."""
 
     decoder: Decoder
     prefiller: Prefiller
     counts: Counter[str]
-    seconds: float
+    seconds: dict[str, float]
 
 
 def capture_graphs(
@@ -110,20 +120,41 @@ def capture_graphs(
 ) -> Captures:
     """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
     if not batch_sizes:
-        return Captures(executor.decode_step, executor.prefill_step, Counter(), 0.0)
-    started, slots, recorder = time.perf_counter(), executor.slots, make_recorder()
+        return Captures(executor.decode_step, executor.prefill_step, Counter(), {})
+    graphs, recorder = graph_steps(executor, geometry, batch_sizes, layers_apart), make_recorder()
+    for steps in graphs.all:
+        steps.capture(recorder)
+    executor.use(graphs.decoder, graphs.prefiller, [capture for steps in graphs.all for capture in steps.late()])
+    if graphs.auditor is not None:
+        executor.audit_by(graphs.auditor)
+    return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
+
+
+@dataclass(frozen=True)
+class GraphSteps:
+    """What replays the steps of an executor, to be captured."""
+
+    decoder: GraphDecoder
+    prefiller: GraphPrefiller
+    auditor: GraphAuditor | None
+
+    @property
+    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphAuditor, ...]:
+        """In the order of captures: those that need the most memory first."""
+        steps = self.decoder, self.prefiller
+        return steps if self.auditor is None else (*steps, self.auditor)
+
+
+def graph_steps(
+    executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...], layers_apart: bool = LAYERS_APART
+) -> GraphSteps:
+    """Decode steps of these sizes, prefill steps and audits, not captured yet."""
+    slots, audit_step = executor.slots, executor.audit_step
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
-    most_rows = min(geometry.max_len, geometry.max_chunk)
-    prefiller = GraphPrefiller(executor.prefill_step, slots, most_rows, layers_apart)
-    decoder.capture(recorder)
-    prefiller.capture(recorder)
-    executor.use(decoder, prefiller)
-    if executor.audit_step is not None:
-        auditor = GraphAuditor(executor.audit_step, slots.dummy, audit_batches(geometry))
-        auditor.capture(recorder, slots.length.device)
-        executor.audit_by(auditor)
-    _run_uncaptured(executor, geometry)
-    return Captures(decoder, prefiller, recorder.counts, time.perf_counter() - started)
+    shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
+    prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
+    auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
+    return GraphSteps(decoder, prefiller, auditor)
 
 
 def audit_batches(geometry: Geometry) -> tuple[int, ...]:
@@ -133,15 +164,15 @@ def audit_batches(geometry: Geometry) -> tuple[int, ...]:
     return tuple(sorted({max(geometry.num_audits // 4, 1), geometry.num_audits, geometry.num_controls}))
 
 
-def _run_uncaptured(executor: Executor, geometry: Geometry) -> None:
-    """Once more what no graph holds: a capture gives back the memory that eager steps had.
+def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
+    """Run steps that no graph holds, so that they take no memory later. Call it after `capture_graphs`.
 
     Steps of many sizes, because small tensors and large ones lie in memory of their own.
     """
     slots = range(min(geometry.num_slots, geometry.max_chunk))
     longest = min(geometry.max_chunk, geometry.max_len - 1)
+    _run(executor, _prefill(geometry, EVERYTHING, start=0, num_tokens=longest))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
-        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
         _run(executor, _prefill_all(geometry, sampling, slots, 1))
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
         _run(executor, _prefill_all(geometry, GREEDY, slots, num_tokens))
@@ -192,7 +223,18 @@ def measure_prefill(executor: Executor, geometry: Geometry, padded_rows: tuple[i
         return PrefillCosts(0.0, near_s / few, pair_s, padded_rows)
     more_s = _prompt_seconds(executor, geometry, 0, many) - near_s - pair_s * (many**2 - few**2) / 2
     token_s = max(more_s / (many - few), near_s / few / 2)
-    return PrefillCosts(max(near_s - few * token_s - pair_s * few**2 / 2, 0.0), token_s, pair_s, padded_rows)
+    step_s = max(near_s - few * token_s - pair_s * few**2 / 2, 0.0)
+    return _with_long_chunks(executor, geometry, PrefillCosts(step_s, token_s, pair_s, padded_rows))
+
+
+def _with_long_chunks(executor: Executor, geometry: Geometry, costs: PrefillCosts) -> PrefillCosts:
+    """Time the shortest chunk that attends by itself, far from its start, if there is room for one."""
+    far = min(PREFILL_PROBES[2], geometry.max_len - 1 - LONG_CHUNK)
+    if far <= 0 or geometry.max_chunk < LONG_CHUNK:
+        return costs
+    attention_s = _prompt_seconds(executor, geometry, far, LONG_CHUNK) - costs.step_s - LONG_CHUNK * costs.token_s
+    pair_s = max(attention_s, 0.0) / (LONG_CHUNK * (far + LONG_CHUNK / 2))
+    return replace(costs, long_chunk=LONG_CHUNK, long_pair_s=min(pair_s, costs.pair_s))
 
 
 def _prompt_seconds(executor: Executor, geometry: Geometry, start: int, num_tokens: int) -> float:
@@ -230,6 +272,15 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
     return StepCosts(tuple(sizes), geometry.step_widths, fastest)
+
+
+def measured_again(executor: Executor, geometry: Geometry, costs: StepCosts) -> float:
+    """Time two of the steps again. Returns how many times as long as in `costs` they take, or the reverse."""
+    worst, width = 1.0, geometry.width
+    for size, row in {costs.batch_sizes[0]: costs.seconds[0], costs.batch_sizes[-1]: costs.seconds[-1]}.items():
+        ratio = _step_seconds(executor, geometry, size, width, QUEUED_STEPS) / row[-1]
+        worst = max(worst, ratio, 1 / ratio)
+    return worst
 
 
 def _queued_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:

@@ -98,9 +98,7 @@ def test_matchers_are_independent_and_the_oldest_is_forgotten(
     assert len(few._compiled) == 2
 
 
-def test_a_matcher_that_is_given_back_begins_again(
-    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_matcher_that_is_given_back_begins_again(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "MAX_FREE", 1)
     grammar, few = Grammar(GrammarKind.REGEX, "ab"), GrammarCompiler(grammars.vocabulary)
     first, second, broken = (few.compile(grammar) for _ in range(3))

@@ -23,8 +23,9 @@ CUDA = CudaFacts(
 
 
 def on_cuda() -> WorkerFacts:
-    graphs = {"graph_batch_sizes": (1, 2, 8), "graph_counts": {"layers": 3, "judge": 9}, "capture_s": 3.0}
-    return replace(WORKER, device="a GPU", platform=CUDA, start_s=10.0, **graphs)
+    graphs = {"graph_counts": {"layers": 3, "judge": 9}, "graph_s": {"layers": 2.0, "judge": 1.04}}
+    start = {"imports": 7.0, "CUDA graphs": 3.04}
+    return replace(WORKER, device="a GPU", platform=CUDA, start_s=start, graph_batch_sizes=(1, 2, 8), **graphs)
 
 
 @pytest.mark.parametrize("facts", [TOKENIZER, SCHEDULER, WORKER, on_cuda()])
@@ -58,7 +59,7 @@ def test_a_report_of_a_cpu_engine() -> None:
         "linears": "as loaded",
         "graphs": "none",
         "step_widths": "1 4",
-        "start_up": "1.2 s",
+        "start_up": "1.2 s: imports 1.0, weights 0.2",
         "ceilings": "30 GB/s, FLOP/s not known",
         "verification": "none",
         "acceptance": "real",
@@ -72,8 +73,11 @@ def test_a_report_of_a_cpu_engine() -> None:
 
 def test_a_gpu_reports_graphs_memory_and_what_would_save_it() -> None:
     report = on_cuda().report()
-    assert report["graphs"] == "12 for batches of 1 to 8 (3 sizes), captured in 3.0 s: 3 layers, 9 judge"
-    assert report["start_up"] == "10.0 s, 7.0 s without captures"
+    assert report["graphs"] == (
+        "12 at start for batches of 1 to 8 (3 sizes): 3 layers 2.0 s, 9 judge 1.0 s;"
+        " other kinds of sampling when idle or needed"
+    )
+    assert report["start_up"] == "10.0 s: imports 7.0, CUDA graphs 3.0"
     assert report["memory"] == (
         "1000 MiB of target weights, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token and 4 beside it"
     )

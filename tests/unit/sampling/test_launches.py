@@ -12,7 +12,7 @@ PROCESSED = [work for work in SAMPLING_WORK if work.processed]
 WITHOUT = {
     SamplingWork(False, False, False): {CHAIN: (4, 6), TREE: (4, 10)},
     SamplingWork(True, False, False): {CHAIN: (8, 15), TREE: (8, 223)},
-    SamplingWork(True, True, False): {CHAIN: (92, 267), TREE: (92, 277)},
+    SamplingWork(True, True, False): {CHAIN: (18, 45), TREE: (18, 277)},
 }
 # Counts of tokens (2), guesses before the rows, positions, one pass over the logits, masks of grammars.
 APPLIED = 6

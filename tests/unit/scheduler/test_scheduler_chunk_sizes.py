@@ -103,3 +103,30 @@ def test_the_planner_cuts_by_time_only_while_others_decode():
     assert phases[1:5] == [Phase.DECODE, Phase.PREFILL, Phase.DECODE, Phase.PREFILL]
     bench.check_streams()
     bench.check_drained()
+
+
+LONG_COSTS = PrefillCosts(0.001, 20e-6, 2e-9, long_chunk=1536, long_pair_s=1e-9)
+
+
+def test_a_chunk_is_long_where_the_time_of_long_ones_allows_it() -> None:
+    """30,000 keys before it: a pair costs half as much in a chunk of 1,536 and more."""
+    alone = sizes(LONG_COSTS).room(decoding=False)
+    rows = alone.fitting(30_000, 8192)
+    assert rows * (20e-6 + (30_000 + rows / 2) * 1e-9) <= 10 * GAP_S - 0.001
+    assert rows > 1.4 * sizes(COSTS).room(decoding=False).fitting(30_000, 8192)
+    alone.take(30_000, rows)
+    assert alone.expected_s == pytest.approx(10 * GAP_S, rel=0.001)
+
+
+def test_beside_decoding_a_chunk_is_short_and_costs_what_short_ones_do() -> None:
+    room, plain = sizes(LONG_COSTS).room(decoding=True), sizes(COSTS).room(decoding=True)
+    assert room.fitting(30_000, 8192) == plain.fitting(30_000, 8192) < 1536
+    room.take(30_000, 100)
+    plain.take(30_000, 100)
+    assert room.expected_s == plain.expected_s
+
+
+def test_a_chunk_that_is_too_long_for_the_time_is_the_longest_short_one() -> None:
+    """Where short ones were measured as cheaper, which noise can do."""
+    odd = PrefillCosts(0.0, 1e-6, 1e-9, long_chunk=1536, long_pair_s=1e-7)
+    assert sizes(odd).room(decoding=True).fitting(10_000, 8192) == 1535

@@ -284,3 +284,37 @@ async def _longest_stall() -> float:
             longest, last = max(longest, now - last), now
     except asyncio.CancelledError:
         return longest
+
+
+def test_a_client_that_offers_http2_is_answered_by_http1() -> None:
+    """Java's client offers it in every first request, and its body follows the head at once."""
+
+    async def story() -> None:
+        async with serving(FakeClient()) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            body = b'{"prompt": "one two"}'
+            offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 21\r\n" + offer + b"\r\n" + body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_a_head_without_an_end_is_cut_off() -> None:
+    async def story() -> None:
+        async with serving(FakeClient()) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+            try:
+                for _ in range(100):
+                    writer.write(b"a" * 20_000)
+                    await writer.drain()
+                async with asyncio.timeout(5):
+                    answer = await reader.read(100)
+            except ConnectionError:
+                return
+            assert answer.startswith(b"HTTP/1.1 400")
+            writer.close()
+
+    asyncio.run(story())

@@ -13,7 +13,7 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import PromptInputs
-from overlap_spec.worker.prefill_graphs import CHUNKS, ROWS, GraphPrefiller
+from overlap_spec.worker.prefill_graphs import CHUNKS, ROWS, GraphPrefiller, captured_shapes
 
 
 @pytest.fixture(params=["NONE", "EAGLE3", *MULTI_LAYER])
@@ -27,7 +27,9 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams) -> None:
     expected = run(executor, sampling)
-    padded = GraphPrefiller(executor.prefill_step, executor.slots, 160)  # nothing captured: eager
+    padded = GraphPrefiller(
+        executor.prefill_step, executor.slots, captured_shapes(160, 0, 10)
+    )  # nothing captured: eager
     executor.use(executor.decode_step, padded)
     assert run(executor, sampling) == expected
     assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
@@ -35,7 +37,7 @@ def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams) 
 
 
 def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None:
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, 160)
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, captured_shapes(160, 0, 10))
     assert prefiller.shape_for(PromptShape(17, 2, 9)) == PromptShape(32, CHUNKS + 1, 32)
     assert prefiller.shape_for(PromptShape(128, CHUNKS, 100)).rows == 128
     too_long, too_many = PromptShape(129, 1, 129), PromptShape(20, CHUNKS + 1, 3)
@@ -46,7 +48,7 @@ def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None
 def test_rows_left_over_are_the_last_chunks() -> None:
     work = [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotWork(5, start=2, prompt_chunk=pack([1]), next_token=6)]
     shape = PromptShape(7, 4, 7)
-    packed = torch.frombuffer(Chunks(work).laid_out(shape, dummy=10), dtype=torch.int64)
+    packed = torch.from_numpy(Chunks(work).laid_out(shape, dummy=10))
     inputs = PromptInputs.of(packed, shape)
     assert inputs.tokens.tolist() == [7, 8, 9, 1, 0, 0, 0]
     assert inputs.next_tokens.tolist() == [8, 9, -1, 6, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""What a start measures on a CPU is kept for the next one; a GPU measures every time."""
+"""What a start measures is kept for the next one, which looks on a GPU whether it still holds."""
 
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,18 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     measuring("measure_prefill", PREFILL)
     measuring("measure_steps", STEPS)
     measuring("ceiling_of", Ceiling(3.0, 4.0))
+    monkeypatch.setattr(module, "_device_and_kernels", lambda: ("a GPU",))
+    monkeypatch.setattr(module, "measured_again", lambda *_: 1.0)
     return done
 
 
 def settings(**flags: Any) -> Settings:
     found = resolve(EngineConfig(device="cpu", skip_tokenizer_init=True, **flags), FILES, Machine(2, False))[0]
     return replace(found, scheduler=replace(found.scheduler, keeps_width=False))
+
+
+def on_a_gpu(settings: Settings) -> Settings:
+    return replace(settings, model=replace(settings.model, device="cuda"))
 
 
 ALL = ["measure_chunk", "measure_steps", "ceiling_of"]
@@ -88,12 +94,34 @@ def test_a_damaged_file_is_measured_again(tmp_path: Path, measured: list[str]) -
     assert measured == ALL * 2
 
 
-def test_a_gpu_measures_every_time(tmp_path: Path, measured: list[str]) -> None:
-    on_gpu = replace(settings(), model=replace(settings().model, device="cuda"))
+@pytest.mark.parametrize(("ratio", "times"), [(1.1, 1), (1.2, 2)])
+def test_a_gpu_measures_again_what_has_changed(
+    ratio: float, times: int, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "measured_again", lambda *_: ratio)
     for _ in range(2):
-        assert start_costs(on_gpu, EXECUTOR, GEOMETRY).chunk == ChunkSize(GEOMETRY.max_chunk, 0)
+        assert start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY).chunk == ChunkSize(GEOMETRY.max_chunk, 0)
+    assert measured == ["measure_steps", "ceiling_of"] * times
+
+
+def test_what_a_gpu_takes_is_kept_on_a_busy_machine_too(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_module, "seconds_of_others", iter(range(0, 1000, 100)).__next__)
+    for _ in range(2):
+        start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY)
+    assert measured == ["measure_steps", "ceiling_of"]
+    for _ in range(2):
+        start_costs(settings(), EXECUTOR, GEOMETRY)
+    assert measured[2:] == ALL * 2
+
+
+@pytest.mark.parametrize("other", [("another GPU",), ("a GPU", "other kernels")])
+def test_another_gpu_and_other_kernels_are_measured_themselves(
+    other: tuple[str, ...], measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY)
+    monkeypatch.setattr(module, "_device_and_kernels", lambda: other)
+    start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY)
     assert measured == ["measure_steps", "ceiling_of"] * 2
-    assert not (tmp_path / "measured").exists()
 
 
 def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> None:
@@ -104,8 +132,7 @@ def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> Non
 
 def test_prompts_are_timed_where_a_chunk_is_sized_by_its_time(measured: list[str]) -> None:
     sized = settings(max_gap_ms=40)
-    on_gpu = replace(sized, model=replace(sized.model, device="cuda"))
-    assert start_costs(on_gpu, EXECUTOR, GEOMETRY).chunk == ChunkSize(GEOMETRY.max_chunk, 0, PREFILL)
+    assert start_costs(on_a_gpu(sized), EXECUTOR, GEOMETRY).chunk == ChunkSize(GEOMETRY.max_chunk, 0, PREFILL)
     assert measured == ["measure_prefill", "measure_steps", "ceiling_of"]
     both = start_costs(settings(max_gap_ms=40, chunked_prefill_size=32), EXECUTOR, GEOMETRY)
     assert both.chunk == ChunkSize(GEOMETRY.max_chunk, 0, PREFILL)

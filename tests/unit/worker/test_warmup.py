@@ -14,11 +14,11 @@ from overlap_spec.worker.sizing.warmup import (
     PROBE_CONTEXT,
     SMALL_STEP,
     _agreed,
-    _run_uncaptured,
     _single_steps,
     measure_chunk,
     measure_prefill,
     measure_steps,
+    run_uncaptured,
 )
 
 
@@ -40,7 +40,7 @@ def geometry(num_slots: int, max_chunk: int, max_len: int) -> Geometry:
 @pytest.mark.parametrize(("num_slots", "max_chunk", "max_len"), [(48, 8192, 131072), (4, 5, 120), (300, 64, 500)])
 def test_sizes(num_slots: int, max_chunk: int, max_len: int) -> None:
     recorder = Recorder()
-    _run_uncaptured(recorder, geometry(num_slots, max_chunk, max_len))
+    run_uncaptured(recorder, geometry(num_slots, max_chunk, max_len))
     together = sorted({sum(tokens) for tokens in recorder.steps if len(tokens) > 1})
     alone = sorted({tokens[0] for tokens in recorder.steps if len(tokens) == 1})
     assert max(together + alone) <= min(max_chunk, max_len - 1) and max_chunk in alone

@@ -1,0 +1,117 @@
+"""Compiles many kernels at once, in processes of their own, where one after another would take most of a minute.
+
+Launches are recorded instead of launched, each kernel is compiled into Triton's cache by one of the processes, and the
+first launch after that finds it there. The processes never touch the device: Triton compiles for a GPU that it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from overlap_spec_kernels.launch import compiling_only
+
+
+def load_compiler() -> None:
+    """Import Triton and let it hash its own files, for which its first compilation would wait a second.
+
+    It may run in a thread while other work goes on.
+    """
+    with contextlib.suppress(ImportError):  # without Triton, or with one that keeps its hash elsewhere
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+@contextlib.contextmanager
+def compiling_together(num_processes: int) -> Iterator[None]:
+    """In this block launches launch nothing: their kernels are compiled, many at once. At its end all of them are.
+
+    Torch's own operations run, on zeros in place of what the kernels would have written. A kernel that cannot be
+    compiled raises at its first launch, as ever.
+    """
+    import triton
+
+    target = triton.runtime.driver.active.get_current_target()
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, spawned, _compile_for, (target,)) as processes:
+        found = _FoundKernels(processes)
+        triton.knobs.runtime.jit_cache_hook = found.on_compilation
+        try:
+            with compiling_only(), _ZeroedOutputs():
+                yield
+        finally:
+            triton.knobs.runtime.jit_cache_hook = None
+            found.forget()
+
+
+class _FoundKernels:
+    """Sends every kernel that would be compiled to a process, once."""
+
+    def __init__(self, processes: ProcessPoolExecutor) -> None:
+        self._processes = processes
+        self._held: list[tuple[dict[Any, Any], Any]] = []  # entries of Triton's caches that stand for a kernel
+        self.jobs: list[Future[None]] = []
+
+    def on_compilation(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """A hook of Triton's. Returns True: it is not to compile."""
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = self  # so that the next launch does not ask again
+        self._held.append((kernels, key))
+        self.jobs.append(self._processes.submit(_compile, fn.module, fn.name, compile["specialization_data"]))
+        return True
+
+    def forget(self) -> None:
+        """Let Triton look for the kernels again."""
+        for kernels, key in self._held:
+            del kernels[key]
+
+
+class _NoDevice:
+    """The driver of a process that only compiles. `target`: the GPU that it compiles for."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def _compile_for(target: Any) -> None:
+    """Start a process of the pool."""
+    import triton
+
+    triton.runtime.driver.set_active(_NoDevice(target))
+
+
+def _compile(module: str, name: str, specialization: str) -> None:
+    """Compile a kernel of a module, and what launches it, into Triton's cache."""
+    kernel = getattr(importlib.import_module(module), name).compiled.preload(specialization)
+    with contextlib.suppress(ImportError, AttributeError):  # another version of Triton may launch without C code
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
+class _ZeroedOutputs(TorchFunctionMode):
+    """Zeros in new memory: kernels that are not run leave it as it is, and torch reads indices there."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.zero_() if function in _MAKERS else result
+
+
+_MAKERS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)

@@ -1,0 +1,77 @@
+"""A start on a GPU: graphs that are captured while steps are served, and kernels that are compiled together."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from overlap_spec_kernels import compiling_together
+from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
+from support.prompt_plans import SAMPLINGS, run
+from support.ring import RingConfig, tiny_loaded
+
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
+
+PLACE = torch.device("cuda", 0)
+BATCHES = (1, 4, 10)
+CONFIG = RingConfig(num_steps=3, num_slots=10, num_pages=401, chunk_tokens=160, dtype=torch.float32, widths_seed=1)
+
+
+def make() -> Executor:
+    return build_executor(tiny_loaded(1, 3, torch.float32, PLACE), CONFIG.geometry(), PLACE)
+
+
+def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> None:
+    executor, geometry = make(), CONFIG.geometry()
+    with compiling_together(4):
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry))
+        for steps in graph_steps(executor, geometry, BATCHES).all:
+            steps.run_once()
+    with compilations(loaded=False) as compiled:
+        warm_up(executor, geometry, cuda_prompt_lengths(geometry))
+        capture_graphs(executor, geometry, BATCHES)
+    eager = run(make(), SAMPLINGS["sampled"])
+    assert run(executor, SAMPLINGS["sampled"]) == eager
+    executor.close()
+    assert not compiled, compiled
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = make()
+    warm_up(executor, CONFIG.geometry(), cuda_prompt_lengths(CONFIG.geometry()))
+    capture_graphs(executor, CONFIG.geometry(), BATCHES)
+    run_uncaptured(executor, CONFIG.geometry())
+    yield executor
+    executor.close()
+
+
+@sync_mode_warns
+def test_a_late_capture_takes_nothing_of_the_device(executor: Executor) -> None:
+    """A step of a kind that was not captured at start: no sync, no memory, no compilation, and the eager tokens."""
+    eager = make()
+    expected = {name: run(eager, sampling) for name, sampling in SAMPLINGS.items()}
+    run(executor, SAMPLINGS["greedy"])
+    before = device_allocations()
+    with compilations(loaded=False) as compiled, synchronization_is_an_error():
+        found = {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()}
+        while executor.capture_late():
+            pass
+        again = {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()}
+    assert found == again == expected
+    assert not compiled and device_allocations() == before
+
+
+@sync_mode_warns
+def test_a_capture_between_steps_in_flight_changes_none(executor: Executor) -> None:
+    expected = run(executor, SAMPLINGS["greedy"])
+    launch = executor.launch
+
+    def with_captures(*arguments: object) -> object:
+        handle = launch(*arguments)  # type: ignore[arg-type]
+        executor.capture_late()
+        return handle
+
+    executor.launch = with_captures  # type: ignore[method-assign, assignment]
+    assert run(executor, SAMPLINGS["greedy"]) == expected

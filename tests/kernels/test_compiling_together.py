@@ -1,0 +1,94 @@
+"""Kernels that are compiled together: nothing is launched, torch reads zeros, and at the end all are in the cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together
+from overlap_spec_kernels.launch import TritonKernel, compiling_only
+from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
+
+triton = pytest.importorskip("triton")
+
+
+class NoStream(_NoDevice):
+    """A GPU that is not there, as far as launches ask for it."""
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton compiles for one, into an empty cache."""
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    triton.runtime.driver.set_active(NoStream(GPUTarget("cuda", 90, 32)))
+    yield
+    triton.runtime.driver._active = None
+
+
+@pytest.fixture
+def kernel() -> TritonKernel:
+    """A kernel that was never compiled."""
+    return TritonKernel(_rms_norm_kernel.function)
+
+
+def launch(kernel: TritonKernel) -> Any:
+    rows = torch.ones(2, 64)
+    return kernel[2,](rows, rows[0], rows, 64, 64, 1e-5, BLOCK=64, PDL=False, num_warps=1)
+
+
+@pytest.mark.slow
+def test_a_kernel_is_compiled_by_another_process_and_found_later(
+    kernel: TritonKernel, hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[bool] = []
+    with compiling_together(2):
+        for _ in range(3):
+            launch(kernel)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **found: compiled.append(found["cache_hit"]))
+    with compiling_only():
+        launch(kernel)
+    assert compiled == [True]
+    assert list(tmp_path.rglob("*.cubin"))
+
+
+@pytest.fixture
+def no_processes(hopper: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the processes are asked to do."""
+    asked: list[tuple[Any, ...]] = []
+    pool = "overlap_spec_kernels.compile_pool.ProcessPoolExecutor.submit"
+    monkeypatch.setattr(pool, lambda _, *job: asked.append(job))
+    return asked
+
+
+def test_each_kernel_is_asked_for_once(kernel: TritonKernel, no_processes: list[tuple[Any, ...]]) -> None:
+    with compiling_together(1):
+        for _ in range(3):
+            launch(kernel)
+    assert [job[1:3] for job in no_processes] == [("overlap_spec_kernels.norm.rms_norm", "_rms_norm_kernel")]
+    kernels, *_ = kernel.compiled.device_caches[0]
+    assert not kernels and triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_outputs_of_kernels_that_are_not_run_are_zeros(hopper: None) -> None:
+    like = torch.ones(3, dtype=torch.int64)
+    with compiling_together(1), torch.inference_mode():
+        made = [torch.empty(5), torch.empty_like(like), like.new_empty(2, 2), torch.empty_strided((2, 3), (3, 1))]
+        found = torch.arange(4)[torch.empty(2, dtype=torch.int64)]
+    assert not any(tensor.any() for tensor in made)
+    assert found.tolist() == [0, 0] and like.all()
+
+
+def test_launches_follow_a_block_that_failed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[object] = []
+    kernel = TritonKernel(lambda x: None)
+    kernel.__dict__["compiled"] = {(1,): launched.append}
+    with pytest.raises(ZeroDivisionError), compiling_together(1):
+        raise ZeroDivisionError
+    kernel[1,]("a")
+    assert launched == ["a"]
