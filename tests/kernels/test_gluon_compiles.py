@@ -47,6 +47,8 @@ ATTENTION = {
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "SmolLM2": ATTENTION,
     "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
+    "8B, one request": ATTENTION
+    | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "WARPS": 8, "KEYS": 16, "STAGES": 3, "COMBINED": 16},
     "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},
 }
 TREE = {

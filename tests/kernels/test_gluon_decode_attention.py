@@ -68,6 +68,23 @@ def test_more_splits_than_are_combined_at_once(gpu: Hopper, heads: HeadShape) ->
     check(gpu, decode_inputs(heads, 4, [1300, 129], 16, BFLOAT), num_splits=10)
 
 
+@pytest.mark.parametrize(("page_size", "num_splits"), [(16, 1), (64, 3), (1, 2)])
+def test_many_blocks_of_a_split(gpu: Hopper, page_size: int, num_splits: int) -> None:
+    """More than are loading at once, and than have their pages read ahead."""
+    check(gpu, decode_inputs(HeadShape(4, 1, 128), 4, [1300, 513], page_size, BFLOAT), num_splits)
+
+
+@pytest.mark.parametrize(
+    ("length", "page_size", "num_programs"), [(2900, 16, 40), (2900, 16, 4), (1025, 1, 4), (127, 64, 4)]
+)
+def test_one_program_for_each_multiprocessor(gpu: Hopper, length: int, page_size: int, num_programs: int) -> None:
+    """One request's full tiles have a deeper ring, of which only one fits."""
+    check(gpu, decode_inputs(HeadShape(4, 1, 128), 4, [length], page_size, BFLOAT), num_programs)
+    constants = gpu.launches[0].constants
+    assert gpu.launches[0].grid == (min(num_programs // 2, ceil_div(length, 128) + 1), 1, 1)
+    assert constants["WARPS"] * constants["KEYS"] * constants["STAGES"] * 128 * 2 * 2 > 114 * 1024
+
+
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 64), HeadShape(4, 1, 128)])
 def test_what_an_ordinary_launch_wrote_is_read_before_the_wait(gpu: Hopper, heads: HeadShape) -> None:
     check(gpu, decode_inputs(heads, 4, [300, 3], 16, BFLOAT), num_splits=2, read_before_wait=True)

@@ -44,9 +44,14 @@ class _Ring(NamedTuple):
     warps: int
     keys: int  # keys of one warp in a block; a block is no larger than the smallest split
     stages: int  # blocks that are loading at once
+    combined: int  # splits whose outputs a program holds at once to combine them
 
 
-_RINGS = {64: _Ring(4, 32, 2), 128: _Ring(4, 16, 3)}  # by head dimension: 64 KB and 96 KB
+# By head dimension: 64 KB and 96 KB.
+_RINGS = {64: _Ring(4, 32, 2, combined=8), 128: _Ring(4, 16, 3, combined=4)}
+# 192 KB for one request's full tiles, whose programs have a multiprocessor each: as much is loading as with two
+# programs of 96 KB, two programs cannot crowd one multiprocessor, and twice as many warps hide each other's waits.
+_DEEP_RINGS = {128: _Ring(8, 16, 3, combined=16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +223,14 @@ def _decode_attention_triton(
         "READ_BEFORE_WAIT": read_before_wait,
     }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
-    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group)):
+    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
         decode_attention_gluon_kernel[grid](  # so few rows make one tile
             *arguments,
             HEAD=head_dim,
             WARPS=ring.warps,
             KEYS=ring.keys,
             STAGES=ring.stages,
-            COMBINED=max(128 * ring.warps // head_dim, 1),  # 64 elements per thread
+            COMBINED=ring.combined,
             num_warps=ring.warps,
             **shared,
         )
@@ -248,9 +253,12 @@ def _decode_attention_triton(
     return out
 
 
-def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int) -> _Ring | None:
+def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, num_requests: int) -> _Ring | None:
     """The ring for a tile of `rows` (row, head) pairs; None where the Triton kernel runs."""
     if qkv.dtype not in (torch.bfloat16, torch.float16) or rows > 16 or not runs_gluon(qkv.device):
         return None
-    is_aligned = k_cache.data_ptr() % 16 == v_cache.data_ptr() % 16 == 0  # one thread copies 16 bytes
-    return _RINGS.get(k_cache.shape[3]) if is_aligned else None
+    if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:  # one thread copies 16 bytes
+        return None
+    head_dim = k_cache.shape[3]
+    ring = _RINGS.get(head_dim)
+    return _DEEP_RINGS.get(head_dim, ring) if rows == 16 and num_requests == 1 else ring
