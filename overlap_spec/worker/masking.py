@@ -77,7 +77,10 @@ class Masking:
         return found, cleared
 
     def drop(self, message: DropGrammar) -> None:
-        """Forget a request's grammar. No step in flight has it; a thread may."""
+        """Forget a request's grammar. No step in flight has it; a thread may, and tokens that nobody has read yet."""
+        self._unread = deque(
+            (handle, [each for each in constrained if each.uid != message.uid]) for handle, constrained in self._unread
+        )
         is_busy = self.slow.is_busy(message.uid)
         self.slow.forget(message.uid)
         self.grammars.drop(message, is_busy)

@@ -26,6 +26,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import ErrorCode, FinishKind, Grammar, GrammarKind, PrepareGrammar, SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
+from overlap_spec.worker.handle import StepHandle
 
 PROMPT = [11, 40, 71, 9, 80, 33]
 CONFIG = RingConfig(grammars=True, max_len=200)
@@ -76,6 +77,26 @@ def run(config: RingConfig, codec: TextCodec, oracle: GrammarOracle, requests: l
             return ring
 
     return asyncio.run(serve())
+
+
+@pytest.mark.parametrize("method", ["EAGLE3", "NONE"])
+def test_requests_one_after_another_take_over_a_matcher(
+    codec: TextCodec, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the one before said last, which no step followed, is not the next one's. Results take a while, as a GPU's."""
+    ready = StepHandle.ready
+    monkeypatch.setattr(
+        StepHandle, "ready", lambda handle: time.monotonic() > handle.host.launch_begin + 0.01 and ready(handle)
+    )
+
+    async def serve() -> list[list[int]]:
+        config = replace(CONFIG, method=method, num_steps=0 if method == "NONE" else CONFIG.num_steps)
+        async with running(tiny_loaded(0, config.num_steps, method="EAGLE3"), config, codec) as ring:
+            long = Grammar(GrammarKind.REGEX, "([ab]{4}[01]){60}")  # whose 48th character may be a first one
+            return [(await ring.ask(PROMPT, sampling(long))).token_ids for _ in range(6)]
+
+    first, *others = asyncio.run(serve())
+    assert len(first) == 48 and all(tokens == first for tokens in others)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
