@@ -148,7 +148,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             return "none"
         parts = ", ".join(f"{count} {part} {seconds.get(part, 0):.1f} s" for part, count in counts.items())
         batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
-        return f"{sum(counts.values())} at start for {batches}: {parts}; other kinds of sampling when idle or needed"
+        return f"{sum(counts.values())} for {batches}: {parts}"
 
     @property
     def start_up(self) -> str:

@@ -10,7 +10,7 @@ from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.sampling.types import Sampling, SamplingWork
+from overlap_spec.sampling.types import Sampling
 
 MOST_VARIANTS = 1024  # batch sizes, widths and kinds of sampling; torch's own limit is 8
 
@@ -18,23 +18,17 @@ MOST_VARIANTS = 1024  # batch sizes, widths and kinds of sampling; torch's own l
 def compiled_draw(max_batch: int) -> Draw:
     """`draw_columns`, compiled for each shape when it is first met, which is before the capture.
 
-    Not compiled: larger batches, filters, and what is first met in a capture while requests are served.
+    Not compiled: larger batches, and filters.
     """
     from torch import _dynamo  # compiling takes a second or more, which the flag has asked for
 
     _dynamo.config.recompile_limit = MOST_VARIANTS
     _dynamo.config.accumulated_recompile_limit = MOST_VARIANTS
     compiled = torch.compile(_unfiltered, fullgraph=True, dynamic=False)
-    met: set[tuple[torch.Size, SamplingWork]] = set()
 
     def draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
-        if len(logits) > max_batch or sampling.work.filtered:
-            return draw_columns(logits, positions, sampling, token_ids)
-        this = logits.shape, sampling.work
-        if this not in met and logits.is_cuda and torch.cuda.is_current_stream_capturing():
-            return draw_columns(logits, positions, sampling, token_ids)
-        met.add(this)
-        return compiled(logits, positions, sampling, token_ids)
+        run = compiled if len(logits) <= max_batch and not sampling.work.filtered else draw_columns
+        return run(logits, positions, sampling, token_ids)
 
     return draw
 

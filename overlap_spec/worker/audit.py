@@ -5,7 +5,7 @@ a token is drawn as in plain decoding. What leaves is that token, and the lead o
 Nothing is committed, and the draft takes no part: the next step's root is the served token, whatever was drawn.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,10 +137,6 @@ class GraphAuditor:
                 self._graphs[size] = AuditGraphs(packed, capture_parts(self._parts(packed), recorder))
         recorder.finish()
 
-    def late(self) -> Iterator[Callable[[], object]]:
-        """What captures the rest, a step of one size and kind at each call."""
-        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
-
     def size_for(self, num_slots: int) -> int:
         """See `Auditor`."""
         return next((size for size in self._sizes if size >= num_slots), num_slots)
@@ -156,7 +152,7 @@ class GraphAuditor:
     def judge(self, replayed: Replayed, sampling: SamplingWork) -> Tensor:
         if self._running is None:
             return self._step.judge(replayed, sampling)
-        kind = self._running.parts.kind(sampling)
+        kind = self._running.parts.kinds[sampling]
         kind.judge()
         return kind.judged
 

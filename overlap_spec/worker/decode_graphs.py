@@ -5,19 +5,18 @@ smaller batch is padded with the dummy slot, whose page table is all page 0 and 
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     LAYERS_APART,
-    START_KINDS,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
@@ -28,8 +27,6 @@ from overlap_spec.worker.step_graphs import (
     run_once,
 )
 from overlap_spec.worker.windows import Forwarded
-
-TELLING = (1, 2, 8, 16)  # batch sizes that between them meet every form in which Triton compiles a kernel
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class GraphDecoder:
                     self._step.catch_up(slots, torch.zeros_like(slots))
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Capture every batch size and width, largest first; of the largest, every kind of sampling."""
+        """Capture every batch size and width, largest first."""
         with torch.inference_mode(), no_collection():
             for size in reversed(self._sizes):
                 for width in reversed(self._widths):
@@ -94,10 +91,6 @@ class GraphDecoder:
                 if self._defers:
                     self._catch_up[size] = self._capture_catch_up(size, recorder)
         recorder.finish()
-
-    def late(self) -> Iterator[Callable[[], object]]:
-        """What captures the rest, a step of one size, width and kind at each call."""
-        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
         captured = self._catch_up.get(self._size_for(len(slots)))
@@ -122,7 +115,7 @@ class GraphDecoder:
             self._kind = None
             self._step.marks.replayed(())
             return self._step.judge(forwarded, sampling)
-        kind = self._kind = self._running.parts.kind(sampling)
+        kind = self._kind = self._running.parts.kinds[sampling]
         self._step.marks.replayed(kind.marks)
         kind.judge()
         return kind.judged
@@ -161,10 +154,7 @@ class GraphDecoder:
 
     def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
         slots = self._dummies(size)
-        largest = (size, width) == (self._sizes[-1], self._widths[-1])
-        kinds = SAMPLING_WORK if largest else START_KINDS
-        run = SAMPLING_WORK if size in (*TELLING, self._sizes[-1]) else START_KINDS
-        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, kinds, self._layers_apart, run))
+        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, self._layers_apart))
 
     def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)

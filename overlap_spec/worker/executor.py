@@ -88,14 +88,10 @@ class Executor:
         self._auditor: Auditor | None = None
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
-        self._late: Iterator[Callable[[], object]] = iter(())
 
-    def use(self, decoder: Decoder, prefiller: Prefiller, late: Iterable[Callable[[], object]] = ()) -> None:
-        """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight.
-
-        `late`: captures that can wait until there is nothing else to do (`capture_late`).
-        """
-        self._decoder, self._prefiller, self._late = decoder, prefiller, iter(late)
+    def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
+        """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
+        self._decoder, self._prefiller = decoder, prefiller
 
     def with_audits(self, step: AuditStep) -> "Executor":
         """Also run audits."""
@@ -122,15 +118,6 @@ class Executor:
         while not launch.advance():
             time.sleep(POLL_S)
         return launch.handle
-
-    def capture_late(self) -> bool:
-        """Capture one of the graphs that no step has needed so far. Returns False if none is left. Sync: never."""
-        capture = next(self._late, None)
-        if capture is None:
-            return False
-        with torch.inference_mode():
-            capture()
-        return True
 
     @property
     def is_self_drafting(self) -> bool:

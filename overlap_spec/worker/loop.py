@@ -81,7 +81,7 @@ class Worker:
             launched = self._launch()
             if self._publish() or messages or launched:
                 self._spin.renew()
-            elif not self._spin.lasts and (self._is_busy() or not self._executor.capture_late()):
+            elif not self._spin.lasts:
                 self._inbox.wait(GLANCE_S if self._is_busy() else None)
 
     def _launch(self) -> bool:

@@ -3,20 +3,19 @@
 What no captured size holds is launched operation by operation: it has enough work for the device to hide that.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     LAYERS_APART,
-    START_KINDS,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
@@ -86,15 +85,11 @@ class GraphPrefiller:
                 run_once(self._parts(self._packed(shape), shape))
 
     def capture(self, recorder: GraphRecorder) -> None:
-        """Capture every size, largest first; of the largest, every kind of sampling."""
+        """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
             for shape in reversed(self._shapes):
                 self._graphs[shape] = self._capture(shape, recorder)
         recorder.finish()
-
-    def late(self) -> Iterator[Callable[[], object]]:
-        """What captures the rest, a step of one size and kind at each call."""
-        return (capture for graphs in self._graphs.values() for capture in graphs.parts.late())
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
@@ -112,7 +107,7 @@ class GraphPrefiller:
         if self._running is None:
             self._kind = None
             return self._step.draw(prefilled, sampling)
-        kind = self._kind = self._running.parts.kind(sampling)
+        kind = self._kind = self._running.parts.kinds[sampling]
         kind.judge()
         return kind.judged
 
@@ -124,11 +119,7 @@ class GraphPrefiller:
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
         packed = self._packed(shape)
-        kinds = SAMPLING_WORK if shape == self._shapes[-1] else START_KINDS
-        largest = max(other.rows for other in self._shapes if other.chunks == shape.chunks)
-        run = SAMPLING_WORK if shape.rows == largest else START_KINDS  # a draw looks at the number of chunks alone
-        parts = self._parts(packed, shape)
-        return PromptGraphs(packed, capture_parts(parts, recorder, kinds, self._layers_apart, run))
+        return PromptGraphs(packed, capture_parts(self._parts(packed, shape), recorder, self._layers_apart))
 
     def _packed(self, shape: PromptShape) -> Tensor:
         empty = Chunks([]).laid_out(shape, self._slots.dummy)

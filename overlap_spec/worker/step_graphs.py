@@ -9,18 +9,16 @@ event tells the host that they are out; one captured event could not tell replay
 that a draft does not tell apart share the draft. Everything is on one stream: the copy into the input for step N + 1
 runs after step N, and so does whatever overwrites its output.
 
-There are hundreds of graphs. Those of greedy and of sampled requests are captured at start, those of the other kinds of
-sampling while the worker is idle, or by the first step that needs one. A capture takes a few milliseconds and nothing
-of the device: every kernel has been compiled, and the largest step of every kind has been captured, in whose memory
-the others have room.
+There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
+while requests are served might take memory of the device.
 """
 
 import gc
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -29,7 +27,6 @@ import torch
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
-START_KINDS = SAMPLING_WORK[:2]  # what is captured before the engine is ready: greedy, and sampled without more
 LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
 
 Replay = Callable[[], None]
@@ -56,8 +53,7 @@ class GraphRecorder(Protocol):
 class CudaRecorder:
     """CUDA graphs in one pool of memory, as they run one after another.
 
-    A capture neither waits for the device nor gives memory back, as `torch.cuda.graph` does before each: steps may be
-    in flight, and other threads may use the device.
+    A capture neither waits for the device nor gives memory back, as `torch.cuda.graph` does before each.
     """
 
     def __init__(self) -> None:
@@ -109,83 +105,58 @@ class KindGraphs(Generic[Forwarded, Judged]):
 
 @dataclass(frozen=True)
 class PartGraphs(Generic[Forwarded, Judged]):
-    """The parts of one step, captured: the layers, and each kind of sampling once it is wanted."""
+    """The parts of one step, captured: the layers, and each kind of sampling."""
 
     layers: Replay
     forwarded: Forwarded
-    capture: Callable[[SamplingWork], KindGraphs[Forwarded, Judged]]
-    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = field(default_factory=dict)
-
-    def kind(self, sampling: SamplingWork) -> KindGraphs[Forwarded, Judged]:
-        """What a step of this kind replays; captured now if it never was. Sync: never."""
-        found = self.kinds.get(sampling)
-        if found is None:
-            with no_collection():
-                found = self.kinds[sampling] = self.capture(sampling)
-        return found
-
-    def late(self) -> Iterator[Callable[[], object]]:
-        """Captures the kinds that have not been wanted so far, one at each call."""
-        return (partial(self.kind, sampling) for sampling in SAMPLING_WORK)
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]]
 
 
 def capture_parts(
-    parts: Parts[Forwarded, Judged],
-    recorder: GraphRecorder,
-    kinds: Iterable[SamplingWork] = START_KINDS,
-    layers_apart: bool = LAYERS_APART,
-    run: Iterable[SamplingWork] = SAMPLING_WORK,
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, layers_apart: bool = LAYERS_APART
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run parts once, which compiles kernels and takes what they keep; then capture the layers and these kinds.
-
-    `run`: the kinds that are run. Others use the same kernels as in a step of another size that has run them.
-    """
-    run_once(parts, run)
+    """Run every part once, which compiles kernels, as a capture must not; then capture it."""
+    run_once(parts)
     recorder.finish()
-    graphs = _apart(parts, recorder) if layers_apart else _together(parts, recorder)
-    for kind in kinds:
-        graphs.kind(kind)
-    return graphs
+    return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
-def run_once(parts: Parts[Forwarded, Judged], kinds: Iterable[SamplingWork] = SAMPLING_WORK) -> None:
+def run_once(parts: Parts[Forwarded, Judged]) -> None:
     """Launch what a step of each kind of sampling launches."""
-    forwarded, kinds = parts.forward(), tuple(kinds)
-    for kind in kinds:
+    forwarded = parts.forward()
+    for kind in SAMPLING_WORK:
         parts.judge(forwarded, kind)
     if parts.draft is not None:
-        for kind in dict.fromkeys(map(parts.draft_work, kinds)):
+        for kind in dict.fromkeys(map(parts.draft_work, SAMPLING_WORK)):
             parts.draft(forwarded, kind)
 
 
-def _apart(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
+def _capture_apart(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
     layers, forwarded = recorder.record("layers", parts.forward)
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
     drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
-
-    def capture(kind: SamplingWork) -> KindGraphs[Forwarded, Judged]:
+    for kind in SAMPLING_WORK:
         judge, judged = recorder.record("judge", partial(parts.judge, forwarded, kind))
         marks, work = parts.marks.captured(), parts.draft_work(kind)
         if work not in drafts:
             drafts[work] = _capture_draft(parts, forwarded, work, recorder)
         draft, draft_marks = drafts[work]
-        return KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
+        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
+    return PartGraphs(layers, forwarded, kinds)
 
-    return PartGraphs(layers, forwarded, capture)
 
-
-def _together(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
+def _capture_together(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
     def verify(kind: SamplingWork) -> tuple[Forwarded, Judged]:
         forwarded = parts.forward()
         return forwarded, parts.judge(forwarded, kind)
 
-    def capture(kind: SamplingWork) -> KindGraphs[Forwarded, Judged]:
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
+    for kind in SAMPLING_WORK:
         judge, (forwarded, judged) = recorder.record("layers and judge", partial(verify, kind))
         marks = parts.marks.captured()
         draft, draft_marks = _capture_draft(parts, forwarded, kind, recorder)
-        return KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
-
-    greedy = capture(GREEDY_WORK)
-    return PartGraphs(_nothing, greedy.forwarded, capture, {GREEDY_WORK: greedy})
+        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
+    return PartGraphs(_nothing, kinds[GREEDY_WORK].forwarded, kinds)
 
 
 def _capture_draft(

@@ -1,4 +1,4 @@
-"""A start on a GPU: graphs that are captured while steps are served, and kernels that are compiled together."""
+"""A start on a GPU: kernels that are compiled together, and what is captured before the first request."""
 
 from collections.abc import Iterator
 
@@ -48,30 +48,13 @@ def executor() -> Iterator[Executor]:
 
 
 @sync_mode_warns
-def test_a_late_capture_takes_nothing_of_the_device(executor: Executor) -> None:
-    """A step of a kind that was not captured at start: no sync, no memory, no compilation, and the eager tokens."""
+def test_every_kind_is_captured_at_start(executor: Executor) -> None:
+    """A step of any kind: no sync, no memory, no compilation, and the eager tokens."""
     eager = make()
     expected = {name: run(eager, sampling) for name, sampling in SAMPLINGS.items()}
     run(executor, SAMPLINGS["greedy"])
     before = device_allocations()
     with compilations(loaded=False) as compiled, synchronization_is_an_error():
         found = {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()}
-        while executor.capture_late():
-            pass
-        again = {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()}
-    assert found == again == expected
+    assert found == expected
     assert not compiled and device_allocations() == before
-
-
-@sync_mode_warns
-def test_a_capture_between_steps_in_flight_changes_none(executor: Executor) -> None:
-    expected = run(executor, SAMPLINGS["greedy"])
-    launch = executor.launch
-
-    def with_captures(*arguments: object) -> object:
-        handle = launch(*arguments)  # type: ignore[arg-type]
-        executor.capture_late()
-        return handle
-
-    executor.launch = with_captures  # type: ignore[method-assign, assignment]
-    assert run(executor, SAMPLINGS["greedy"]) == expected

@@ -83,7 +83,7 @@ def run(config: RingConfig, codec: TextCodec, oracle: GrammarOracle, requests: l
 def test_requests_one_after_another_take_over_a_matcher(
     codec: TextCodec, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the one before said last, which no step followed, is not the next one's. Results take a while, as a GPU's."""
+    """What the one before said last, which no step followed, is not the next one's. Results take a while here."""
     ready = StepHandle.ready
     monkeypatch.setattr(
         StepHandle, "ready", lambda handle: time.monotonic() > handle.host.launch_begin + 0.01 and ready(handle)

@@ -44,7 +44,7 @@ MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root of the decode steps that are timed
 COST_ROUNDS = 2
 QUEUED_PROMPTS = 2  # on CUDA so many prefill steps are queued, and the faster counts
-QUEUED_STEPS = 4  # on CUDA so many steps are queued, and their mean is taken
+QUEUED_STEPS = 8  # on CUDA so many steps are queued, and their mean is taken
 CPU_COST_SIZES = (1, 4)  # batch sizes that are timed on a CPU, where time grows in proportion beyond them
 
 NOT_MEASURED = PrefillCosts()
@@ -124,7 +124,7 @@ def capture_graphs(
     graphs, recorder = graph_steps(executor, geometry, batch_sizes, layers_apart), make_recorder()
     for steps in graphs.all:
         steps.capture(recorder)
-    executor.use(graphs.decoder, graphs.prefiller, [capture for steps in graphs.all for capture in steps.late()])
+    executor.use(graphs.decoder, graphs.prefiller)
     if graphs.auditor is not None:
         executor.audit_by(graphs.auditor)
     return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
@@ -171,8 +171,8 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     """
     slots = range(min(geometry.num_slots, geometry.max_chunk))
     longest = min(geometry.max_chunk, geometry.max_len - 1)
-    _run(executor, _prefill(geometry, EVERYTHING, start=0, num_tokens=longest))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
+        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
         _run(executor, _prefill_all(geometry, sampling, slots, 1))
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
         _run(executor, _prefill_all(geometry, GREEDY, slots, num_tokens))

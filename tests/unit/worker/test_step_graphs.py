@@ -1,12 +1,10 @@
 """Captures of a step's parts: how many graphs there are of each, and that replays give the tokens of launched steps."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from overlap_spec_kernels import Verdict
 from support.prompt_plans import SAMPLINGS, run
 from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
@@ -17,14 +15,11 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
-from overlap_spec.worker.step_graphs import START_KINDS
-from overlap_spec.worker.windows import Forwarded
 
 SIZES = (1, 2, 3, 4)
 WIDTHS = (1, 2, 4)
-KINDS, AT_START = len(SAMPLING_WORK), len(START_KINDS)
+KINDS = len(SAMPLING_WORK)
 DRAFTS = len({(kind.sampled, kind.filtered, kind.processed) for kind in SAMPLING_WORK})  # log-probs draft as others do
-DECODE, PREFILL = 4 * 3, 3  # sizes and widths, sizes; of the largest of each, every kind is captured at start
 SHAPES = captured_shapes(64, 0, 10)  # of prefill steps: 16, 32 and 64 rows
 
 
@@ -45,16 +40,10 @@ def executor_of(method: str, topk: int = 1) -> Executor:
 
 @dataclass
 class Captured:
-    """How many graphs decode and prefill steps have, by part, and what captures the others."""
+    """How many graphs decode and prefill steps have, by part."""
 
     decode: Counter[str]
     prefill: Counter[str]
-    late: list[Callable[[], object]]
-
-    def capture_rest(self) -> None:
-        with torch.inference_mode():
-            for capture in self.late:
-                capture()
 
 
 def captured(executor: Executor, layers_apart: bool = True) -> Captured:
@@ -65,78 +54,26 @@ def captured(executor: Executor, layers_apart: bool = True) -> Captured:
     recorders = ReplayedParts(), ReplayedParts()
     decoder.capture(recorders[0])
     prefiller.capture(recorders[1])
-    late = [*decoder.late(), *prefiller.late()]
-    executor.use(decoder, prefiller, late)
-    return Captured(recorders[0].counts, recorders[1].counts, late)
+    executor.use(decoder, prefiller)
+    return Captured(recorders[0].counts, recorders[1].counts)
 
 
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     graphs = captured(executor_of("EAGLE3"))
-    graphs.capture_rest()
     assert graphs.decode == {"layers": 12, "judge": 12 * KINDS, "draft": 8 * DRAFTS, "catch up": 4}, "none at width 1"
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * DRAFTS}
 
 
 def test_a_draft_that_draws_nothing_is_captured_once() -> None:
     graphs = captured(executor_of("NGRAM"))
-    graphs.capture_rest()
     assert graphs.decode == {"layers": 12, "judge": 12 * KINDS, "draft": 12}
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3}
 
 
 def test_plain_decoding_has_no_draft() -> None:
     graphs = captured(executor_of("NONE"))
-    graphs.capture_rest()
     assert graphs.decode == {"layers": 4, "judge": 4 * KINDS}
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS}
-
-
-def test_few_kinds_are_captured_at_start_and_every_one_of_the_largest_step() -> None:
-    """The largest takes the memory that later captures need."""
-    graphs = captured(executor_of("EAGLE3"))
-    few, more = AT_START, KINDS - AT_START
-    assert graphs.decode == {"layers": 12, "judge": 12 * few + more, "draft": 8 * few + DRAFTS - few, "catch up": 4}
-    assert graphs.prefill == {"layers": 3, "judge": 3 * few + more, "draft": 3 * few + DRAFTS - few}
-
-
-def test_a_step_captures_what_it_lacks_once() -> None:
-    executor = executor_of("EAGLE3")
-    graphs = captured(executor)
-    before = graphs.decode + graphs.prefill
-    run(executor, SAMPLINGS["greedy"])
-    assert graphs.decode + graphs.prefill == before
-    first = run(executor, SAMPLINGS["sampled"])
-    missed = graphs.decode + graphs.prefill
-    assert missed["judge"] > before["judge"]
-    assert run(executor, SAMPLINGS["sampled"]) == first
-    assert graphs.decode + graphs.prefill == missed
-
-
-def test_kinds_that_are_captured_late_are_run_at_start_in_few_sizes() -> None:
-    """Every other size uses the kernels of one of them."""
-    executor, judged = executor_of("EAGLE3"), Counter[tuple[int, int, SamplingWork]]()
-    judge = executor.decode_step.judge
-
-    def noted(forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
-        judged[len(forwarded.batch.slots), forwarded.width, sampling] += 1
-        return judge(forwarded, sampling)
-
-    executor.decode_step.judge = noted  # type: ignore[method-assign]
-    captured(executor)
-    late = SAMPLING_WORK[-2]
-    assert all(judged[size, width, kind] for size in SIZES for width in WIDTHS for kind in START_KINDS)
-    assert [size for size in SIZES if judged[size, 1, late]] == [1, 2, 4], "two telling ones, and the largest"
-
-
-def test_an_idle_worker_captures_the_rest_one_at_a_time() -> None:
-    executor = executor_of("EAGLE3")
-    graphs = captured(executor)
-    calls = 0
-    while executor.capture_late():
-        calls += 1
-    assert calls == len(graphs.late) == (DECODE + PREFILL) * KINDS
-    assert graphs.decode["judge"] == DECODE * KINDS
-    assert not executor.capture_late()
 
 
 @dataclass(frozen=True)
@@ -148,17 +85,14 @@ class Penalised(SamplingWork):
 
 def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured(executor_of("EAGLE3"))
-    before.capture_rest()
     kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
     monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
     after = captured(executor_of("EAGLE3"))
-    after.capture_rest()
     assert after.decode - before.decode == {"judge": 12}
 
 
 def test_layers_can_be_captured_with_each_kind() -> None:
     graphs = captured(executor_of("EAGLE3"), layers_apart=False)
-    graphs.capture_rest()
     assert graphs.decode == {"layers and judge": 12 * KINDS, "draft": 8 * KINDS, "catch up": 4}
 
 

@@ -33,7 +33,7 @@ class FakeLaunch:
 
 
 class FakeExecutor:
-    """`drafted`: steps whose draft has been launched. `late`: captures that are left."""
+    """`drafted`: steps whose draft has been launched."""
 
     masking = None
 
@@ -41,11 +41,6 @@ class FakeExecutor:
         self.at_once = at_once
         self.handles: list[FakeHandle] = []
         self.drafted: list[int] = []
-        self.late = 0
-
-    def capture_late(self) -> bool:
-        self.late -= 1
-        return self.late >= 0
 
     def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
         if not plan.work:
@@ -137,18 +132,6 @@ def test_it_looks_after_steps_in_flight_and_sleeps_without_them() -> None:
     idle = ScriptedInbox([[], STOP])
     serve(executor, idle, Sent())
     assert idle.waits == [None]
-
-
-def test_it_captures_graphs_one_at_a_time_where_it_would_sleep() -> None:
-    executor = FakeExecutor(at_once=True)
-    executor.late = 2
-    inbox = ScriptedInbox([[plan(1)], [], [], [], STOP])
-    serve(executor, inbox, Sent())
-    assert inbox.waits == [None] and executor.late < 0
-    busy = FakeExecutor(at_once=False)
-    busy.late = 2
-    serve(busy, ScriptedInbox([[plan(1)], [], [], STOP]), Sent())
-    assert busy.late == 2, "a step was in flight"
 
 
 @pytest.mark.parametrize(("at_once", "sleep"), [(True, None), (False, GLANCE_S)], ids=["idle", "a step hangs"])
