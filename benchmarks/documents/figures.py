@@ -103,6 +103,12 @@ def _divergences(results: Results, method: str) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+def _constrained(results: Results, batch: int) -> str:
+    """A step of requests with a JSON schema over one of requests without."""
+    rows = results["structured_cost_h200"]["step_times"]["EAGLE-3 chain"]
+    return f"{next(row['ratio'] for row in rows if row['batch'] == batch):.2f}"
+
+
 def _planted_audits(results: Results, rate: str) -> list[Report]:
     """Runs with planted errors at an audit rate, one entry for each plant."""
     entries = results["full_tests_cpu"].items()
@@ -136,6 +142,11 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "engine"),
     "plain-over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "plain"),
     "sampled-worst": _sampled,
+    "constrained-1": lambda results: _constrained(results, 1),
+    "constrained-8": lambda results: _constrained(results, 8),
+    "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",
+    "soak-audited": lambda results: f"{results['audit_soak_h200']['audit']['figures']['tokens']:,}",
+    "soak-faults": lambda results: str(results["audit_soak_h200"]["audit"]["figures"]["faults"]),
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
     "bf16-largest": lambda results: _verdict(results, "largest_margin"),
     "bf16-bound": lambda results: _verdict(results, "margin_bound"),

@@ -77,7 +77,7 @@ class Masking:
         return found, cleared
 
     def drop(self, message: DropGrammar) -> None:
-        """Forget a request's grammar. No step in flight has it; a thread may, and so may tokens that were not read yet."""
+        """Forget a request's grammar. No step in flight has it; a thread may, and tokens that were not read yet."""
         self._unread = deque(
             (handle, [each for each in constrained if each.uid != message.uid]) for handle, constrained in self._unread
         )
