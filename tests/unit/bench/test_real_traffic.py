@@ -73,8 +73,9 @@ def test_rows_of_the_other_benchmarks_are_read_from_their_files(tmp_path: Path) 
     (tmp_path / "traffic_h200.json").write_text(json.dumps(traffic))
     speeds = {"fixed": 90.0, "adaptive": 100.0, "plain": 110.0}
     widths = [
-        {"case": "8b", "prompts": "random", "batch": 1, "policy": policy, "tokens_per_second": speed}
-        for policy, speed in speeds.items()
+        {"case": "8b", "prompts": "random", "batch": batch, "policy": policy, "tokens_per_second": speed * faster}
+        for batch, faster in ((1, 1.0), (8, 2.0))
+        for policy, speed in (speeds if batch == 1 else speeds | {"adaptive": 120.0}).items()
     ]
     report = {"benchmark": "width_policy", "run": run("dddddddddddd"), "rows": widths}
     (tmp_path / "width_policy_h200.json").write_text(json.dumps(report))
@@ -83,7 +84,7 @@ def test_rows_of_the_other_benchmarks_are_read_from_their_files(tmp_path: Path) 
     assert found["first token of that 16k prompt / alone"][4] == "**missed**"
     assert found["longest gap of 8 streams, a 40k prompt arrives, ms"][1] == "not measured"
     assert found["requests a second within limits / plain decoding"][1] == "1.6"
-    assert found["adaptive tok/s / plain"][1].startswith("0.9091 (worst of 1; 60")
+    assert found["adaptive tok/s / plain"][1].startswith("0.9091 (worst of 2; 60")
     assert found["adaptive tok/s below the better of fixed width and plain"][1].startswith("9.1%")
 
 
