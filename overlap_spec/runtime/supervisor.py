@@ -10,11 +10,10 @@ from typing import Any, TypeVar, assert_never
 
 import zmq
 
-from overlap_spec.config import Settings, encode_settings
+from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
-from overlap_spec.runtime.actor import SETTINGS_FILE
 from overlap_spec.runtime.processes import Children, describe_exit
 from overlap_spec.runtime.run_directory import RunDirectory
 
@@ -53,7 +52,6 @@ class Supervisor:
 
     async def start(self, settings: Settings) -> None:
         """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
-        self._run_dir.write_private(SETTINGS_FILE, encode_settings(settings))
         self._spawn(self._listen())
         await self._children.start(self._run_dir.path, settings)
         await self.unless_failed(self._all_ready.wait())
@@ -80,6 +78,13 @@ class Supervisor:
                 await self._send_shutdown()
         finally:
             await self._close()
+
+    def actor_died(self, error: ActorDied) -> None:
+        """End the run: every end of an actor that was not asked for comes here, an exit, an error or a hang.
+
+        A child that hung was abandoned before; one that has failed is about to exit, and is reported twice.
+        """
+        self.fail(error)
 
     def fail(self, error: ActorDied) -> None:
         """End the run with `error`: every child is killed at once. Later errors are ignored."""
@@ -137,7 +142,7 @@ class Supervisor:
                 if self.facts.keys() == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed():
-                self.fail(ActorDied(message.actor, message.error))
+                self.actor_died(ActorDied(message.actor, message.error))
             case ActorProgress():
                 self._progress(message.what, message.done, message.total)
             case Drained():
@@ -150,13 +155,13 @@ class Supervisor:
             return
         error = ActorDied(role, f"the process {describe_exit(status)}")
         if status < 0:
-            self.fail(error)
+            self.actor_died(error)
         else:
             self._spawn(self._fail_later(error))
 
     async def _fail_later(self, error: ActorDied) -> None:
         await asyncio.sleep(FAILURE_S)
-        self.fail(error)
+        self.actor_died(error)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

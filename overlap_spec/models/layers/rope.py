@@ -38,7 +38,7 @@ class RopeConfig:
         """
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping):
-            raise CheckpointError(f"{origin}: rope_scaling must be an object or null, found {scaling!r}")
+            raise CheckpointError(f"{origin}: rope_scaling must be null or an object, found {scaling!r}")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in _FREQUENCIES:
             raise CheckpointError(

@@ -66,7 +66,7 @@ def test_a_damaged_gguf(damage: Callable[[Path], None], tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("file", "fields", "said"),
     [
-        ("config.json", {"rope_scaling": 5}, "rope_scaling must be an object or null, found 5"),
+        ("config.json", {"rope_scaling": 5}, "rope_scaling must be null or an object, found 5"),
         ("tokenizer_config.json", {"chat_template": [1]}, "chat_template must be text or a list of named templates"),
     ],
 )
