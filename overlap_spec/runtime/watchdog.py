@@ -1,4 +1,4 @@
-"""Who of the actors gives signs of life: when each gave its last one, who is late, who hangs.
+"""Signs of life of the actors: when each gave its last one, which is late, which hangs.
 
 Every message of an actor to the supervisor is a sign. One that has sent none for an interval is sent a LivenessProbe,
 which the loop that does its work answers; the answer also tells how old the oldest step in flight is, because a worker
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-LATE_S = 10.0  # without a sign: `/health` says so
+LATE_S = 10.0  # without a sign: `/health` names it
 MOST_INTERVAL_S = 2.5
 START_TIMEOUTS = 10  # that a phase of the start may take: kernels are compiled, weights come over a network
 FIRST_PHASE = "loading"

@@ -30,7 +30,7 @@ SHOWING = ("/metrics", *SHALLOW)  # answered until the end: they give the engine
 
 
 def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Starlette:
-    """Build the app. While `health` says that no request is taken, answers are 503, except those of `SHOWING`."""
+    """Build the app. While `health` takes no request, answers are 503, except those of `SHOWING`."""
     metrics = ServerMetrics()
     runner = Runner(client, metrics)
     chats = ChatRunner(runner, info)
