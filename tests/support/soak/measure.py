@@ -24,21 +24,20 @@ class Sample:
 
 
 class Memory:
-    """Samples of every process of a service, by role and process number."""
+    """Samples of every process of a service, by role."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._samples: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
+        self._samples: defaultdict[str, list[Sample]] = defaultdict(list)
 
     def sample(self, requests: int) -> None:
         """Look at every process after so many requests."""
-        pids = {"main": self._service.process.pid, **self._service.children}
         for role, held in held_by(self._service).items():
-            self._samples[role, pids[role]].append(Sample(requests, held.rss))
+            self._samples[role].append(Sample(requests, held.rss))
 
     def report(self) -> list[dict[str, Any]]:
         """One row per process: its slope after its warm-up, and what it held at the ends."""
-        return [_row(role, samples) for (role, _), samples in sorted(self._samples.items()) if len(samples) > 2]
+        return [_row(role, samples) for role, samples in sorted(self._samples.items()) if len(samples) > 2]
 
 
 def _row(role: str, samples: list[Sample]) -> dict[str, Any]:
