@@ -24,13 +24,14 @@ from support.soak.spoiler import FILE, LONG_RUN, NAN_DRAFT, NAN_TARGET, OTHER_ST
 
 HELD_S = 1.0  # of a fault that lasts
 RECOVERED_S = 60.0  # that a recovery may take on a busy machine
+A_LONG_RUN, ANOTHER_STEP = "a step result with a long run", "a step result of another step"
 NO_TROUBLE: frozenset[str] = frozenset()
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 @dataclass
 class Scene:
-    """What a fault may touch. `num_sent`, `num_recoveries`: requests that faults have sent, recoveries they have caused."""
+    """What a fault may touch. Counted: whole requests that faults have sent, and recoveries they have caused."""
 
     service: Service
     http: httpx.AsyncClient
@@ -235,8 +236,8 @@ FAULTS = [
 HARSH = [  # the engine starts scheduler and worker again, and requests go on
     Fault("the worker is killed", ended("worker", signal.SIGKILL)),
     Fault("the scheduler stops", ended("scheduler", signal.SIGSTOP)),
-    Fault("a step result with a long run", spoils(LONG_RUN, 0.0)),
+    Fault(A_LONG_RUN, spoils(LONG_RUN, 0.0)),
     Fault("the worker stops", ended("worker", signal.SIGSTOP)),
     Fault("the scheduler is killed", ended("scheduler", signal.SIGKILL)),
-    Fault("a step result of another step", spoils(OTHER_STEP, 0.0)),
+    Fault(ANOTHER_STEP, spoils(OTHER_STEP, 0.0)),
 ]
