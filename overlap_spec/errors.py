@@ -44,7 +44,7 @@ class RequestAborted(OverlapSpecError):
 class RequestFailed(OverlapSpecError):
     """One request cannot go on, through no fault of its client (HTTP 500). The engine and its other requests do.
 
-    `code` says why, in a word.
+    `code`: the reason, in a word.
     """
 
     def __init__(self, code: str, message: str) -> None:
