@@ -92,6 +92,11 @@ class Engine:
         return failed.result() if failed is not None and failed.done() else None
 
     @property
+    def recovering(self) -> str:
+        """Why scheduler and worker are being started again; empty if they are not."""
+        return self._supervisor.recovering if self._supervisor is not None else ""
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process number of each actor."""
         return _started(self._supervisor).pids

@@ -2,7 +2,8 @@
 
     bind -> start the engine (503 meanwhile) -> print the table -> serve -> stop
     one signal: new requests 503, open ones finish, status 0       a second: everything ends at once, status 1
-    an actor dies: open streams get an error event, /health answers 503, status 1
+    scheduler or worker dies: new requests 503 until both have been started again (`--recover`), open ones go on
+    another actor dies, or too many: open streams get an error event, /health answers 503, status 1
 
 The port is bound first, so that a busy one is found before a weight is read.
 """
@@ -89,6 +90,8 @@ class Service:
             return False, f"the engine has failed: {self._engine.failure}"
         if self._draining:
             return False, "the server is shutting down"
+        if self._engine.recovering:
+            return False, f"the engine is recovering: {self._engine.recovering}"
         return True, ""
 
     async def drain(self) -> None:

@@ -91,7 +91,9 @@ from overlap_spec.messages.ring import (
     PrepareGrammar,
     Refused,
     ResetSlot,
+    Resumed,
     SlotWork,
+    Started,
     Stats,
     StepCosts,
     StepPlan,
@@ -106,6 +108,7 @@ from overlap_spec.messages.supervisor import (
     ActorProgress,
     ActorReady,
     Drained,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
@@ -123,7 +126,7 @@ ToScheduler = (
     | Shutdown
 )
 ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | Shutdown
 
 __all__ = [
     "BOUNDLESS",
@@ -186,14 +189,17 @@ __all__ = [
     "PrefillCosts",
     "Prompt",
     "Reasoning",
+    "Recover",
     "Refused",
     "Rejected",
     "ResetSlot",
+    "Resumed",
     "Roofline",
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
     "SlotWork",
+    "Started",
     "Stats",
     "StatsReply",
     "StepCosts",

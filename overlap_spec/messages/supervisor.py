@@ -10,11 +10,24 @@ class Shutdown(Message, frozen=True):
     drain: bool
 
 
+class Recover(Message, frozen=True):
+    """Scheduler and worker are gone, and started again: what is open goes on there, over links of this generation.
+
+    `actor` died first, and why is `error`; `died_at`: monotonic, in seconds.
+    """
+
+    generation: int
+    actor: str
+    error: str
+    died_at: float
+
+
 class ActorReady(Message, frozen=True):
-    """An actor is warm."""
+    """An actor is warm. `generation`, of this and the next two: which of the processes of that role it is."""
 
     actor: str
     facts: ActorFacts
+    generation: int = 0
 
 
 class ActorFailed(Message, frozen=True):
@@ -23,6 +36,7 @@ class ActorFailed(Message, frozen=True):
     actor: str
     error: str
     traceback: str
+    generation: int = 0
 
 
 class ActorProgress(Message, frozen=True):
@@ -32,6 +46,7 @@ class ActorProgress(Message, frozen=True):
     what: str
     done: int
     total: int
+    generation: int = 0
 
 
 class Drained(Message, frozen=True):

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from overlap_spec.config import Settings, child_environment
@@ -20,22 +20,25 @@ Exited = Callable[[str, int], None]  # role, exit status (negative: the signal t
 
 
 class Children:
-    """One process per role. `on_exit` is called once per child, in the event loop, for every kind of exit."""
+    """One process per role. `on_exit` is called once per child, in the event loop, for every kind of exit.
+
+    But not for one that was dropped before.
+    """
 
     def __init__(self, roles: Mapping[str, str], on_exit: Exited) -> None:
         self._roles = roles
         self._on_exit = on_exit
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
     def pids(self) -> dict[str, int]:
         """Process number by role."""
         return {role: process.pid for role, process in self._processes.items()}
 
-    async def start(self, run_dir: Path, settings: Settings) -> None:
-        """Start every role. Cancellation: those that have started are known, and `kill` ends them."""
-        for role, module in self._roles.items():
+    async def start(self, run_dir: Path, settings: Settings, roles: Collection[str], generation: int = 0) -> None:
+        """Start these roles. Cancellation: those that have started are known, and `kill` ends them."""
+        for role in roles:
             # -P: a file of the working directory must not shadow a module, as `-m` alone would let it.
             command = (
                 sys.executable,
@@ -43,8 +46,9 @@ class Children:
                 "-m",
                 "overlap_spec.runtime.actor",
                 role,
-                module,
+                self._roles[role],
                 str(run_dir),
+                str(generation),
                 str(os.getpid()),
             )
             process = await asyncio.create_subprocess_exec(
@@ -55,30 +59,44 @@ class Children:
                 start_new_session=True,
             )
             self._processes[role] = process
-            self._watchers.append(asyncio.create_task(self._watch(role, process), name=f"watch-{role}"))
+            self._watchers[role] = asyncio.create_task(self._watch(role, process), name=f"watch-{role}")
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until every child is gone; False if one is still there after `timeout_s`."""
         if not self._watchers:
             return True
-        _, running = await asyncio.wait(self._watchers, timeout=timeout_s)
+        _, running = await asyncio.wait(self._watchers.values(), timeout=timeout_s)
         return not running
+
+    def drop(self, roles: Collection[str]) -> list[asyncio.Task[None]]:
+        """Kill these at once, and forget them. Returns tasks that end with them."""
+        dropped = [self._processes.pop(role) for role in roles if role in self._processes]
+        for process in dropped:
+            _kill(process)
+        return [self._watchers.pop(role) for role in roles if role in self._watchers]
 
     async def kill(self) -> None:
         """End every child that still runs, and wait until it is gone, but no longer than KILL_S."""
         for process in self._processes.values():
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
         await self.wait(KILL_S)
 
     def forget(self) -> None:
         """Stop watching. The kernel ends killed children that are still there."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
 
     async def _watch(self, role: str, process: asyncio.subprocess.Process) -> None:
-        self._on_exit(role, await process.wait())
+        status = await process.wait()
+        if self._processes.get(role) is process:
+            self._on_exit(role, status)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Send SIGKILL to a process and those that it has started; a stopped one ends too."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def describe_exit(status: int) -> str:

@@ -1,6 +1,12 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
-The first failure is kept, and every other child is killed at once: the ring does not work without one of its actors.
+The ring does not work without one of its actors. With `Settings.recovery` scheduler and worker are both started again
+when one of them has died, and the tokenizer lets its requests go on there:
+
+    died -> both killed -> Recover to the tokenizer -> both started -> ready
+             `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
+
+Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
 
 import asyncio
@@ -12,16 +18,29 @@ import zmq
 
 from overlap_spec.config import Settings, encode_settings
 from overlap_spec.errors import ActorDied
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
+from overlap_spec.messages import (
+    ActorFacts,
+    ActorFailed,
+    ActorProgress,
+    ActorReady,
+    Drained,
+    Recover,
+    Shutdown,
+    ToSupervisor,
+)
 from overlap_spec.runtime.actor import SETTINGS_FILE
 from overlap_spec.runtime.processes import Children, describe_exit
+from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import RunDirectory
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
 
 STOP_S = 5.0  # for an actor to leave after Shutdown
+GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
+RESTARTED = ("scheduler", "worker")  # together: what one knows of the other's state cannot be told to a new one
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -41,6 +60,12 @@ class Supervisor:
             self._context, run_dir.endpoints.inbox("supervisor"), ToSupervisor
         )
         self._children = Children(roles, self._on_exit)
+        self._settings: Settings | None = None
+        self._recoveries = RecoveryLimit()
+        self._recovery: asyncio.Task[None] | None = None  # under way, or the last one
+        self._generations = dict.fromkeys(roles, 0)  # of the process of each role
+        self._links = 0  # generation of the links between actors
+        self._ready: set[str] = set()
         self._all_ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._stopping = False
@@ -51,12 +76,19 @@ class Supervisor:
         """Process number by role."""
         return self._children.pids
 
+    @property
+    def recovering(self) -> str:
+        """Why actors are being started again; empty if they are not."""
+        return str(self._recoveries.cause) if self._recoveries.cause is not None else ""
+
     async def start(self, settings: Settings) -> None:
         """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
         self._run_dir.write_private(SETTINGS_FILE, encode_settings(settings))
         self._spawn(self._listen())
-        await self._children.start(self._run_dir.path, settings)
+        await self._children.start(self._run_dir.path, settings, self._roles)
         await self.unless_failed(self._all_ready.wait())
+        self._settings = settings
+        self._recoveries.settings = settings.recovery
 
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
@@ -85,8 +117,40 @@ class Supervisor:
         """End the run with `error`: every child is killed at once. Later errors are ignored."""
         if self._stopping or self.failed.done():
             return
+        self._end_recovery()
         self.failed.set_result(error)
         self._spawn(self._children.kill())
+
+    def died(self, error: ActorDied) -> None:
+        """Note that an actor is dead, or hangs and is to be treated so: recover from that, or end the run."""
+        if self._stopping or self.failed.done():
+            return
+        if error.actor not in RESTARTED or not self._recoveries.begin(error):
+            self.fail(error)
+            return
+        self._end_recovery()
+        self._all_ready.clear()
+        self._ready.difference_update(RESTARTED)
+        generation = self._links + 1
+        self._generations.update(dict.fromkeys(RESTARTED, generation))
+        gone = self._children.drop(RESTARTED)
+        self._recovery = self._spawn(self._recover(error, generation, gone))
+
+    async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
+        """Start scheduler and worker again, as soon as those before have given back what they had."""
+        assert self._settings is not None
+        if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
+            self._recoveries.end()
+            return self.fail(ActorDied(error.actor, f"{error}; its process cannot be killed"))
+        self._tell("tokenizer", Recover(generation, error.actor, str(error), self._recoveries.died_at))
+        self._links = generation
+        await self._children.start(self._run_dir.path, self._settings, RESTARTED, generation)
+        await self._all_ready.wait()
+        self._recoveries.end()
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.cancel()
 
     async def _send_shutdown(self) -> None:
         for role in self._roles:
@@ -95,6 +159,7 @@ class Supervisor:
             log.warning("an actor did not stop within %.0f s; killing it", STOP_S)
 
     async def _close(self) -> None:
+        self._end_recovery()
         try:
             await self._children.kill()
         finally:
@@ -104,9 +169,10 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._context.destroy(linger=0)
 
-    def _tell(self, role: str, message: Shutdown) -> None:
+    def _tell(self, role: str, message: Shutdown | Recover) -> None:
         """Send one message: the link is closed at once, and what it holds lingers in the context."""
-        outlet: ZmqOutlet[Any] = ZmqOutlet(self._context, self._run_dir.endpoints.inbox(role))
+        endpoints = Endpoints(self._run_dir.path, self._links)
+        outlet: ZmqOutlet[Any] = ZmqOutlet(self._context, endpoints.inbox(role))
         outlet.send(message)
         outlet.close()
 
@@ -132,14 +198,18 @@ class Supervisor:
 
     def _dispatch(self, message: ToSupervisor) -> None:
         match message:
+            case ActorReady() | ActorFailed() | ActorProgress() if message.generation != self._of(message.actor):
+                pass  # of a process that has been started again since
             case ActorReady():
+                self._ready.add(message.actor)
                 self.facts[message.actor] = message.facts
-                if self.facts.keys() == self._roles.keys():
+                if self._ready == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed():
-                self.fail(ActorDied(message.actor, message.error))
+                self.died(ActorDied(message.actor, message.error))
             case ActorProgress():
-                self._progress(message.what, message.done, message.total)
+                if self._settings is None:
+                    self._progress(message.what, message.done, message.total)
             case Drained():
                 self._drained.set()
             case _:
@@ -150,15 +220,20 @@ class Supervisor:
             return
         error = ActorDied(role, f"the process {describe_exit(status)}")
         if status < 0:
-            self.fail(error)
+            self.died(error)
         else:
-            self._spawn(self._fail_later(error))
+            self._spawn(self._died_later(error, self._of(role)))
 
-    async def _fail_later(self, error: ActorDied) -> None:
+    async def _died_later(self, error: ActorDied, generation: int) -> None:
         await asyncio.sleep(FAILURE_S)
-        self.fail(error)
+        if generation == self._of(error.actor):
+            self.died(error)
 
-    def _spawn(self, work: Any) -> None:
+    def _of(self, role: str) -> int:
+        return self._generations.get(role, 0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
