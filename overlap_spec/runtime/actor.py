@@ -1,6 +1,6 @@
 """What every child process shares: settings, links to the others, ready and failure reports.
 
-    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR GENERATION PARENT_PID
+    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR GENERATION PARENT_PID < SETTINGS
 
 A child dies with its parent, leaves SIGINT and SIGTERM to it, and reports an exception as ActorFailed before it exits
 with status 1.
@@ -35,7 +35,6 @@ ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
     "scheduler": "overlap_spec.scheduler.scheduler_actor",
     "worker": "overlap_spec.worker.worker_actor",
 }
-SETTINGS_FILE = "settings.msgpack"
 PR_SET_PDEATHSIG = 1
 
 Main = Callable[["ActorContext"], Awaitable[None]]
@@ -119,9 +118,8 @@ def die_with_parent(expected_parent: int) -> None:
         raise SystemExit(1)
 
 
-def run_actor(role: str, module: str, run_dir: Path, generation: int = 0) -> int:
+def run_actor(role: str, module: str, run_dir: Path, settings: Settings, generation: int = 0) -> int:
     """Run one role to its end. Returns the exit status."""
-    settings = decode_settings((run_dir / SETTINGS_FILE).read_bytes())
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
     )
@@ -158,7 +156,7 @@ def main() -> None:
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor sends Shutdown, and kills an actor that stays
-    sys.exit(run_actor(role, module, Path(run_dir), int(generation)))
+    sys.exit(run_actor(role, module, Path(run_dir), decode_settings(sys.stdin.buffer.read()), int(generation)))
 
 
 if __name__ == "__main__":

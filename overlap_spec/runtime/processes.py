@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from overlap_spec.config import Settings, child_environment
+from overlap_spec.config import Settings, child_environment, encode_settings
 
 KILL_S = 1.0  # for killed processes to end: a driver needs a while to free much GPU memory
 
@@ -20,10 +20,7 @@ Exited = Callable[[str, int], None]  # role, exit status (negative: the signal t
 
 
 class Children:
-    """One process per role. `on_exit` is called once per child, in the event loop, for every kind of exit.
-
-    But not for one that was dropped before.
-    """
+    """One process per role. `on_exit` is called once per child that was not abandoned, for every kind of exit."""
 
     def __init__(self, roles: Mapping[str, str], on_exit: Exited) -> None:
         self._roles = roles
@@ -39,27 +36,24 @@ class Children:
     async def start(self, run_dir: Path, settings: Settings, roles: Collection[str], generation: int = 0) -> None:
         """Start these roles. Cancellation: those that have started are known, and `kill` ends them."""
         for role in roles:
-            # -P: a file of the working directory must not shadow a module, as `-m` alone would let it.
-            command = (
-                sys.executable,
-                "-P",
-                "-m",
-                "overlap_spec.runtime.actor",
-                role,
-                self._roles[role],
-                str(run_dir),
-                str(generation),
-                str(os.getpid()),
-            )
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                env=child_environment(settings, role) | {"PYTHONPATH": _import_path()},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.__stderr__,  # libraries print to stdout, which is for answers
-                start_new_session=True,
-            )
-            self._processes[role] = process
-            self._watchers[role] = asyncio.create_task(self._watch(role, process), name=f"watch-{role}")
+            await self.start_one(role, run_dir, settings, generation)
+
+    async def start_one(self, role: str, run_dir: Path, settings: Settings, generation: int = 0) -> None:
+        """Start one role, which must not run. It reads the settings from a pipe: a file would outlive a killed run."""
+        # -P: a file of the working directory must not shadow a module, as `-m` alone would let it.
+        program = (sys.executable, "-P", "-m", "overlap_spec.runtime.actor")
+        process = await asyncio.create_subprocess_exec(
+            *(*program, role, self._roles[role], str(run_dir), str(generation), str(os.getpid())),
+            env=child_environment(settings, role) | {"PYTHONPATH": _import_path()},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.__stderr__,  # libraries print to stdout, which is for answers
+            start_new_session=True,
+        )
+        self._processes[role] = process
+        self._watchers[role] = asyncio.create_task(self._watch(role, process), name=f"watch-{role}")
+        assert process.stdin is not None
+        process.stdin.write(encode_settings(settings))
+        process.stdin.close()
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until every child is gone; False if one is still there after `timeout_s`."""
@@ -69,10 +63,9 @@ class Children:
         return not running
 
     def drop(self, roles: Collection[str]) -> list[asyncio.Task[None]]:
-        """Kill these at once, and forget them. Returns tasks that end with them."""
-        dropped = [self._processes.pop(role) for role in roles if role in self._processes]
-        for process in dropped:
-            _kill(process)
+        """Abandon these. Returns tasks that end with them."""
+        for role in roles:
+            self.abandon(role)
         return [self._watchers.pop(role) for role in roles if role in self._watchers]
 
     async def kill(self) -> None:
@@ -80,6 +73,12 @@ class Children:
         for process in self._processes.values():
             _kill(process)
         await self.wait(KILL_S)
+
+    def abandon(self, role: str) -> None:
+        """Kill one child whose end is known: `on_exit` is not called for it, as it may take long to be gone."""
+        process = self._processes.pop(role, None)
+        if process is not None:
+            _kill(process)
 
     def forget(self) -> None:
         """Stop watching. The kernel ends killed children that are still there."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, assert_never
 
 import zmq
 
-from overlap_spec.config import Settings, encode_settings
+from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
@@ -30,7 +30,6 @@ from overlap_spec.messages import (
     Shutdown,
     ToSupervisor,
 )
-from overlap_spec.runtime.actor import SETTINGS_FILE
 from overlap_spec.runtime.processes import Children, describe_exit
 from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import RunDirectory
@@ -83,7 +82,6 @@ class Supervisor:
 
     async def start(self, settings: Settings) -> None:
         """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
-        self._run_dir.write_private(SETTINGS_FILE, encode_settings(settings))
         self._spawn(self._listen())
         await self._children.start(self._run_dir.path, settings, self._roles)
         await self.unless_failed(self._all_ready.wait())
@@ -121,8 +119,11 @@ class Supervisor:
         self.failed.set_result(error)
         self._spawn(self._children.kill())
 
-    def died(self, error: ActorDied) -> None:
-        """Note that an actor is dead, or hangs and is to be treated so: recover from that, or end the run."""
+    def actor_died(self, error: ActorDied) -> None:
+        """Recover, or end the run: every end of an actor that was not asked for comes here, be it an exit or a hang.
+
+        A child that hung was abandoned before; one that has failed is about to exit, and is reported once.
+        """
         if self._stopping or self.failed.done():
             return
         if error.actor not in RESTARTED or not self._recoveries.begin(error):
@@ -140,11 +141,15 @@ class Supervisor:
         """Start scheduler and worker again, as soon as those before have given back what they had."""
         assert self._settings is not None
         if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
-            self._recoveries.end()
-            return self.fail(ActorDied(error.actor, f"{error}; its process cannot be killed"))
+            self.fail(ActorDied(error.actor, f"killed processes are still there after {GONE_S:.0f} s"))
+            return
         self._tell("tokenizer", Recover(generation, error.actor, str(error), self._recoveries.died_at))
         self._links = generation
-        await self._children.start(self._run_dir.path, self._settings, RESTARTED, generation)
+        try:
+            await self._children.start(self._run_dir.path, self._settings, RESTARTED, generation)
+        except OSError as problem:  # no memory for another process
+            self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
+            return
         await self._all_ready.wait()
         self._recoveries.end()
 
@@ -206,7 +211,7 @@ class Supervisor:
                 if self._ready == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed():
-                self.died(ActorDied(message.actor, message.error))
+                self.actor_died(ActorDied(message.actor, message.error))
             case ActorProgress():
                 if self._settings is None:
                     self._progress(message.what, message.done, message.total)
@@ -220,14 +225,14 @@ class Supervisor:
             return
         error = ActorDied(role, f"the process {describe_exit(status)}")
         if status < 0:
-            self.died(error)
+            self.actor_died(error)
         else:
             self._spawn(self._died_later(error, self._of(role)))
 
     async def _died_later(self, error: ActorDied, generation: int) -> None:
         await asyncio.sleep(FAILURE_S)
         if generation == self._of(error.actor):
-            self.died(error)
+            self.actor_died(error)
 
     def _of(self, role: str) -> int:
         return self._generations.get(role, 0)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from support.fake_settings import fake_settings
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
-from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 OBEDIENT = {
@@ -56,7 +57,8 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
         assert supervisor.facts == {role: TokenizerFacts(role, "") for role in OBEDIENT}
         assert seen == [("loading", 1, 2)] * 3
         assert run_dir.path.stat().st_mode & 0o777 == 0o700
-        assert (run_dir.path / "settings.msgpack").stat().st_mode & 0o777 == 0o600
+        kinds = {stat.S_IFMT(path.stat().st_mode) for path in run_dir.path.iterdir() if path.name != LOCK_FILE}
+        assert kinds == {stat.S_IFSOCK}, "no file: it would outlive a killed run, with what is secret in the settings"
         assert await supervisor.drain(5)
         began = time.monotonic()
         await supervisor.stop()
@@ -145,7 +147,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from support.fake_settings import fake_settings
-from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 async def main():
