@@ -57,6 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
+from overlap_spec.messages.health import READY, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -107,7 +108,9 @@ from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
     ActorReady,
+    Alive,
     Drained,
+    LivenessProbe,
     Recover,
     Shutdown,
     ToSupervisor,
@@ -123,10 +126,13 @@ ToScheduler = (
     | FlushCache
     | Audit
     | StopSpeculating
+    | LivenessProbe
     | Shutdown
 )
-ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
+ToTokenizer = (
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+)
 
 __all__ = [
     "BOUNDLESS",
@@ -145,6 +151,7 @@ __all__ = [
     "ActorProgress",
     "ActorReady",
     "Admit",
+    "Alive",
     "Cancel",
     "ChatPrompt",
     "CpuFacts",
@@ -157,7 +164,9 @@ __all__ = [
     "GrammarReady",
     "PrepareGrammar",
     "EngineFacts",
+    "EngineHealth",
     "EngineLimits",
+    "EngineState",
     "ErrorCode",
     "Finish",
     "FinishKind",
@@ -173,6 +182,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_GRAMMAR_BYTES",
+    "LivenessProbe",
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
@@ -188,6 +198,7 @@ __all__ = [
     "Pong",
     "PrefillCosts",
     "Prompt",
+    "READY",
     "Reasoning",
     "Recover",
     "Refused",

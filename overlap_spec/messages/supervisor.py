@@ -1,4 +1,4 @@
-"""Between the supervisor and every actor: ready, failed, progress, shutdown."""
+"""Between the supervisor and every actor: ready, failed, progress, signs of life, shutdown."""
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
@@ -22,8 +22,23 @@ class Recover(Message, frozen=True):
     died_at: float
 
 
+class LivenessProbe(Message, frozen=True):
+    """Answer with Alive, from the loop that does the actor's work. At most one is unanswered."""
+
+
+class Alive(Message, frozen=True):
+    """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is.
+
+    `generation`, of this and the next three: which of the processes of that role it is.
+    """
+
+    actor: str
+    step_s: float = 0.0
+    generation: int = 0
+
+
 class ActorReady(Message, frozen=True):
-    """An actor is warm. `generation`, of this and the next two: which of the processes of that role it is."""
+    """An actor is warm."""
 
     actor: str
     facts: ActorFacts
@@ -53,4 +68,4 @@ class Drained(Message, frozen=True):
     """The tokenizer has no open request left after Shutdown(drain=True)."""
 
 
-ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained
+ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained | Alive

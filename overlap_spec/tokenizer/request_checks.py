@@ -41,7 +41,6 @@ class RequestChecks:
     ) -> None:
         self.limits: EngineLimits | None = None
         self.draining = False
-        self.recovering = ""  # else why no request is taken until the engine is warm again
         self.trusts_templates = trusts_templates  # a request may bring a chat template along
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_open_requests = max_open_requests
@@ -59,8 +58,6 @@ class RequestChecks:
             raise Refusal(ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
         if self.limits is None:
             raise Refusal(ErrorCode.STARTING, "the engine is still starting")
-        if self.recovering:
-            raise Refusal(ErrorCode.STARTING, f"the engine is recovering: {self.recovering}")
         if num_open >= self._max_open_requests:
             raise Refusal(ErrorCode.OVERLOADED, f"{num_open} requests are open, the engine takes no more now")
         return self.limits

@@ -33,6 +33,7 @@ from overlap_spec.messages import (
     Generate,
     GetAudit,
     GetStats,
+    LivenessProbe,
     LogProbs,
     Ping,
     Pong,
@@ -92,6 +93,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
+        self.report_alive: Callable[[], None] = lambda: None  # so too
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self.recoveries = Recoveries()
@@ -144,7 +146,6 @@ class TokenizerService:
                 self._checks.limits = message
                 self.auditor.num_slots = message.audit_slots
                 self.recoveries.warm()
-                self._checks.recovering = ""
             case Started():
                 self._note_started(message.uids)
             case Recover():
@@ -157,6 +158,8 @@ class TokenizerService:
                 self.recoveries.reported(message)
             case Audited():
                 self.auditor.audited(message)
+            case LivenessProbe():
+                self.report_alive()
             case Shutdown():
                 self._shut_down(message.drain)
             case _:
@@ -243,7 +246,6 @@ class TokenizerService:
 
     def _recover(self, message: Recover) -> None:
         """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
-        self._checks.recovering = f"the {message.actor} has died and is being started again"
         self.recoveries.begin(message)
         self._inbox, outlet = self.renew(message.generation)
         self._scheduler.renew(outlet)

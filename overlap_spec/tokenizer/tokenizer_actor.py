@@ -30,6 +30,7 @@ async def main(context: ActorContext) -> None:
         scheduler: BatchOutlet[ToScheduler] = context.outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
+        service.report_alive = context.report_alive
         service.auditor = make_auditor(settings, service.send_scheduler)
         service.recoveries.enabled = settings.recovery.enabled
         service.renew = partial(_renewed, context)

@@ -1,6 +1,6 @@
 """A tokenizer for tests of recoveries: it renews its links when it is told, and is drained at once."""
 
-from overlap_spec.messages import Drained, Recover, Shutdown, TokenizerFacts, ToTokenizer
+from overlap_spec.messages import Drained, LivenessProbe, Recover, Shutdown, TokenizerFacts, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 
 
@@ -13,6 +13,8 @@ async def main(context: ActorContext) -> None:
             case Recover(generation):
                 context.renew(generation)
                 inbox = context.inbox(ToTokenizer)
+            case LivenessProbe():
+                context.report_alive()
             case Shutdown(drain=True):
                 context.send_supervisor(Drained())
             case _:

@@ -132,15 +132,13 @@ def test_whoever_is_gone_or_held_back_is_not_admitted_twice() -> None:
     run(scenario)
 
 
-def test_new_requests_are_refused_until_the_engine_is_warm_again() -> None:
+def test_new_requests_wait_behind_those_that_go_on() -> None:
     async def scenario(harness: Harness) -> None:
+        uids = [await open_one(harness, request_id) for request_id in "ab"]
         await die(harness)
-        harness.generate()
-        refused = await harness.heard(Rejected)
-        assert (refused.code, "recovering" in refused.message) == (ErrorCode.STARTING, True)
-        harness.inbox.send(LIMITS)
-        await harness.settle()
-        await open_one(harness)
+        harness.generate(request_id="c")
+        admitted = [(await harness.admitted()).uid for _ in range(3)]
+        assert admitted[:2] == uids and admitted[2] not in uids
 
     run(scenario)
 
