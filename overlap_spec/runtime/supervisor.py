@@ -71,6 +71,7 @@ class Supervisor:
         self._generations = dict.fromkeys(roles, 0)  # of the process of each role
         self._links = 0  # generation of the links between actors
         self._ready: set[str] = set()
+        self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
         self.watchdog = Watchdog(0)  # `start` replaces it
         self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
         self._leave_by = 0.0
@@ -225,18 +226,22 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Ask for signs of life, and give up an actor that hangs."""
-        outlets: dict[str, ZmqOutlet[Any]] = {}
-        links = -1
         while not self._stopping:
             await asyncio.sleep(self.watchdog.interval_s)
-            if links != self._links:
-                for outlet in outlets.values():
-                    outlet.close()
-                links, outlets = self._links, {role: self._outlet(role) for role in self._roles}
             for role in self.watchdog.tick():
-                outlets[role].send(LivenessProbe())
+                self._probe(role)
             for late in self.watchdog.hung():
                 await self._give_up(late)
+
+    def _probe(self, role: str) -> None:
+        """Ask for a sign of life, over a link that stays: an actor that was stopped answers when it goes on."""
+        links, outlet = self._probes.get(role, (-1, None))
+        if outlet is None or links != self._links:
+            if outlet is not None:
+                outlet.close()
+            outlet = self._outlet(role)
+            self._probes[role] = self._links, outlet
+        outlet.send(LivenessProbe())
 
     async def _give_up(self, late: Late) -> None:
         """Let an actor that hangs write its stack, then treat it as dead."""
@@ -246,6 +251,8 @@ class Supervisor:
         self.killed.add(actor)
         log.error("%s: %s (--watchdog-timeout): %s", actor, late, request_dump(pid))
         await asyncio.sleep(DUMP_S)
+        if self.pids.get(actor) != pid:
+            return  # another death meanwhile: this actor was started again
         self.watchdog.ended(actor)
         self._children.abandon(actor)
         self.actor_died(ActorDied(actor, f"hung: {late}"))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec import Engine, SamplingParams
-from overlap_spec.client.calls import Completion
+from overlap_spec.client.answers import Delta
+from overlap_spec.client.calls import Completion, completion_of
 from overlap_spec.messages import Grammar, GrammarKind, LogProbParams
 
 Flags = dict[str, Any]
@@ -51,15 +52,22 @@ async def answers(engine: Engine, requests: Sequence[tuple[str, SamplingParams]]
 
 
 async def disturbed(
-    engine: Engine, requests: Sequence[tuple[str, SamplingParams]], what: Disturbance, delay_s: float
+    engine: Engine, requests: Sequence[tuple[str, SamplingParams]], what: Disturbance, share: float
 ) -> list[Completion]:
-    """The same answers; meanwhile an actor is killed or stopped, once the first stream has a token."""
-    streams = asyncio.gather(*(engine.client.complete(*request) for request in requests))
-    while not (await engine.client.stats()).num_running and not streams.done():
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(delay_s)
-    os.kill(engine.pids[what.role], what.number)
-    return list(await streams)
+    """The same answers; an actor is killed or stopped once this share of the tokens has come."""
+    left = share * NUM_TOKENS * len(requests)
+
+    async def stream(prompt: str, sampling: SamplingParams) -> Completion:
+        nonlocal left
+        deltas: list[Delta] = []
+        async for delta in engine.generate(prompt, sampling):
+            deltas.append(delta)
+            before, left = left, left - len(delta.token_ids)
+            if before >= 0 > left:
+                os.kill(engine.pids[what.role], what.number)
+        return completion_of(deltas)
+
+    return list(await asyncio.gather(*(stream(*request) for request in requests)))
 
 
 def assert_same(found: Completion, wanted: Completion) -> None:
@@ -100,7 +108,7 @@ async def same_streams(engine: Engine, count: int, disturbances: Sequence[Distur
     requests = asked(count)
     wanted = await answers(engine, requests)
     for number, what in enumerate(disturbances, 1):
-        found = await disturbed(engine, requests, what, rng.uniform(0, 0.5))
+        found = await disturbed(engine, requests, what, rng.uniform(0, 0.7))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_same(ours, theirs)
         stats = await engine.client.stats()
