@@ -57,6 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
+from overlap_spec.messages.health import READY, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -105,7 +106,9 @@ from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
     ActorReady,
+    Alive,
     Drained,
+    LivenessProbe,
     Shutdown,
     ToSupervisor,
 )
@@ -120,10 +123,11 @@ ToScheduler = (
     | FlushCache
     | Audit
     | StopSpeculating
+    | LivenessProbe
     | Shutdown
 )
-ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | LivenessProbe | Shutdown
 
 __all__ = [
     "BOUNDLESS",
@@ -142,6 +146,7 @@ __all__ = [
     "ActorProgress",
     "ActorReady",
     "Admit",
+    "Alive",
     "Cancel",
     "ChatPrompt",
     "CpuFacts",
@@ -154,7 +159,9 @@ __all__ = [
     "GrammarReady",
     "PrepareGrammar",
     "EngineFacts",
+    "EngineHealth",
     "EngineLimits",
+    "EngineState",
     "ErrorCode",
     "Finish",
     "FinishKind",
@@ -170,6 +177,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_GRAMMAR_BYTES",
+    "LivenessProbe",
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
@@ -185,6 +193,7 @@ __all__ = [
     "Pong",
     "PrefillCosts",
     "Prompt",
+    "READY",
     "Reasoning",
     "Refused",
     "Rejected",

@@ -1,6 +1,6 @@
 """What every child process shares: settings, links to the others, ready and failure reports.
 
-    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR PARENT_PID
+    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR PARENT_PID < SETTINGS
 
 A child dies with its parent, leaves SIGINT and SIGTERM to it, and reports an exception as ActorFailed before it exits
 with status 1.
@@ -27,7 +27,16 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.messages import (
+    ActorFacts,
+    ActorFailed,
+    ActorProgress,
+    ActorReady,
+    Alive,
+    LivenessProbe,
+    ToSupervisor,
+)
+from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.tracing import recorder
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
@@ -35,7 +44,6 @@ ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
     "scheduler": "overlap_spec.scheduler.scheduler_actor",
     "worker": "overlap_spec.worker.worker_actor",
 }
-SETTINGS_FILE = "settings.msgpack"
 PR_SET_PDEATHSIG = 1
 
 Main = Callable[["ActorContext"], Awaitable[None]]
@@ -69,7 +77,7 @@ class ActorContext:
         """Bind this actor's inbox for messages of `union`, some of which come over a step link."""
         others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
         spin = SpinPolicy(self.settings.spin_s)
-        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin)
+        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin, LivenessProbe)
         self._links += [link, others]
         return link
 
@@ -92,6 +100,10 @@ class ActorContext:
         """Report a part of the start to the supervisor."""
         self._supervisor.send(ActorProgress(self.role, what, done, total))
 
+    def report_alive(self, step_s: float = 0.0) -> None:
+        """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
+        self._supervisor.send(Alive(self.role, step_s))
+
     def send_supervisor(self, message: ToSupervisor) -> None:
         """Send any other message to the supervisor."""
         self._supervisor.send(message)
@@ -110,9 +122,8 @@ def die_with_parent(expected_parent: int) -> None:
         raise SystemExit(1)
 
 
-def run_actor(role: str, module: str, run_dir: Path) -> int:
+def run_actor(role: str, module: str, run_dir: Path, settings: Settings) -> int:
     """Run one role to its end. Returns the exit status."""
-    settings = decode_settings((run_dir / SETTINGS_FILE).read_bytes())
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
     )
@@ -146,10 +157,11 @@ def main() -> None:
     """Entry point of a child process."""
     role, module, run_dir, parent = sys.argv[1:5]
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor sends Shutdown, and kills an actor that stays
-    sys.exit(run_actor(role, module, Path(run_dir)))
+    sys.exit(run_actor(role, module, Path(run_dir), decode_settings(sys.stdin.buffer.read())))
 
 
 if __name__ == "__main__":

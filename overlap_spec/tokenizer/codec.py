@@ -249,10 +249,11 @@ def _load_template(directory: Path, config: dict[str, Any], tokens: dict[str, st
     path = directory / "chat_template.jinja"
     if path.is_file():
         return _read(path, lambda file: ChatTemplate(file.read_text(encoding="utf-8"), tokens))
-    source = _template_source(config.get("chat_template"))
+    named = directory / "tokenizer_config.json"
+    source = _read(named, lambda _: _template_source(config.get("chat_template")))
     if source is None:
         return NoChatTemplate(tokens)
-    return _read(directory / "tokenizer_config.json", lambda _: ChatTemplate(source, tokens))
+    return _read(named, lambda _: ChatTemplate(source, tokens))
 
 
 def _template_source(value: object) -> str | None:
