@@ -46,7 +46,7 @@ class Queries:
         """Raises: RequestError. Cancellation: no answer is sent."""
         match query:
             case Tokenize():
-                ids = await self._prompts.encode(query.prompt, query.add_special_tokens, None)
+                ids = await self._prompts.encode(query.prompt, query.add_special_tokens, False, client)
                 self._clients.send(client, Tokenized(query.request_id, pack_ids(ids)))
             case Detokenize():
                 text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._checks.vocab_size)

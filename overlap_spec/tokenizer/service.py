@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
+from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
 from overlap_spec.config import AuditSettings
-from overlap_spec.errors import RequestError
+from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
@@ -100,7 +100,7 @@ class TokenizerService:
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
         self._requests = OpenRequests()
-        self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
+        self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
 
     def send_scheduler(self, message: ToScheduler) -> None:
@@ -120,6 +120,7 @@ class TokenizerService:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._prompts.close()
 
     # --- the engine's side ---
 
@@ -144,6 +145,7 @@ class TokenizerService:
                 self._add_steps([message])
             case EngineLimits():
                 self._checks.limits = message
+                self._prompts.max_len = message.max_len
                 self.auditor.num_slots = message.audit_slots
                 self.recoveries.warm()
             case Started():
@@ -300,8 +302,8 @@ class TokenizerService:
         match message:
             case Generate() | Tokenize() if _takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
-                self._reading.add(task)
-                task.add_done_callback(self._reading.discard)
+                self._reading[task] = client, message.request_id
+                task.add_done_callback(self._reading.pop)
             case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
                 await self._attempt(client, message)
             case GetAudit():
@@ -312,6 +314,9 @@ class TokenizerService:
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
                 self._client_gone(client, message)
+            case Unread():
+                why = f"its answer was aborted: {message.num_bytes} bytes of it are unread"
+                self._end(self._requests.find(client, message.request_id), why)
             case Malformed():
                 log.warning("client %d sent something malformed: %s", client, message.error)
                 if message.request_id:
@@ -339,7 +344,7 @@ class TokenizerService:
         arrived_at = time.monotonic()
         try:
             cuts = message.sampling.truncate_prompt_tokens is not None
-            ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
+            ids = await self._prompts.encode(message.prompt, True, not cuts, client)
             ids = truncated(ids, message.sampling, limits)
             worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
             sampling = self._checks.settle(worded, ids, limits)
@@ -377,6 +382,8 @@ class TokenizerService:
                 reply = Rejected(request_id, ErrorCode.BAD_REQUEST, str(error), error.field)
             case Refusal():
                 reply = Rejected(request_id, error.code, str(error))
+            case Overloaded():
+                reply = Rejected(request_id, ErrorCode.OVERLOADED, str(error))
             case _:
                 log.error("request %r of client %d failed", request_id, client, exc_info=error)
                 reply = Rejected(request_id, ErrorCode.FAILED, f"the tokenizer failed: {type(error).__name__}")
@@ -385,14 +392,28 @@ class TokenizerService:
     def _cancel(self, client: int, message: Cancel) -> None:
         everywhere = self._requests.find_everywhere
         found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
-        for request in found:
+        self._end(found, "aborted on request")
+        if not message.everyone:
+            self._stop_reading(client, message.request_id)  # a query's text: a request has been closed
+
+    def _end(self, requests: list[OpenRequest], why: str) -> None:
+        """Abort requests and tell their clients."""
+        for request in requests:
+            self._stop_reading(request.client, request.request_id)
             self._abort(request, AbortReason.REQUESTED)
             text = request.output.end() if request.output is not None else ""
             reply = TextDeltas([], [], [], [], [])
-            _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message="aborted on request"))
+            _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message=why))
             self._clients.send(request.client, reply)
 
+    def _stop_reading(self, client: int, request_id: str | None = None) -> None:
+        """Drop what is read for a request, or for a client."""
+        for task, (reader, id_read) in self._reading.items():
+            if reader == client and request_id in (None, id_read):
+                task.cancel()
+
     def _client_gone(self, client: int, message: Gone) -> None:
+        self._stop_reading(client)
         requests = self._requests.of_client(client)
         if requests:
             log.warning("client %d %s; aborting its %d requests", client, message.why, len(requests))

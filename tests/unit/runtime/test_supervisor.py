@@ -182,7 +182,7 @@ def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
     assert "its stack follows" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_actor_that_was_stopped_cannot_write_its_stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path) as supervisor:
