@@ -92,7 +92,9 @@ from overlap_spec.messages.ring import (
     PrepareGrammar,
     Refused,
     ResetSlot,
+    Resumed,
     SlotWork,
+    Started,
     Stats,
     StepCosts,
     StepPlan,
@@ -109,6 +111,7 @@ from overlap_spec.messages.supervisor import (
     Alive,
     Drained,
     LivenessProbe,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
@@ -127,7 +130,9 @@ ToScheduler = (
     | Shutdown
 )
 ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | LivenessProbe | Shutdown
+ToTokenizer = (
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+)
 
 __all__ = [
     "BOUNDLESS",
@@ -195,14 +200,17 @@ __all__ = [
     "Prompt",
     "READY",
     "Reasoning",
+    "Recover",
     "Refused",
     "Rejected",
     "ResetSlot",
+    "Resumed",
     "Roofline",
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
     "SlotWork",
+    "Started",
     "Stats",
     "StatsReply",
     "StepCosts",

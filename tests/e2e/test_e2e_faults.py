@@ -59,7 +59,14 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
-def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service, role: str) -> None:
+def test_a_killed_actor_ends_everything_within_two_seconds(
+    tmp_path: Path, tiny_flags: tuple[str, ...], role: str
+) -> None:
+    with Service(tmp_path, *tiny_flags, "--no-recover") as own_service:
+        ends_within_two_seconds(own_service, role)
+
+
+def ends_within_two_seconds(own_service: Service, role: str) -> None:
     assert sorted(own_service.children) == ["scheduler", "tokenizer", "worker"]
     streams = [Stream(own_service.url, max_tokens=8000) for _ in range(2)]
     began = time.monotonic()
