@@ -235,4 +235,15 @@ def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> st
             f"{path} has no tokenizer.json; give a directory that has one (transformers writes it with"
             " save_pretrained), or serve token ids only with --skip-tokenizer-init",
         )
+    _check_template(path / "tokenizer_config.json")
     return str(path)
+
+
+def _check_template(path: Path) -> None:
+    """Raises: CheckpointError if the chat template is neither text nor a list of named ones."""
+    value = read_json(path).get("chat_template") if path.is_file() else None
+    named = [value] if isinstance(value, dict) else value
+    if named is None or isinstance(named, str):
+        return
+    if not isinstance(named, list) or not all(isinstance(each, dict) for each in named):
+        raise CheckpointError(f"{path}: chat_template must be text or a list of named templates, found {value!r}")

@@ -57,6 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
+from overlap_spec.messages.health import READY, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -92,7 +93,9 @@ from overlap_spec.messages.ring import (
     PrepareGrammar,
     Refused,
     ResetSlot,
+    Resumed,
     SlotWork,
+    Started,
     Stats,
     StepCosts,
     StepPlan,
@@ -106,7 +109,10 @@ from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
     ActorReady,
+    Alive,
     Drained,
+    LivenessProbe,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
@@ -121,10 +127,13 @@ ToScheduler = (
     | FlushCache
     | Audit
     | StopSpeculating
+    | LivenessProbe
     | Shutdown
 )
-ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
+ToTokenizer = (
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+)
 
 __all__ = [
     "BOUNDLESS",
@@ -143,6 +152,7 @@ __all__ = [
     "ActorProgress",
     "ActorReady",
     "Admit",
+    "Alive",
     "Cancel",
     "ChatPrompt",
     "CpuFacts",
@@ -155,7 +165,9 @@ __all__ = [
     "GrammarReady",
     "PrepareGrammar",
     "EngineFacts",
+    "EngineHealth",
     "EngineLimits",
+    "EngineState",
     "ErrorCode",
     "Finish",
     "FinishKind",
@@ -171,6 +183,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_GRAMMAR_BYTES",
+    "LivenessProbe",
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
@@ -187,15 +200,19 @@ __all__ = [
     "Pong",
     "PrefillCosts",
     "Prompt",
+    "READY",
     "Reasoning",
+    "Recover",
     "Refused",
     "Rejected",
     "ResetSlot",
+    "Resumed",
     "Roofline",
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
     "SlotWork",
+    "Started",
     "Stats",
     "StatsReply",
     "StepCosts",

@@ -19,8 +19,10 @@ import httpx
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed
 from overlap_spec.messages import (
+    READY,
     AuditReport,
     ChatPrompt,
+    EngineHealth,
     Finish,
     FinishKind,
     LogProbParams,
@@ -211,6 +213,6 @@ def named_events_of(response: httpx.Response) -> list[tuple[str, dict[str, Any]]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
 
 
-def healthy() -> tuple[bool, str]:
+def healthy() -> EngineHealth:
     """The health of a working engine."""
-    return True, ""
+    return READY
