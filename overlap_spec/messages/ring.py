@@ -11,7 +11,8 @@ from overlap_spec.messages.speculation import NO_METHOD, Verified
 class Admit(Message, frozen=True):
     """A checked request. `sampling.max_new_tokens` and `sampling.seed` are set; `prompt`: int32, little-endian.
 
-    `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out.
+    `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `client`: whose it is;
+    clients take turns while they wait.
     """
 
     uid: int
@@ -19,6 +20,7 @@ class Admit(Message, frozen=True):
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     arrived_at: float
+    client: str = ""
 
 
 class Abort(Message, frozen=True):

@@ -63,7 +63,6 @@ class Scheduler:
         self.inflight: deque[Step] = deque()
         self.outbox: list[ToTokenizer] = []
         self.stopping = False
-        self._num_arrived = 0
         self._num_flushes = 0  # asked for and not answered
 
     async def run(self) -> None:
@@ -161,7 +160,7 @@ class Scheduler:
             self._reply(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
         self.planner.counters.requests += 1
-        request = Request(admit, 0, self.queues.memory.cache.root)
+        request = Request(admit, self.queues.memory.cache.root)
         if admit.sampling.grammar is None:
             self._enqueue(request)
         else:
@@ -176,8 +175,6 @@ class Scheduler:
     def _enqueue(self, request: Request | None) -> None:
         """Put a request that can run into the queue; None: it has ended while its grammar was compiled."""
         if request is not None:
-            self._num_arrived += 1
-            request.order = self._num_arrived
             self.queues.enqueue(request)
 
     def _flush(self) -> None:
