@@ -211,10 +211,12 @@ class LinkSettings(Struct, frozen=True):
 
     client_endpoint: str | None
     api_key: str | None
-    max_open_requests: int = 2048
+    max_queued_requests: int = 2048  # open ones beyond those that can run
     max_queued_bytes: int = 4 * MIB  # per client that does not read
     client_timeout_s: float = 10.0
     trusts_templates: bool = False  # a request may bring a chat template along
+    request_timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
 
 
 class Settings(Struct, frozen=True):

@@ -58,6 +58,7 @@ from overlap_spec.messages.facts import (
     WorkerFacts,
 )
 from overlap_spec.messages.request import (
+    ANY_TERMS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -74,6 +75,7 @@ from overlap_spec.messages.request import (
     Prompt,
     Reasoning,
     SamplingParams,
+    Terms,
     TextPrompt,
     Thinking,
     TokenPrompt,
@@ -126,6 +128,7 @@ ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
 ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
 
 __all__ = [
+    "ANY_TERMS",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",
@@ -219,5 +222,6 @@ __all__ = [
     "MetricsLevel",
     "Origin",
     "Speculative",
+    "Terms",
     "Verified",
 ]

@@ -23,6 +23,8 @@ class AbortReason(enum.StrEnum):
     STOP_STRING = "stop_string"
     REQUESTED = "requested"
     SHUTDOWN = "shutdown"
+    TIMEOUT = "timeout"
+    OVERLOADED = "overloaded"
 
 
 class ErrorCode(enum.StrEnum):
@@ -33,6 +35,7 @@ class ErrorCode(enum.StrEnum):
     STARTING = "starting"  # 503
     SHUTTING_DOWN = "shutting_down"  # 503
     FAILED = "failed"  # 500
+    TIMEOUT = "timeout"  # 504
 
 
 class FinishKind(enum.StrEnum):

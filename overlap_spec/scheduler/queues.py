@@ -1,7 +1,8 @@
 """The waiting queue, the running batch and the requests that are leaving, with the slots.
 
 Requests that run are ordered by age: by when they started first. A preempted one keeps its age, and comes back before
-the others that wait (`waiting.py`). A slot and its pages are free only when their request is done *and* in no step in flight:
+the others that wait (`waiting.py`). A slot and its pages are free only when their request is done *and* in no step in
+flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
 

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
 from overlap_spec.config import AuditSettings
-from overlap_spec.errors import RequestError
+from overlap_spec.errors import RequestError, RequestTimeout
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
@@ -56,12 +56,14 @@ from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.deadlines import Deadlines
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.queue_bound import QueueBound
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.steps import Gains, Run, joined
@@ -91,6 +93,8 @@ class TokenizerService:
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, self._scheduler, clients)
         self._requests = OpenRequests()
+        self._deadlines = Deadlines(checks.flags, self._time_is_up)
+        self._bound = QueueBound(checks.max_queued_requests)
         self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
         self._stopped = False
 
@@ -160,6 +164,8 @@ class TokenizerService:
             piece = self._push(request, request.output, run.tokens, run.finish)
             if piece is None:
                 continue
+            if request.is_waiting:
+                self._began(request)
             if request.transcript is not None:
                 self._keep(request, request.transcript, run, piece)
             request.usage = _counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
@@ -271,12 +277,18 @@ class TokenizerService:
             self._refuse(client, message.request_id, error)
 
     async def _generate(self, client: int, message: Generate) -> None:
-        limits = self._checks.check_open(len(self._requests))
+        limits = self._checks.check_open()
+        owner = message.terms.client or f"link {client}"
+        displaced = self._bound.make_room(owner, len(self._requests), limits.max_running_requests)
         self._codec.check_stop_strings("stop", message.sampling.stop)
         self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
         compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
-        request = self._requests.open(client, message.request_id)
+        request = self._requests.open(client, message.request_id, owner)
+        self._bound.add(request)
+        self._deadlines.opened(request, message.terms)
+        if displaced is not None:
+            self._give_up(displaced, self._bound.full(len(self._requests) - 1, limits.max_running_requests))
         arrived_at = time.monotonic()
         try:
             cuts = message.sampling.truncate_prompt_tokens is not None
@@ -306,7 +318,7 @@ class TokenizerService:
             request.open_output(sampling, len(ids), decoder)
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
-            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at)
+            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, owner)
             request.transcript = self.auditor.opened(request.request_id, admit)
             self._scheduler.send(admit)
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
@@ -317,6 +329,8 @@ class TokenizerService:
                 reply = Rejected(request_id, ErrorCode.BAD_REQUEST, str(error), error.field)
             case Refusal():
                 reply = Rejected(request_id, error.code, str(error))
+            case RequestTimeout():
+                reply = Rejected(request_id, ErrorCode.TIMEOUT, str(error), error.field)
             case _:
                 log.error("request %r of client %d failed", request_id, client, exc_info=error)
                 reply = Rejected(request_id, ErrorCode.FAILED, f"the tokenizer failed: {type(error).__name__}")
@@ -339,7 +353,21 @@ class TokenizerService:
         for request in requests:
             self._abort(request, AbortReason.CLIENT_GONE)
 
-    # --- the end of a request ---
+    # --- a request's first token, and its end ---
+
+    def _began(self, request: OpenRequest) -> None:
+        request.is_waiting = False
+        self._bound.discard(request)
+        self._deadlines.began(request)
+
+    def _time_is_up(self, request: OpenRequest, error: RequestTimeout) -> None:
+        self._abort(request, AbortReason.TIMEOUT)
+        self._refuse(request.client, request.request_id, error)
+
+    def _give_up(self, request: OpenRequest, why: Refusal) -> None:
+        """End a request that waits, for one of a client that has fewer."""
+        self._abort(request, AbortReason.OVERLOADED)
+        self._refuse(request.client, request.request_id, why)
 
     def _abort(self, request: OpenRequest, reason: AbortReason) -> None:
         if request.output is not None:
@@ -351,6 +379,8 @@ class TokenizerService:
             request.transcript = None
             self.auditor.not_finished()
         self._requests.close(request)
+        self._bound.discard(request)
+        self._deadlines.closed(request)
         self._report_if_drained()
 
     def _report_if_drained(self) -> None:

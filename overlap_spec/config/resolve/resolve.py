@@ -78,7 +78,10 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         link=LinkSettings(
             client_endpoint=_resolve_endpoint(config),
             api_key=config.api_key,
+            max_queued_requests=config.max_queued_requests,
             trusts_templates=config.trust_request_chat_template,
+            request_timeout_s=config.request_timeout,
+            first_token_timeout_s=config.first_token_timeout,
         ),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,

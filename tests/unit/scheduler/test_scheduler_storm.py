@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import replace
-from msgspec.structs import replace
 from support.fake_device import VOCAB, Bench, expected_stream, make_admit, make_ready
 
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Phase, StepCosts
