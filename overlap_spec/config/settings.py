@@ -206,6 +206,13 @@ class ServerSettings(Struct, frozen=True):
     cors_allow_origins: tuple[str, ...] = ()
 
 
+class SupervisorSettings(Struct, frozen=True):
+    """Owner: the process that watches the others. Seconds: without a sign of life (0: no limit), and to drain."""
+
+    watchdog_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+
 class LinkSettings(Struct, frozen=True):
     """Owner: tokenizer. `client_endpoint` None: an ipc address in the run's private directory."""
 
@@ -240,6 +247,7 @@ class Settings(Struct, frozen=True):
     attention: AttentionSettings = AttentionSettings()
     audit: AuditSettings = AuditSettings()
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
+    supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
 
 

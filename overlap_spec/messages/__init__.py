@@ -57,6 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
+from overlap_spec.messages.health import READY, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     ANY_TERMS,
     MAX_BAD_WORDS,
@@ -107,7 +108,9 @@ from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
     ActorReady,
+    Alive,
     Drained,
+    LivenessProbe,
     Shutdown,
     ToSupervisor,
 )
@@ -122,10 +125,11 @@ ToScheduler = (
     | FlushCache
     | Audit
     | StopSpeculating
+    | LivenessProbe
     | Shutdown
 )
-ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
+ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | LivenessProbe | Shutdown
 
 __all__ = [
     "ANY_TERMS",
@@ -145,6 +149,7 @@ __all__ = [
     "ActorProgress",
     "ActorReady",
     "Admit",
+    "Alive",
     "Cancel",
     "ChatPrompt",
     "CpuFacts",
@@ -157,7 +162,9 @@ __all__ = [
     "GrammarReady",
     "PrepareGrammar",
     "EngineFacts",
+    "EngineHealth",
     "EngineLimits",
+    "EngineState",
     "ErrorCode",
     "Finish",
     "FinishKind",
@@ -173,6 +180,7 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_GRAMMAR_BYTES",
+    "LivenessProbe",
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
@@ -188,6 +196,7 @@ __all__ = [
     "Pong",
     "PrefillCosts",
     "Prompt",
+    "READY",
     "Reasoning",
     "Refused",
     "Rejected",

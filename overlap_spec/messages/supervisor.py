@@ -1,4 +1,4 @@
-"""Between the supervisor and every actor: ready, failed, progress, shutdown."""
+"""Between the supervisor and every actor: ready, failed, progress, signs of life, shutdown."""
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
@@ -8,6 +8,17 @@ class Shutdown(Message, frozen=True):
     """Stop; with `drain` finish open requests first (the supervisor bounds the time)."""
 
     drain: bool
+
+
+class LivenessProbe(Message, frozen=True):
+    """Answer with Alive, from the loop that does the actor's work. At most one is unanswered."""
+
+
+class Alive(Message, frozen=True):
+    """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is."""
+
+    actor: str
+    step_s: float = 0.0
 
 
 class ActorReady(Message, frozen=True):
@@ -38,4 +49,4 @@ class Drained(Message, frozen=True):
     """The tokenizer has no open request left after Shutdown(drain=True)."""
 
 
-ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained
+ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained | Alive

@@ -6,7 +6,7 @@ counters are those that `vllm bench serve` reads before and after a run.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from overlap_spec.messages import AuditFigures, Stats
 
 PREFIX = "overlap_spec:"
+NO_SIGNS: Mapping[str, float] = {}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 200.0, 400.0)
@@ -111,6 +112,7 @@ class ServerMetrics(Collector):
         self.whole_request = WeightedHistogram(E2E_BOUNDS_S)
         self._stats = Stats()
         self._audit: AuditFigures | None = None
+        self._last_sign_s: Mapping[str, float] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -118,9 +120,13 @@ class ServerMetrics(Collector):
         """Start the clock of one request."""
         return RequestTimer(self)
 
-    def render(self, stats: Stats, audit: AuditFigures | None = None) -> bytes:
-        """The text of `/metrics` with the engine's newest figures."""
+    def update(self, stats: Stats, audit: AuditFigures | None = None) -> None:
+        """Take the engine's newest figures."""
         self._stats, self._audit = stats, audit
+
+    def render(self, last_sign_s: Mapping[str, float] = NO_SIGNS) -> bytes:
+        """The text of `/metrics`. `last_sign_s`: by process, seconds since its last sign of life."""
+        self._last_sign_s = last_sign_s
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -130,6 +136,7 @@ class ServerMetrics(Collector):
                 yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
+        yield from _signs(self._last_sign_s)
         yield from self._latencies()
         yield from _audit(self._audit) if self._audit is not None else ()
         yield from _spec_decode(self._stats)
@@ -159,6 +166,15 @@ def _audit(figures: AuditFigures) -> Iterator[Metric]:
     yield GaugeMetricFamily(PREFIX + "audit_noise_bound", "Margins up to it are noise, in logits.", figures.bound)
     speculating = "0 once a fault has switched speculation off."
     yield GaugeMetricFamily(PREFIX + "audit_speculating", speculating, figures.speculating)
+
+
+def _signs(last_sign_s: Mapping[str, float]) -> Iterator[Metric]:
+    if last_sign_s:
+        text = "Seconds since a process of the engine gave its last sign of life."
+        signs = GaugeMetricFamily(PREFIX + "last_sign_seconds", text, labels=("process",))
+        for process, seconds in last_sign_s.items():
+            signs.add_metric((process,), seconds)
+        yield signs
 
 
 def _spec_decode(stats: Stats) -> Iterator[Metric]:

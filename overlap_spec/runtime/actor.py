@@ -27,7 +27,16 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, ToSupervisor
+from overlap_spec.messages import (
+    ActorFacts,
+    ActorFailed,
+    ActorProgress,
+    ActorReady,
+    Alive,
+    LivenessProbe,
+    ToSupervisor,
+)
+from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.tracing import recorder
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
@@ -68,7 +77,7 @@ class ActorContext:
         """Bind this actor's inbox for messages of `union`, some of which come over a step link."""
         others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
         spin = SpinPolicy(self.settings.spin_s)
-        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin)
+        link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin, LivenessProbe)
         self._links += [link, others]
         return link
 
@@ -90,6 +99,10 @@ class ActorContext:
     def progress(self, what: str, done: int, total: int) -> None:
         """Report a part of the start to the supervisor."""
         self._supervisor.send(ActorProgress(self.role, what, done, total))
+
+    def report_alive(self, step_s: float = 0.0) -> None:
+        """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
+        self._supervisor.send(Alive(self.role, step_s))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
         """Send any other message to the supervisor."""
@@ -144,6 +157,7 @@ def main() -> None:
     """Entry point of a child process."""
     role, module, run_dir, parent = sys.argv[1:5]
     faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor sends Shutdown, and kills an actor that stays

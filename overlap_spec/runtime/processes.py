@@ -14,6 +14,8 @@ from pathlib import Path
 
 from overlap_spec.config import Settings, child_environment, encode_settings
 
+DUMP_SIGNAL = signal.SIGUSR1  # writes every thread's Python stack to stderr, whatever the process is doing
+CANNOT_DUMP = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "gone", "": "gone"}
 KILL_S = 1.0  # for killed processes to end: a driver needs a while to free much GPU memory
 
 Exited = Callable[[str, int], None]  # role, exit status (negative: the signal that ended it)
@@ -32,6 +34,11 @@ class Children:
     def pids(self) -> dict[str, int]:
         """Process number by role."""
         return {role: process.pid for role, process in self._processes.items()}
+
+    @property
+    def running(self) -> list[str]:
+        """The roles whose processes have not ended."""
+        return [role for role, process in self._processes.items() if process.returncode is None]
 
     async def start(self, run_dir: Path, settings: Settings) -> None:
         """Start every role. Cancellation: those that have started are known, and `kill` ends them."""
@@ -91,6 +98,24 @@ def _kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def request_dump(pid: int) -> str:
+    """Ask a child for every thread's Python stack, on stderr. Returns what the log should say of it."""
+    state = _state_of(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, DUMP_SIGNAL)
+    if state in CANNOT_DUMP:
+        return f"the process is {CANNOT_DUMP[state]}, so it cannot write its stack"
+    return "its stack follows"
+
+
+def _state_of(pid: int) -> str:
+    """One letter, as in ps; "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def describe_exit(status: int) -> str:

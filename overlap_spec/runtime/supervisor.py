@@ -5,6 +5,7 @@ The first failure is kept, and every other child is killed at once: the ring doe
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, assert_never
 
@@ -13,14 +14,27 @@ import zmq
 from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
-from overlap_spec.runtime.processes import Children, describe_exit
+from overlap_spec.messages import (
+    ActorFacts,
+    ActorFailed,
+    ActorProgress,
+    ActorReady,
+    Alive,
+    Drained,
+    LivenessProbe,
+    Shutdown,
+    ToSupervisor,
+)
+from overlap_spec.runtime.processes import Children, describe_exit, request_dump
 from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.watchdog import Late, Watchdog
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
 
 STOP_S = 5.0  # for an actor to leave after Shutdown
+LAST_STOP_S = 1.0  # likewise, once the time to drain is over
+DUMP_S = 0.5  # for an actor that hangs to write its stack
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -40,6 +54,9 @@ class Supervisor:
             self._context, run_dir.endpoints.inbox("supervisor"), ToSupervisor
         )
         self._children = Children(roles, self._on_exit)
+        self.watchdog = Watchdog(0)  # `start` replaces it
+        self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
+        self._leave_by = 0.0
         self._all_ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._stopping = False
@@ -52,12 +69,17 @@ class Supervisor:
 
     async def start(self, settings: Settings) -> None:
         """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
-        self._spawn(self._listen())
+        self.watchdog = Watchdog(settings.supervisor.watchdog_timeout_s)
+        self._spawn(self._guard(self._listen()))
+        self._spawn(self._guard(self._watch()))
+        for role in self._roles:
+            self.watchdog.started(role)
         await self._children.start(self._run_dir.path, settings)
         await self.unless_failed(self._all_ready.wait())
 
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
+        self._leave_by = time.monotonic() + timeout_s + LAST_STOP_S
         self._tell("tokenizer", Shutdown(drain=True))
         try:
             async with asyncio.timeout(timeout_s):
@@ -96,8 +118,11 @@ class Supervisor:
     async def _send_shutdown(self) -> None:
         for role in self._roles:
             self._tell(role, Shutdown(drain=False))
-        if not await self._children.wait(STOP_S):
-            log.warning("an actor did not stop within %.0f s; killing it", STOP_S)
+        stop_s = min(STOP_S, max(LAST_STOP_S, self._leave_by - time.monotonic())) if self._leave_by else STOP_S
+        if not await self._children.wait(stop_s):
+            staying = self._children.running
+            self.killed.update(staying)
+            log.error("%s did not stop within %.1f s: killed", " and ".join(staying), stop_s)
 
     async def _close(self) -> None:
         try:
@@ -111,9 +136,12 @@ class Supervisor:
 
     def _tell(self, role: str, message: Shutdown) -> None:
         """Send one message: the link is closed at once, and what it holds lingers in the context."""
-        outlet: ZmqOutlet[Any] = ZmqOutlet(self._context, self._run_dir.endpoints.inbox(role))
+        outlet = self._outlet(role)
         outlet.send(message)
         outlet.close()
+
+    def _outlet(self, role: str) -> ZmqOutlet[Any]:
+        return ZmqOutlet(self._context, self._run_dir.endpoints.inbox(role))
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`. Raises: ActorDied if an actor is gone first."""
@@ -127,23 +155,53 @@ class Supervisor:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _watch(self) -> None:
+        """Ask for signs of life, and give up an actor that hangs."""
+        outlets = {role: self._outlet(role) for role in self._roles}
+        while not self._stopping:
+            await asyncio.sleep(self.watchdog.interval_s)
+            for role in self.watchdog.tick():
+                outlets[role].send(LivenessProbe())
+            for late in self.watchdog.hung():
+                await self._give_up(late)
+
+    async def _give_up(self, late: Late) -> None:
+        """Let an actor that hangs write its stack, then treat it as dead."""
+        actor, pid = late.actor, self.pids.get(late.actor)
+        if self._stopping or pid is None:
+            return
+        self.killed.add(actor)
+        log.error("%s: %s (--watchdog-timeout): %s", actor, late, request_dump(pid))
+        await asyncio.sleep(DUMP_S)
+        self.watchdog.ended(actor)
+        self._children.abandon(actor)
+        self.actor_died(ActorDied(actor, f"hung: {late}"))
+
     async def _listen(self) -> None:
+        while True:
+            self._dispatch(await self._inbox.recv())
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run one of the supervisor's own loops, without which no actor would ever be ready, or be missed."""
         try:
-            while True:
-                self._dispatch(await self._inbox.recv())
-        except Exception as error:  # of a progress callback: without this task no actor would ever be ready
+            await work
+        except Exception as error:  # of a progress callback, say
             log.exception("the supervisor has failed")
             self.fail(ActorDied("supervisor", f"{type(error).__name__}: {error}"))
 
     def _dispatch(self, message: ToSupervisor) -> None:
         match message:
             case ActorReady():
+                self.watchdog.heard(message.actor)
                 self.facts[message.actor] = message.facts
                 if self.facts.keys() == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed():
                 self.actor_died(ActorDied(message.actor, message.error))
+            case Alive():
+                self.watchdog.heard(message.actor, message.step_s)
             case ActorProgress():
+                self.watchdog.heard(message.actor, phase=message.what)
                 self._progress(message.what, message.done, message.total)
             case Drained():
                 self._drained.set()
@@ -153,6 +211,7 @@ class Supervisor:
     def _on_exit(self, role: str, status: int) -> None:
         if self._stopping:
             return
+        self.watchdog.ended(role)
         error = ActorDied(role, f"the process {describe_exit(status)}")
         if status < 0:
             self.actor_died(error)

@@ -5,6 +5,7 @@ engine.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -19,6 +20,7 @@ from overlap_spec.messages import (
     Flushed,
     GrammarFailed,
     GrammarReady,
+    LivenessProbe,
     PrepareGrammar,
     Refused,
     Shutdown,
@@ -40,12 +42,13 @@ from overlap_spec.scheduler.stats import Reporter
 
 @dataclass(frozen=True)
 class Links:
-    """The scheduler's links to the worker and the tokenizer."""
+    """The scheduler's links to the worker, the tokenizer and, by `report_alive`, the supervisor."""
 
     inbox: Inbox[ToScheduler]
     worker: Outlet[ToWorker]
     tokenizer: Outlet[ToTokenizer]
     trace: Recorder = NO_TRACE
+    report_alive: Callable[[], None] = lambda: None
 
 
 class Scheduler:
@@ -132,6 +135,8 @@ class Scheduler:
                 self._audit(message)
             case StopSpeculating():
                 self.planner.decode_plainly()
+            case LivenessProbe():
+                self.links.report_alive()
             case Shutdown():
                 self.stopping = True
             case WorkerReady():

@@ -3,8 +3,7 @@
 The tokenizer drains: it holds Shutdown back until its requests are done.
 """
 
-from overlap_spec.ipc.transport import Inbox
-from overlap_spec.messages import SchedulerFacts, Shutdown, ToScheduler, WorkerReady
+from overlap_spec.messages import LivenessProbe, SchedulerFacts, Shutdown, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.scheduler.audits import share_of
 from overlap_spec.scheduler.build import build_scheduler
@@ -15,9 +14,13 @@ from overlap_spec.scheduler.loop import Links
 async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
     links = Links(
-        context.step_inbox(ToScheduler), context.step_outlet("worker"), context.outlet("tokenizer"), context.trace
+        context.step_inbox(ToScheduler),
+        context.step_outlet("worker"),
+        context.outlet("tokenizer"),
+        context.trace,
+        context.report_alive,
     )
-    ready, early = await _worker_ready(links.inbox)
+    ready, early = await _worker_ready(links)
     if ready is None:
         return
     settings = context.settings
@@ -31,14 +34,16 @@ async def main(context: ActorContext) -> None:
     await scheduler.run()
 
 
-async def _worker_ready(inbox: Inbox[ToScheduler]) -> tuple[WorkerReady | None, list[ToScheduler]]:
+async def _worker_ready(links: Links) -> tuple[WorkerReady | None, list[ToScheduler]]:
     """Wait for the worker. Returns None for it if the engine stops first, and what else arrived meanwhile."""
     early: list[ToScheduler] = []
     while True:
-        message = await inbox.recv()
+        message = await links.inbox.recv()
         match message:
             case WorkerReady():
                 return message, early
+            case LivenessProbe():
+                links.report_alive()
             case Shutdown():
                 return None, early
             case _:

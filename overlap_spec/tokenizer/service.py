@@ -33,6 +33,7 @@ from overlap_spec.messages import (
     Generate,
     GetAudit,
     GetStats,
+    LivenessProbe,
     LogProbs,
     Ping,
     Pong,
@@ -89,6 +90,7 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
+        self.report_alive: Callable[[], None] = lambda: None  # so too
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._queries = Queries(self._prompts, checks, self._scheduler, clients)
@@ -140,6 +142,8 @@ class TokenizerService:
                 self._queries.reported(message)
             case Audited():
                 self.auditor.audited(message)
+            case LivenessProbe():
+                self.report_alive()
             case Shutdown():
                 self._shut_down(message.drain)
             case _:

@@ -28,6 +28,7 @@ async def main(context: ActorContext) -> None:
         scheduler: BatchOutlet[ToScheduler] = context.outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
+        service.report_alive = context.report_alive
         service.auditor = make_auditor(settings, scheduler)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)

@@ -20,8 +20,10 @@ from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestTimeout
 from overlap_spec.messages import (
     ANY_TERMS,
+    READY,
     AuditReport,
     ChatPrompt,
+    EngineHealth,
     Finish,
     FinishKind,
     LogProbParams,
@@ -217,6 +219,6 @@ def named_events_of(response: httpx.Response) -> list[tuple[str, dict[str, Any]]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
 
 
-def healthy() -> tuple[bool, str]:
+def healthy() -> EngineHealth:
     """The health of a working engine."""
-    return True, ""
+    return READY

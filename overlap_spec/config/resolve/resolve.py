@@ -20,6 +20,7 @@ from overlap_spec.config import (
     SchedulerSettings,
     ServerSettings,
     Settings,
+    SupervisorSettings,
 )
 from overlap_spec.config.resolve.attention import resolve_attention
 from overlap_spec.config.resolve.audit import resolve_audit
@@ -75,6 +76,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
         server=_resolve_server(config, files),
+        supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
         link=LinkSettings(
             client_endpoint=_resolve_endpoint(config),
             api_key=config.api_key,

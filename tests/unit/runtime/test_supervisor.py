@@ -11,12 +11,15 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.fake_settings import fake_settings
 
+from overlap_spec.config import Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
+from overlap_spec.runtime import watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
@@ -107,13 +110,68 @@ def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> Non
     asyncio.run(scenario())
 
 
-def test_a_drain_is_bounded_and_a_stubborn_actor_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_S", 0.3)
+def with_timeout(seconds: float) -> Settings:
+    return msgspec.structs.replace(fake_settings(), supervisor=SupervisorSettings(watchdog_timeout_s=seconds))
+
+
+def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, scheduler="support.actors.hanging") as supervisor:
+            await supervisor.start(with_timeout(1.5))
+            while supervisor.watchdog.unresponsive() is None:
+                await asyncio.sleep(0.01)
+            assert not supervisor.failed.done(), "late, and not given up yet"
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 5)
+            assert (error.actor, "hung: no sign of life for " in str(error)) == ("scheduler", True)
+            assert supervisor.killed == {"scheduler"}
+
+    asyncio.run(scenario())
+    assert "in hang_in_a_loop" in capfd.readouterr().err
+    assert "its stack follows" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_actor_that_was_stopped_cannot_write_its_stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            await supervisor.start(with_timeout(1.5))
+            os.kill(supervisor.pids["worker"], signal.SIGSTOP)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 5)
+            assert (error.actor, "hung" in str(error)) == ("worker", True)
+
+    asyncio.run(scenario())
+    assert "the process is stopped, so it cannot write its stack" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_phase_of_the_start_is_named_in_the_log_and_may_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog_module, "START_TIMEOUTS", 1)
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, worker="support.actors.slow_start") as supervisor:
+            with pytest.raises(ActorDied, match="worker: hung: no sign of life while compiling kernels for "):
+                await supervisor.start(with_timeout(1.5))
+
+    asyncio.run(scenario())
+    assert "worker: still compiling kernels, for " in caplog.text
+
+
+def test_an_actor_that_has_to_be_killed_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a drain that was not over leaves an actor little time to stop."""
+    monkeypatch.setattr(supervisor_module, "LAST_STOP_S", 0.2)
 
     async def scenario() -> None:
         async with supervised(tmp_path, tokenizer="support.actors.stubborn") as supervisor:
             await supervisor.start(fake_settings())
             assert not await supervisor.drain(0.1)
+            began = time.monotonic()
+            await supervisor.stop()
+            assert time.monotonic() - began < supervisor_module.STOP_S / 2
+            assert supervisor.killed == {"tokenizer"}
 
     asyncio.run(scenario())
 
