@@ -94,7 +94,9 @@ from overlap_spec.messages.ring import (
     PrepareGrammar,
     Refused,
     ResetSlot,
+    Resumed,
     SlotWork,
+    Started,
     Stats,
     StepCosts,
     StepPlan,
@@ -111,6 +113,7 @@ from overlap_spec.messages.supervisor import (
     Alive,
     Drained,
     LivenessProbe,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
@@ -129,7 +132,9 @@ ToScheduler = (
     | Shutdown
 )
 ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | LivenessProbe | Shutdown
+ToTokenizer = (
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+)
 
 __all__ = [
     "ANY_TERMS",
@@ -198,14 +203,17 @@ __all__ = [
     "Prompt",
     "READY",
     "Reasoning",
+    "Recover",
     "Refused",
     "Rejected",
     "ResetSlot",
+    "Resumed",
     "Roofline",
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
     "SlotWork",
+    "Started",
     "Stats",
     "StatsReply",
     "StepCosts",

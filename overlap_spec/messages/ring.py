@@ -1,5 +1,7 @@
 """The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
 
+import msgspec
+
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
@@ -8,11 +10,19 @@ from overlap_spec.messages.speculation import NO_METHOD, Verified
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far a request had come in a scheduler that is gone. `output`: what it was given, int32, little-endian."""
+
+    output: bytes
+    cached_tokens: int
+    verify_steps: int
+
+
 class Admit(Message, frozen=True):
     """A checked request. `sampling.max_new_tokens` and `sampling.seed` are set; `prompt`: int32, little-endian.
 
-    `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `client`: whose it is;
-    clients take turns while they wait.
+    `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `resumed`: it has
+    output already, and goes on at the next token. `client`: whose it is; clients take turns while they wait.
     """
 
     uid: int
@@ -20,6 +30,7 @@ class Admit(Message, frozen=True):
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     arrived_at: float
+    resumed: Resumed | None = None
     client: str = ""
 
 
@@ -40,11 +51,13 @@ class FlushCache(Message, frozen=True):
 class PrepareGrammar(Message, frozen=True):
     """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed.
 
-    `uid`: of an audit, its request's negated: the two may overlap.
+    `uid`: of an audit, its request's negated: the two may overlap. `output`: tokens that it has consumed
+    already, int32, little-endian.
     """
 
     uid: int
     grammar: Grammar
+    output: bytes = b""
 
 
 class DropGrammar(Message, frozen=True):
@@ -264,6 +277,12 @@ class TokenDeltas(Message, frozen=True):
     prompt_log_probs: dict[int, bytes] = {}
 
 
+class Started(Message, frozen=True):
+    """These requests have a slot from now on: they are in the batch if the worker dies."""
+
+    uids: list[int]
+
+
 class Refused(Message, frozen=True):
     """The scheduler does not run this request."""
 
@@ -313,3 +332,8 @@ class Stats(Message, frozen=True):
     num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
     decode_time_total: float = 0.0  # seconds of the device: decode steps, and its idle time before them
     draft_is_dead: bool = False  # of the last guesses hardly any was accepted
+    # Known to the tokenizer alone, which adds them.
+    recoveries_total: int = 0
+    replayed_total: int = 0  # requests, each time
+    poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
+    last_recovery: float = 0.0  # seconds, from the death until the engine was warm again

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Admit, Finish, ResetSlot, SlotWork, StepPlan, Usage
+from overlap_spec.messages import Admit, Finish, ResetSlot, Resumed, SlotWork, StepPlan, Usage
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -59,11 +59,20 @@ class Request:
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
         self.passed = 0  # how many later requests of its client went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
+        if admit.resumed is not None:
+            self._resume(admit.resumed)
         # Steps in flight: how many, and how many tokens they commit at least and at most.
         self.in_flight = 0
         self.pending_min = 0
         self.pending_max = 0
         self.vacate(root)
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Be where the request was in the scheduler before this one: as after a preemption."""
+        self.tokens.frombytes(resumed.output)
+        self.cached_tokens = resumed.cached_tokens
+        self.verify_steps = resumed.verify_steps
+        self.scored_len = self.prompt_len - 1
 
     def vacate(self, root: Node) -> None:
         """Forget slot and pages: back to the state of a request that waits."""

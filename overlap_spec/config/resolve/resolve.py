@@ -17,6 +17,7 @@ from overlap_spec.config import (
     Machine,
     ModelFiles,
     ModelSettings,
+    RecoverySettings,
     SchedulerSettings,
     ServerSettings,
     Settings,
@@ -77,14 +78,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         ),
         server=_resolve_server(config, files),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
-        link=LinkSettings(
-            client_endpoint=_resolve_endpoint(config),
-            api_key=config.api_key,
-            max_queued_requests=config.max_queued_requests,
-            trusts_templates=config.trust_request_chat_template,
-            request_timeout_s=config.request_timeout,
-            first_token_timeout_s=config.first_token_timeout,
-        ),
+        link=_resolve_link(config),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
@@ -94,9 +88,22 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         attention=attention,
         logit_processor=config.logit_processor,
         audit=resolve_audit(config, spec),
+        recovery=_resolve_recovery(config),
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
+
+
+def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
+    """Raises: ConfigError for a limit of what is off."""
+    if not config.recover:
+        if config.max_recoveries is not None:
+            raise ConfigError("max_recoveries", "has no effect without --recover; leave it out")
+        return RecoverySettings()
+    recovery = RecoverySettings(enabled=True)
+    if config.max_recoveries is None:
+        return recovery
+    return msgspec.structs.replace(recovery, most=config.max_recoveries)
 
 
 def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
@@ -108,6 +115,17 @@ def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         cors_allow_origins=config.cors_allow_origins or (),
+    )
+
+
+def _resolve_link(config: EngineConfig) -> LinkSettings:
+    return LinkSettings(
+        client_endpoint=_resolve_endpoint(config),
+        api_key=config.api_key,
+        max_queued_requests=config.max_queued_requests,
+        trusts_templates=config.trust_request_chat_template,
+        request_timeout_s=config.request_timeout,
+        first_token_timeout_s=config.first_token_timeout,
     )
 
 
@@ -272,6 +290,8 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "context_length": settings.model.max_len,
         "mem_fraction_static": settings.cache.mem_fraction,
         "audit_rate": settings.audit.rate,
+        "recover": settings.recovery.enabled,
+        "max_recoveries": settings.recovery.most if settings.recovery.enabled else None,
         "max_running_requests": settings.scheduler.max_running_requests,
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,
