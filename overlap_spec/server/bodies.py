@@ -42,7 +42,7 @@ async def read_json(request: Request, max_bytes: int) -> Json:
     value = _parse(body) if body.strip() else {}
     if not isinstance(value, dict):
         raise Problem(400, "the body must be a JSON object", code="invalid_json")
-    return _with_patience(_with_headers(without_nulls(value), request.headers), request.headers)
+    return _with_read_timeout(_with_headers(without_nulls(value), request.headers), request.headers)
 
 
 def without_nulls(fields: Json) -> Json:
@@ -74,7 +74,7 @@ def _with_headers(fields: Json, headers: Mapping[str, str]) -> Json:
     return {**fields, "speculative": {**given, **without_nulls(asked)}}
 
 
-def _with_patience(fields: Json, headers: Mapping[str, str]) -> Json:
+def _with_read_timeout(fields: Json, headers: Mapping[str, str]) -> Json:
     """The fields, with the time for which an SDK waits for the first byte as a limit, unless they have that limit.
 
     The first byte is a stream's first token, and comes at the end without a stream.

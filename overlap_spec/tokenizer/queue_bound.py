@@ -2,7 +2,7 @@
 
 At most so many requests are open as can run, and `max_queued` more. If all of these are taken, a request of a client
 with fewer waiting ones than another takes the place of the other's newest; any other new request is refused. So a flood
-fills what nobody else wants.
+fills the places that no other client needs.
 """
 
 from overlap_spec.messages import ErrorCode
