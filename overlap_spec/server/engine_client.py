@@ -56,7 +56,7 @@ class DeltaLike(Protocol):
 class EngineClient(Protocol):
     """The engine, as the server sees it.
 
-    Errors: RequestError, Overloaded, RequestTimeout, RequestAborted, ActorDied.
+    Errors: RequestError, Overloaded, RequestTimeout, RequestAborted, RequestFailed, ActorDied.
     """
 
     def generate(

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestTimeout
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed, RequestTimeout
 from overlap_spec.server.access_log import note_reason
 
 RETRY_AFTER_S = 1
@@ -87,6 +87,8 @@ def as_problem(error: Exception) -> Problem:
             return Problem(503, str(error), code="overloaded")
         case RequestTimeout():
             return Problem(504, str(error), error.field, LATE if error.field == "timeout" else LATE_FIRST_TOKEN)
+        case RequestFailed():
+            return Problem(500, str(error), code=error.code)
         case ActorDied():
             return Problem(500, f"the engine has failed: {error}", code="engine_failed")
         case RequestAborted():
@@ -123,6 +125,7 @@ HANDLERS: dict[Any, Any] = {
     Overloaded: on_error,
     RequestTimeout: on_error,
     RequestAborted: on_error,
+    RequestFailed: on_error,
     ActorDied: on_error,
     HTTPException: on_http_error,
     ClientGone: on_client_gone,
