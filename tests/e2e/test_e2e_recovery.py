@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from overlap_spec import Engine, SamplingParams
+from overlap_spec import Client, Engine, SamplingParams
 from overlap_spec.client.answers import Delta
 from overlap_spec.client.calls import Completion, completion_of
-from overlap_spec.messages import Grammar, GrammarKind, LogProbParams
+from overlap_spec.errors import ActorDied, RequestAborted
+from overlap_spec.messages import EngineState, Grammar, GrammarKind, LogProbParams
 
 Flags = dict[str, Any]
 EngineOf = Callable[[Flags], Engine]
@@ -121,6 +122,7 @@ async def quiet_audit(engine: Engine) -> AsyncIterator[None]:
 async def same_streams(engine: Engine, count: int, disturbances: Sequence[Disturbance], rng: random.Random) -> None:
     """Disturb as many streams once for each, and compare."""
     requests = asked(count)
+    set_watchdog(engine, 60.0)
     wanted = await answers(engine, requests)
     for number, what in enumerate(disturbances, 1):
         set_watchdog(engine, 60.0)
@@ -171,6 +173,32 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
         flags = flags_of(method, depth, tiny_model) | {"watchdog_timeout": 4.0}
         async with engine_of(flags) as engine:
             await same_streams(engine, count, disturbances, random.Random(count))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(engine_of: EngineOf, tiny_model: Path) -> None:
+    async def scenario() -> None:
+        flags = {"speculative_algorithm": "NONE", "zmq_endpoint": "tcp://127.0.0.1:0"}
+        async with engine_of(BASE | flags) as engine, Client(engine.endpoint, heartbeat_s=0.2) as other:
+            greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+            wanted = await engine.client.complete("again", greedy)
+            endless = SamplingParams(max_new_tokens=7000, ignore_eos=True)
+            streams = [client.generate("On", endless) for client in (engine.client, other)]
+            for stream in streams:
+                await anext(stream)
+            os.kill(engine.pids["tokenizer"], signal.SIGKILL)
+            for stream, error in zip(streams, (ActorDied, RequestAborted), strict=True):
+                with pytest.raises(error):
+                    async for _ in stream:
+                        pass
+            while engine.health.state is not EngineState.READY:
+                await asyncio.sleep(0.05)
+            for client in (engine.client, other):
+                answer = await client.complete("again", greedy)
+                assert answer.token_ids == wanted.token_ids
+            assert (await other.stats()).recoveries_total == 1
 
     asyncio.run(scenario())
 
