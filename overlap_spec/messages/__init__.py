@@ -80,6 +80,7 @@ from overlap_spec.messages.request import (
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
+    NO_TOKEN,
     Abort,
     Admit,
     DropGrammar,
@@ -188,6 +189,7 @@ __all__ = [
     "MAX_LISTED_LOG_PROBS",
     "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
+    "NO_TOKEN",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
     "MAX_WORD_TOKENS",

@@ -7,6 +7,8 @@ from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
 
+NO_TOKEN = -2  # ends a run of tokens where the target could draw none (`overlap_spec_kernels.NO_TOKEN`)
+
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
 
 
@@ -198,6 +200,7 @@ class WorkerReady(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
+    `NO_TOKEN` ends a run where the target's logits were not finite: no token can be drawn, and none can come after it.
     In decode [] is a slot that was left out, because the masks of its grammar were late: nothing of it has changed.
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
     this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
@@ -336,3 +339,4 @@ class Stats(Message, frozen=True):
     replayed_total: int = 0  # requests, each time
     poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
     last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
+    not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite

@@ -65,6 +65,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("cached_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
     ("num_requests", "Requests received.", lambda s: s.requests_total),
     ("num_aborted_requests", "Requests ended before they finished.", lambda s: s.aborted_total),
+    (
+        "num_not_finite_requests",
+        "Requests ended because the logits were NaN or infinite.",
+        lambda s: s.not_finite_total,
+    ),
     ("num_retracted_requests", "Preemptions.", lambda s: s.preempted_total),
     ("spec_verify_calls", "Verify steps, one per request and decode step.", lambda s: s.verify_steps_total),
     ("steps", "Steps of the engine.", lambda s: s.steps_total),

@@ -158,6 +158,7 @@ class Scheduler:
             self.outbox += self.queues.audits.settle(step.plan, result)
         else:
             self._reply(self.ledger.settle(step, result))
+            self.outbox += self.ledger.take_failed()
         if self._num_flushes:
             self._flush()
 

@@ -34,7 +34,7 @@ class Request:
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
         "most_steps", "node", "num_shared", "order", "pages", "passed", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
-        "uid", "unabsorbed", "verify_steps", "is_limited", "is_plain", "is_reported",
+        "uid", "unabsorbed", "verify_steps", "is_broken", "is_limited", "is_plain", "is_reported",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
@@ -57,6 +57,7 @@ class Request:
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
+        self.is_broken = False  # its logits were not finite: its KV is nothing for others
         self.passed = 0  # how many younger requests went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         if admit.resumed is not None:
