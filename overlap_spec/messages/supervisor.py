@@ -46,7 +46,7 @@ class ActorReady(Message, frozen=True):
 
 
 class ActorFailed(Message, frozen=True):
-    """An actor is about to exit on an exception. `on_purpose`: its error says all, and would come again."""
+    """An actor is about to exit on an exception. `on_purpose`: its error explains itself, and would come again."""
 
     actor: str
     error: str
