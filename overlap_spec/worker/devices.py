@@ -1,14 +1,13 @@
 """The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
-On CUDA everything is enqueued on one stream, but for small copies out beside long work (`beside`). Inputs travel
-through a ring of pinned buffers, each guarded by an event, so the host never waits while it launches. A result buffer
-and an event return to their pools when the last reference to them is gone. On a CPU nothing is copied, and work is done
-when its call returns.
+On CUDA everything is enqueued on one stream. Inputs travel through a ring of pinned buffers, each guarded by an event,
+so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
+them is gone. On a CPU nothing is copied, and work is done when its call returns.
 """
 
 import time
 from array import array
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -44,6 +43,10 @@ class Download(Protocol):
         """What was copied. Blocks until the copy is through; call it off the launch path."""
         ...
 
+    def selected(self, rows: Sequence[int]) -> list[list[list[int]]]:
+        """Of a tensor [c, S, n]: c runs of n for each of these rows of S. Blocks as `rows` does."""
+        ...
+
     def blocks(self) -> list[memoryview]:
         """The bytes of what was copied beside the rows. Blocks as `rows` does."""
         ...
@@ -60,18 +63,11 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
-        """Start a copy out. Shapes: [B, n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
+        """Start a copy out. Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
         ...
 
     def now(self) -> DeviceEvent:
         """Mark this point of the stream. Sync: never."""
-        ...
-
-    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
-        """What is enqueued within runs after `point`, beside whatever follows that. Sync: never.
-
-        What it reads may change only once the host has seen its result; tensors made within stay within.
-        """
         ...
 
     def finish(self) -> None:
@@ -110,6 +106,9 @@ class CpuDownload:
         rows: list[list[int]] = self._tensor.tolist()
         return rows
 
+    def selected(self, rows: Sequence[int]) -> list[list[list[int]]]:
+        return _selected(self._tensor, rows)
+
     def blocks(self) -> list[memoryview]:
         return [_bytes_of(tensor) for tensor in self._beside]
 
@@ -128,9 +127,6 @@ class CpuDevice:
 
     def now(self) -> DeviceEvent:
         return CpuEvent()
-
-    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def finish(self) -> None:
         """Nothing is left to wait for."""
@@ -189,6 +185,10 @@ class CudaDownload:
         rows: list[list[int]] = self._host[0].tolist()
         return rows
 
+    def selected(self, rows: Sequence[int]) -> list[list[list[int]]]:
+        self._event.event.synchronize()
+        return _selected(self._host[0], rows)
+
     def blocks(self) -> list[memoryview]:
         self._event.event.synchronize()
         return [_bytes_of(part) for part in self._host[1:]]
@@ -206,7 +206,6 @@ class CudaDevice:
         self._next = 0
         self._events: list[torch.cuda.Event] = []
         self._results: list[Tensor] = []
-        self._beside = torch.cuda.Stream(priority=-1)  # its small kernels do not queue behind a layer's
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         slot, self._next = self._next, (self._next + 1) % len(self._staging)
@@ -226,13 +225,13 @@ class CudaDevice:
     def now(self) -> DeviceEvent:
         return CudaEvent(self._events)
 
-    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
-        assert isinstance(point, CudaEvent)
-        self._beside.wait_event(point.event)
-        return torch.cuda.stream(self._beside)
-
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+def _selected(tensor: Tensor, rows: Sequence[int]) -> list[list[list[int]]]:
+    found: list[list[list[int]]] = tensor.numpy()[:, list(rows)].swapaxes(0, 1).tolist()
+    return found
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

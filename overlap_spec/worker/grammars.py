@@ -81,6 +81,7 @@ class Grammars:
         self._compiler = GrammarCompiler(vocabulary)
         self._eos = frozenset(vocabulary.eos_token_ids)
         self._by_uid: dict[int, Future[RequestGrammar]] = {}
+        self._ready: dict[int, RequestGrammar] = {}  # those that were asked for
         self._compiling: deque[int] = deque()
         self._told: set[int] = set()  # of whose failure the scheduler knows
         num_threads = min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2))
@@ -108,6 +109,7 @@ class Grammars:
     def drop(self, message: DropGrammar, is_busy: bool) -> None:
         """Forget a request's grammar. No step in flight has it. `is_busy`: a thread has."""
         future = self._by_uid.pop(message.uid)
+        self._ready.pop(message.uid, None)
         self._told.discard(message.uid)
         if future.done() and future.exception() is None and not is_busy:
             future.result().release()
@@ -125,31 +127,36 @@ class Grammars:
                 found.append(GrammarReady(uid) if error is None else GrammarFailed(uid, str(error)))
         return found
 
-    def failures(self, uids: Sequence[int]) -> list[GrammarFailed]:
-        """Those of these requests whose grammars cannot go on; each once."""
-        found = []
-        for uid in uids:
-            failure = self.of(uid).failure
-            if failure and uid not in self._told:
-                self._told.add(uid)
-                found.append(GrammarFailed(uid, f"grammar: it can be followed no further: {failure}"))
-        return found
+    def failed(self, uid: int) -> list[GrammarFailed]:
+        """Why a request's grammar cannot go on, which is told once."""
+        if uid in self._told:
+            return []
+        self._told.add(uid)
+        return [GrammarFailed(uid, f"grammar: it can be followed no further: {self.of(uid).failure}")]
 
     def of(self, uid: int) -> RequestGrammar:
         """A grammar that is ready."""
-        return self._by_uid[uid].result()
+        found = self._ready.get(uid)
+        if found is None:
+            found = self._ready[uid] = self._by_uid[uid].result()
+        return found
 
     def restart(self, uid: int) -> None:
         """Follow a grammar from the beginning again. No step in flight has it."""
         self.of(uid).restart()
         self._told.discard(uid)
 
-    def masks(self, grammars: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: Tensor) -> Tensor:
-        """Masks of windows of the same width. Shapes: as of `WindowMasks.compute`."""
-        masks = self.window_masks.compute([grammar.matcher for grammar in grammars], windows, memory)
+    def masks(
+        self,
+        grammars: Sequence[RequestGrammar],
+        windows: Sequence[HostWindow],
+        memory: Tensor,
+        places: Sequence[int],
+    ) -> None:
+        """Write masks of windows of the same width. Arguments: as of `WindowMasks.compute`."""
+        self.window_masks.compute([grammar.matcher for grammar in grammars], windows, memory, places)
         for grammar in grammars:
             grammar.check()
-        return masks
 
     def run(self, task: Callable[[], Result]) -> Future[Result]:
         """Run a task of one grammar in a thread. Tasks begin in the order of these calls."""
