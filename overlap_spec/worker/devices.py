@@ -43,12 +43,24 @@ class Download(Protocol):
         """What was copied. Blocks until the copy is through; call it off the launch path."""
         ...
 
-    def selected(self, rows: Sequence[int]) -> list[list[list[int]]]:
-        """Of a tensor [c, S, n]: c runs of n for each of these rows of S. Blocks as `rows` does."""
-        ...
-
     def blocks(self) -> list[memoryview]:
         """The bytes of what was copied beside the rows. Blocks as `rows` does."""
+        ...
+
+
+class Mirror(Protocol):
+    """The host's copy of a tensor [c, S, n] of 64-bit integers at a fixed address, made anew when asked for."""
+
+    def refresh(self) -> None:
+        """Start to copy the tensor as it is at this point of the stream; nobody reads the last copy. Sync: never."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether the copy is made. Sync: never."""
+        ...
+
+    def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        """Some of S rows: of each, c runs of n. The copy must be made."""
         ...
 
 
@@ -64,6 +76,10 @@ class Device(Protocol):
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         """Start a copy out. Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
+        ...
+
+    def mirror(self, tensor: Tensor) -> Mirror:
+        """What can be read on the host again and again."""
         ...
 
     def now(self) -> DeviceEvent:
@@ -106,11 +122,24 @@ class CpuDownload:
         rows: list[list[int]] = self._tensor.tolist()
         return rows
 
-    def selected(self, rows: Sequence[int]) -> list[list[list[int]]]:
-        return _selected(self._tensor, rows)
-
     def blocks(self) -> list[memoryview]:
         return [_bytes_of(tensor) for tensor in self._beside]
+
+
+class CpuMirror:
+    """The tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def refresh(self) -> None:
+        """It is as new as can be."""
+
+    def ready(self) -> bool:
+        return True
+
+    def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        return _rows_of(self._tensor, indices)
 
 
 class CpuDevice:
@@ -124,6 +153,9 @@ class CpuDevice:
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         return CpuDownload(tensor, beside)
+
+    def mirror(self, tensor: Tensor) -> Mirror:
+        return CpuMirror(tensor)
 
     def now(self) -> DeviceEvent:
         return CpuEvent()
@@ -185,13 +217,28 @@ class CudaDownload:
         rows: list[list[int]] = self._host[0].tolist()
         return rows
 
-    def selected(self, rows: Sequence[int]) -> list[list[list[int]]]:
-        self._event.event.synchronize()
-        return _selected(self._host[0], rows)
-
     def blocks(self) -> list[memoryview]:
         self._event.event.synchronize()
         return [_bytes_of(part) for part in self._host[1:]]
+
+
+class CudaMirror:
+    """A pinned copy, and the event behind it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def refresh(self) -> None:
+        self._host.copy_(self._tensor, non_blocking=True)
+        self._copied.record()
+
+    def ready(self) -> bool:
+        return bool(self._copied.query())
+
+    def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        return _rows_of(self._host, indices)
 
 
 class CudaDevice:
@@ -222,6 +269,9 @@ class CudaDevice:
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         return CudaDownload((tensor, *beside), self._results, self._events)
 
+    def mirror(self, tensor: Tensor) -> Mirror:
+        return CudaMirror(tensor)
+
     def now(self) -> DeviceEvent:
         return CudaEvent(self._events)
 
@@ -229,8 +279,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
 
-def _selected(tensor: Tensor, rows: Sequence[int]) -> list[list[list[int]]]:
-    found: list[list[list[int]]] = tensor.numpy()[:, list(rows)].swapaxes(0, 1).tolist()
+def _rows_of(tensor: Tensor, indices: Sequence[int]) -> list[list[list[int]]]:
+    found: list[list[list[int]]] = tensor.numpy()[:, indices].swapaxes(0, 1).tolist()
     return found
 
 

@@ -154,10 +154,11 @@ class Executor:
     def _decode(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         masking, width = self.masking if constrained else None, handle.plan.width
-        if masking is not None and masking.proposes(width):
-            yield from masking.tokens_read()
         batch_slots, decoder = self._slots_on_device(handle), self._decoder
         if masking is not None:
+            if masking.awaits_forced(constrained, width):
+                yield from masking.tokens_read()
+                handle.device.begin = self.device.now()  # the wait is none of this step's work
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
         forwarded = decoder.forward(batch_slots.on_device, width)

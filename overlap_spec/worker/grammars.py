@@ -28,6 +28,7 @@ Result = TypeVar("Result")
 
 MAX_THREADS = 8
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
+FORCING_STEPS = 8  # that a mean of what must follow goes over
 
 
 class RequestGrammar:
@@ -37,6 +38,7 @@ class RequestGrammar:
         self.matcher = matcher
         self.release = release  # to be called once no request uses it any more
         self.forced: list[int] = []  # what must follow, as far as it is known
+        self.forcing = 1.0  # how many tokens must follow: a moving mean of the last steps
         self.failure = ""  # why it cannot go on
         self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
         self._eos = eos_token_ids
@@ -62,6 +64,7 @@ class RequestGrammar:
         if count < len(known):
             self.failure = self.matcher.get_error() or f"token {known[count]} was drawn, which it does not allow"
         self._find_forced()
+        self.forcing += (len(self.forced) - self.forcing) / FORCING_STEPS
 
     def check(self) -> None:
         """Note whether the library has given up on a window."""

@@ -20,7 +20,7 @@ from overlap_spec.messages import DropGrammar, GrammarFailed, StepPlan
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device, DeviceEvent, Download
+from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.slots import SlotRows
@@ -28,6 +28,8 @@ from overlap_spec.worker.slow_grammars import SlowGrammars
 from overlap_spec.worker.window_masks import HostWindow
 
 Wait = Callable[[], bool]
+
+FORCING_PAYS = 0.5  # tokens of a slot's next window, from which on they are worth a step's wait for them
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Masking:
         self._unread: deque[tuple[StepHandle, list[Constrained]]] = deque()  # tokens that are not on the host yet
         self._audited: StepHandle | None = None  # the last audit's step
         self._reading: list[Constrained] = []  # whose windows are on their way
-        self._window: Download
+        self._windows = device.mirror(slots.columns)
         self._failed: list[GrammarFailed] = []  # which the scheduler is to be told before the results that follow
 
     def owners(self, plan: StepPlan) -> tuple[list[Constrained], list[int]]:
@@ -132,13 +134,20 @@ class Masking:
                 place_forced(self._slots.window, self._parents, slots, nothing.view(1, -1))
             self._masks.clear(slots)
 
-    def proposes(self, width: int) -> bool:
-        """Whether the window of a step has room for forced tokens, which must be known before its layers run."""
-        return self._max_forced > 0 and width > 1
+    def awaits_forced(self, constrained: Sequence[Constrained], width: int) -> bool:
+        """Whether the layers of a step wait until it is known what must follow, to verify that.
+
+        The device has nothing to do meanwhile. That pays where much must follow: keys of objects, but not numbers.
+        """
+        if self._max_forced == 0 or width == 1:
+            return False
+        return sum(each.grammar.forcing for each in constrained) >= FORCING_PAYS * len(constrained)
 
     def propose_forced(self, constrained: Sequence[Constrained], width: int) -> None:
         """Let windows begin with what must follow, where that is known and masks are not under way. Sync: never."""
         most = min(self._max_forced, width - 1)
+        if most == 0 or self._unread:
+            return
         known = [each for each in constrained if not (self.slow.is_busy(each.uid) or self.slow.filling(each.uid, 1))]
         rooms = [(each, min(most, self._slots.steps_of(each.slot))) for each in known]
         forced = [(each.slot, each.grammar.forced[:room]) for each, room in rooms if room and each.grammar.forced]
@@ -158,7 +167,7 @@ class Masking:
         """
         self._reading = [each for each in constrained if self.slow.filling(each.uid, width) is None]
         if self._reading:
-            self._window = self._device.download(self._slots.columns)
+            self._windows.refresh()
         if self._reading and not (self._device.asynchronous or self._unread):
             self._read(width)
 
@@ -172,7 +181,7 @@ class Masking:
         yield from self.tokens_read()
         width = handle.plan.width
         if self._reading:
-            yield self._window.ready
+            yield self._windows.ready
         handle.host.masks_begin = time.monotonic()
         self._compute(self._read(width))
         slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
@@ -235,7 +244,7 @@ class Masking:
         """Windows that have come, but for those of slow grammars: threads begin with them."""
         if not self._reading:
             return []
-        quick, read = [], self._window.selected([each.slot for each in self._reading])
+        quick, read = [], self._windows.rows([each.slot for each in self._reading])
         for each, (tokens, parents) in zip(self._reading, read, strict=True):
             is_chain = self._parents is None or width == 1
             window = HostWindow(tokens[:width], None if is_chain else parents[:width])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 Work = tuple[Matcher, int, list[int]]  # a matcher at the first column of a run, the row of that, the guesses below
-MAX_ALONE = 8  # runs that the calling thread follows: to wake others takes as long as some of their masks
+MAX_ALONE = 1  # runs that the calling thread follows: to wake another takes longer than one run's masks
 
 
 @dataclass(frozen=True)
