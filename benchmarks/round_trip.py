@@ -40,12 +40,13 @@ from overlap_spec.messages import (
     ToWorker,
     WorkerReady,
 )
-from overlap_spec.runtime.actor import SETTINGS_FILE, ActorContext
+from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.worker.loop import Worker
 
 WARM_STEPS, PROMPT_TOKENS = 50, 16
+ACTOR = (sys.executable, "-m", "overlap_spec.runtime.actor")
 CASE, FIGURES = "case.json", "figures.json"
 
 
@@ -138,19 +139,23 @@ def measure(batch: int, depth: int, step_us: int, steps: int, spin: bool) -> dic
     """One run, from start to end of the processes."""
     directory = RunDirectory()
     settings = settings_for(batch, depth, spin)
-    directory.write_private(SETTINGS_FILE, encode_settings(settings))
-    directory.write_private(CASE, json.dumps({"step_us": step_us}).encode())
+    (directory.path / CASE).write_text(json.dumps({"step_us": step_us}))
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     roles = {"scheduler": "overlap_spec.scheduler.scheduler_actor", "worker": Path(__file__).stem}
-    context = ActorContext("tokenizer", settings, directory.endpoints)
+    context = ActorContext("tokenizer", settings, directory.path)
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "overlap_spec.runtime.actor", role, module, str(directory.path), str(os.getpid())],
+            [*ACTOR, role, module, str(directory.path), "0", str(os.getpid())],
             env=environment,
+            stdin=subprocess.PIPE,
         )
         for role, module in roles.items()
     ]
+    for child in children:
+        assert child.stdin is not None
+        with child.stdin as pipe:
+            pipe.write(encode_settings(settings))
     try:
         asyncio.run(asyncio.wait_for(serve(context, batch, steps), 120))
         assert [child.wait(10) for child in children] == [0, 0]

@@ -21,7 +21,16 @@ from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
-from overlap_spec.messages import ActorFacts, EngineFacts, SamplingParams, SchedulerFacts, TokenizerFacts, WorkerFacts
+from overlap_spec.messages import (
+    ActorFacts,
+    EngineFacts,
+    EngineHealth,
+    EngineState,
+    SamplingParams,
+    SchedulerFacts,
+    TokenizerFacts,
+    WorkerFacts,
+)
 from overlap_spec.runtime.actor import ROLES
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Progress, Supervisor
@@ -90,6 +99,32 @@ class Engine:
         """Why the engine is dead; None while it lives."""
         failed = self._supervisor.failed if self._supervisor is not None else None
         return failed.result() if failed is not None and failed.done() else None
+
+    @property
+    def health(self) -> EngineHealth:
+        """What the engine is doing, by the signs of life of its processes."""
+        watchdog = self._supervisor.watchdog if self._supervisor is not None else None
+        if self.failure is not None:
+            return EngineHealth(EngineState.FAILED, f"the engine has failed: {self.failure}", self.failure.actor)
+        if watchdog is None or self._supervisor is None:
+            return EngineHealth(EngineState.STARTING, "the engine is starting: the model is looked for")
+        ages = watchdog.ages()
+        if self._client is None and (starting := watchdog.starting()) is not None:
+            reason = f"the engine is starting: {starting.doing}"
+            return EngineHealth(EngineState.STARTING, reason, starting.actor, starting.seconds, ages)
+        if self._client is None:
+            return EngineHealth(EngineState.STARTING, "the engine is starting", last_sign_s=ages)
+        if (cause := self._supervisor.recovering) is not None:
+            reason = f"the engine is recovering: {cause}"
+            return EngineHealth(EngineState.RECOVERING, reason, cause.actor, self._supervisor.recovering_s, ages)
+        if (late := watchdog.unresponsive()) is not None:
+            return EngineHealth(EngineState.UNRESPONSIVE, f"{late.actor}: {late}", late.actor, late.seconds, ages)
+        return EngineHealth(EngineState.READY, last_sign_s=ages)
+
+    @property
+    def killed(self) -> frozenset[str]:
+        """Processes that hung, or did not leave when they were told to."""
+        return frozenset(self._supervisor.killed if self._supervisor is not None else ())
 
     @property
     def pids(self) -> dict[str, int]:

@@ -6,6 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rows.goals import GOALS
+
+from documents.real_traffic import committed
 from overlap_spec.bench.peer import DIRECTORY, read_peer
 from overlap_spec.bench.peer_rows import peer_rows_of
 
@@ -35,6 +38,13 @@ class Results:
                 ours, theirs = row.read(report), row.peer_figure(self.peer)
                 if work in row.work and ours is not None and theirs is not None:
                     yield row.ratio(ours, theirs.value)
+
+    def worst(self, row: int, work: str) -> float:
+        """The worst figure of real traffic in a row, of the goals whose work contains `work`."""
+        reports = committed(self._root / "benchmarks/results")
+        goals = [goal for goal in GOALS if goal.row == row and work in goal.work]
+        found = [measured for goal in goals if (measured := goal.measured(reports)) is not None]
+        return goals[0].worst(value for measured in found for value in measured.values)
 
 
 LLAMA = ("throughput_8b_h200", "throughput_tree_8b_h200")
@@ -142,6 +152,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "engine"),
     "plain-over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "plain"),
     "sampled-worst": _sampled,
+    "sampled-over-greedy": lambda results: f"{results.worst(1, 'sampled step'):.2f}",
+    "gap-16k": lambda results: f"{results.worst(3, '16k prompt arrives'):.0f}",
+    "gap-40k": lambda results: f"{results.worst(3, '40k prompt arrives'):.0f}",
     "constrained-1": lambda results: _constrained(results, 1),
     "constrained-8": lambda results: _constrained(results, 8),
     "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",

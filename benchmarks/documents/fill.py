@@ -2,7 +2,8 @@
 
 <!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
-<!-- list: NAME -->             a table of clients or parameters (`lists.py`)              <!-- end -->
+<!-- list: NAME -->             a table of clients or parameters (`lists.py`),
+                                or of real traffic (`real_traffic.py`)                    <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
@@ -15,11 +16,14 @@ from pathlib import Path
 from documents.figures import FIGURES, Results
 from documents.flags import TABLES
 from documents.lists import LISTS
+from documents.real_traffic import NAME as REAL_TRAFFIC
+from documents.real_traffic import real_traffic_table
 from documents.step_chart import CHART, chart
 from overlap_spec.bench import tables
 from overlap_spec.bench.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
+RESULTS = "benchmarks/results"
 MARKED = {name: re.compile(rf"(<!-- {name}: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL) for name in ("flags", "list")}
 FIGURE = re.compile(r"\*\*[^*\n]+\*\*(<!-- figure: (\S+) -->)")
 BLOCKS = re.compile(r"<!-- (?:table|flags|list): .*?<!-- end -->", re.DOTALL)
@@ -44,7 +48,8 @@ def fill(text: str, source: Source | None = None) -> str:
     """
     results = Results(ROOT)
     text = _filled(text, "flags", TABLES)
-    text = _filled(text, "list", LISTS)
+    lists = LISTS | {REAL_TRAFFIC: lambda: real_traffic_table(ROOT / RESULTS, source or describe_source())}
+    text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
     return tables.fill(text, ROOT, source)
 

@@ -18,7 +18,7 @@ CLIENTS = Path(__file__).parents[1] / "results/clients"
 def _clients() -> str:
     results = [json.loads(path.read_text()) for path in sorted(CLIENTS.glob("*.json"))]
     rows = [(f"`{each['client']}`", _versions(each), each["what"], outcome(each)) for each in results]
-    return "\n".join([_table(("", "version", "what it does", "passed"), rows), "", *not_passed(results)])
+    return "\n".join([table(("", "version", "what it does", "passed"), rows), "", *not_passed(results)])
 
 
 def _versions(result: Result) -> str:
@@ -63,10 +63,11 @@ def _reasons(result: Result) -> dict[str, str | None]:
 
 def _refused() -> str:
     rows = [(", ".join(f"`{name}`" for name in fields), reason) for reason, fields in REFUSED.items()]
-    return _table(("parameter", "why"), rows)
+    return table(("parameter", "why"), rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -31,7 +31,7 @@ def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineC
 async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
     """The engine behind its HTTP server. Yields host and port."""
     info = replace(server_info(engine.config, engine.settings, engine.facts), api_key=None)  # its requests carry none
-    server = HttpServer(create_app(engine.client, info, lambda: (True, "")), HOST, 0)
+    server = HttpServer(create_app(engine.client, info, lambda: engine.health), HOST, 0)
     await server.start()
     freeze_heap()
     try:

@@ -114,7 +114,7 @@ def bare_code(text: str) -> str:
 def write_manifest(top: Path) -> str:
     """Write MANIFEST from git. Returns the commit. Raises: RuntimeError outside git, or if the trees have changes."""
     scripts = (f"benchmarks/{script.name}" for script in sorted((top / "benchmarks").glob("*.py")))
-    names = (*PACKAGES, "tests", *scripts)
+    names = (*PACKAGES, "tests", "benchmarks/rows", *scripts)
     source = source_of({name: top / name for name in names}, top)
     if source.commit == UNKNOWN or source.commit.endswith("+"):
         raise RuntimeError(f"{top} has no clean checkout (commit {source.commit}): commit first")

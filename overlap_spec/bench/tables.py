@@ -62,10 +62,10 @@ def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: s
         lines = [*_table(COMPARED, peer_rows(report, peer)), *_listed(peer_notes(report))]
     else:
         lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
-    return "\n".join((*lines, "", _origin(report) + (f"; {age}" if age else "")))
+    return "\n".join((*lines, "", origin(report) + (f"; {age}" if age else "")))
 
 
-def _origin(report: Report) -> str:
+def origin(report: Report) -> str:
     """Hardware, commit, versions and command: without them a figure means nothing."""
     run = report.get("run", report)
     device = run.get("gpu") or run["device"]

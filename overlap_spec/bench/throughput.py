@@ -54,7 +54,7 @@ async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[Samp
 
     The top-level figures are those of the better greedy run.
     """
-    greedy = await _measure(endpoint, batch, GREEDY, NUM_RUNS)
+    greedy = await measure_steps(endpoint, batch, GREEDY, NUM_RUNS)
     streamed_wall = await asyncio.to_thread(_stream_all, endpoint, batch)
     figures = {
         "batch": len(batch.prompts),
@@ -63,7 +63,7 @@ async def measure_batch(endpoint: Endpoint, batch: Batch, sampled: Sequence[Samp
     }
     if sampled:
         figures["sampled"] = [
-            {**asdict(sampling), **await _measure(endpoint, batch, sampling, NUM_SAMPLED_RUNS)} for sampling in sampled
+            {**asdict(way), **await measure_steps(endpoint, batch, way, NUM_SAMPLED_RUNS)} for way in sampled
         ]
     return figures
 
@@ -82,13 +82,15 @@ async def measure_first_token(endpoint: Endpoint, prompts: Prompts, warm_up: Pro
     }
 
 
-async def _measure(endpoint: Endpoint, batch: Batch, sampling: SamplingMode, num_runs: int) -> Json:
+async def measure_steps(
+    endpoint: Endpoint, batch: Batch, sampling: SamplingMode = GREEDY, num_runs: int = NUM_RUNS
+) -> Json:
     """Warm up, make the one-token calls, then the runs. The top-level figures are those of the better run."""
-    await _generate(endpoint, batch.warm_up, WARM_UP_TOKENS, sampling)
-    walls = [(await _generate(endpoint, batch.prompts, 1, sampling))[0] for _ in range(NUM_ONE_TOKEN_CALLS)]
+    await answer_batch(endpoint, batch.warm_up, WARM_UP_TOKENS, sampling)
+    walls = [(await answer_batch(endpoint, batch.prompts, 1, sampling))[0] for _ in range(NUM_ONE_TOKEN_CALLS)]
     runs = []
     for _ in range(num_runs):
-        wall, metas = await _generate(endpoint, batch.prompts, batch.num_tokens, sampling)
+        wall, metas = await answer_batch(endpoint, batch.prompts, batch.num_tokens, sampling)
         runs.append(_figures(metas, wall, min(walls)))
     best = min(runs, key=lambda run: float(run["wall_s"]))
     return {**best, "one_token_walls_s": [round(wall, 5) for wall in walls], "runs": runs}
@@ -110,8 +112,8 @@ def _figures(metas: Sequence[Json], wall: float, one_token_wall: float) -> Json:
     }
 
 
-async def _generate(
-    endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: SamplingMode
+async def answer_batch(
+    endpoint: Endpoint, prompts: Prompts, num_tokens: int, sampling: SamplingMode = GREEDY
 ) -> tuple[float, list[Json]]:
     """One batched call with empty caches. Returns wall seconds and each answer's `meta_info`."""
     body = _body(prompts, num_tokens, sampling, stream=False)

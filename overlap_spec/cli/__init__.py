@@ -1,7 +1,7 @@
 """`overlap-spec COMMAND [flags]`: finds the command, runs it, turns an error into one sentence and a status.
 
 A command is a module with `add_arguments(parser)` and `run(arguments) -> int`; only the one that is asked for is
-imported. Status 2: a wrong flag or value, found before any weight is read.
+imported. Status 2: a wrong flag, value or file, found before any weight is read.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlap_spec.cli.parser import Parser, UsageError
-from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.version import __version__
 
 PROGRAM = "overlap-spec"
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser(words).parse_args(words)
         return int(importlib.import_module(COMMANDS[arguments.command].module).run(arguments))
-    except (UsageError, ConfigError) as error:
+    except (UsageError, ConfigError, CheckpointError) as error:  # of this process, which reads no weights
         return _complain(error, 2)
     except OverlapSpecError as error:
         return _complain(error, 1)

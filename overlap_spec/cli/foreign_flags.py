@@ -33,7 +33,6 @@ INSTEAD = {  # of flags that are too particular for the file
     "--seed": "use --random-seed",
     "--skip-server-warmup": "every path is warmed up before the server is ready; leave it out",
     "--sampling-backend": "each operation has one kernel, chosen for the device; leave it out",
-    "--watchdog-timeout": "a process that dies ends the engine at once; leave it out",
 }
 
 

@@ -2,7 +2,9 @@
 
     bind -> start the engine (503 meanwhile) -> print the table -> serve -> stop
     one signal: new requests 503, open ones finish, status 0       a second: everything ends at once, status 1
-    an actor dies: open streams get an error event, /health answers 503, status 1
+    scheduler or worker dies: both are started again (`--recover`), requests wait, /health answers 503 meanwhile
+    another actor dies, or too many: open streams get an error event, /health answers 503, status 1
+    one had to be killed at the end, because it hung: status 1
 
 The port is bound first, so that a busy one is found before a weight is read.
 """
@@ -10,7 +12,9 @@ The port is bound first, so that a busy one is found before a weight is read.
 import asyncio
 import ipaddress
 import logging
+import time
 
+from msgspec.structs import replace
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from overlap_spec.cli.progress import shown_progress
@@ -18,15 +22,16 @@ from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import http_url, print_start
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import OverlapSpecError, RequestAborted
+from overlap_spec.messages import EngineHealth, EngineState
 from overlap_spec.server.app import create_app
-from overlap_spec.server.engine_client import server_info
+from overlap_spec.server.engine_client import HealthOf, server_info
 from overlap_spec.server.http_server import HttpServer, freeze_heap
+from overlap_spec.server.probes import SHALLOW, health_response
 from overlap_spec.server.problems import Problem
 
-DRAIN_S = 30.0  # for open requests after the first signal
-GOODBYE_S = 0.3  # after a failure: error events leave, and /health answers 503
-CLOSE_S = 1.0  # for answers that are still being written at the end
+GOODBYE_S = 0.3  # after a failure, or a drain that took too long: error events leave, and /health answers 503
+CLOSE_S = 0.7  # for answers that are still being written at the end
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +50,10 @@ async def serve(config: EngineConfig) -> int:
                 return 0
             if await signals.interrupt(engine.wait_failed()):
                 await service.drain()
-            return await service.report_failure()
+            status = await service.report_failure()
         finally:
             await service.stop()
+    return 1 if engine.killed else status
 
 
 class Service:
@@ -55,9 +61,11 @@ class Service:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._front = Front()
+        self._front = Front(self.health)
         self._server = HttpServer(self._front, engine.config.host, engine.config.port)
         self._draining = False
+        self._is_late = False  # the time to drain is over
+        self._state, self._state_since = EngineState.STARTING, time.monotonic()
 
     async def bind(self) -> None:
         """Bind the port. Raises: OverlapSpecError if that fails."""
@@ -83,21 +91,27 @@ class Service:
         url = http_url(engine.config.host, self._server.port)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
 
-    def health(self) -> tuple[bool, str]:
-        """Whether new requests are taken, and if not why."""
-        if self._engine.failure is not None:
-            return False, f"the engine has failed: {self._engine.failure}"
-        if self._draining:
-            return False, "the server is shutting down"
-        return True, ""
+    def health(self) -> EngineHealth:
+        """The state of engine and server. A state that knows no time of its own began when it was first seen."""
+        health, now = self._engine.health, time.monotonic()
+        if self._draining and health.state is not EngineState.FAILED:
+            health = replace(health, state=EngineState.DRAINING, reason="the server is shutting down", since_s=0.0)
+        if health.state is not self._state:
+            self._state, self._state_since = health.state, now
+        return health if health.since_s else replace(health, since_s=now - self._state_since)
 
     async def drain(self) -> None:
         """Refuse new requests and let open ones finish, within bounds."""
         self._draining = True
-        log.info("stopping: open requests have %.0f s to finish; a second signal ends them now", DRAIN_S)
-        if not await self._engine.drain(DRAIN_S) and self._engine.failure is None:
-            log.warning("requests are still open after %.0f s; aborting them", DRAIN_S)
-            await self._engine.client.cancel("", everyone=True)
+        seconds = self._engine.config.drain_timeout
+        log.info("stopping: open requests have %.0f s to finish; a second signal ends them now", seconds)
+        if await self._engine.drain(seconds) or self._engine.failure is not None:
+            return
+        self._is_late = True
+        log.warning("requests are still open after %.0f s; aborting them", seconds)
+        await self._engine.client.cancel("", everyone=True)
+        await asyncio.sleep(GOODBYE_S)
+        self._engine.client.fail(RequestAborted("the engine is stopping"))  # where it does not answer
 
     async def report_failure(self) -> int:
         """Log a failure and give its error events time to leave. Returns the exit status."""
@@ -108,23 +122,31 @@ class Service:
         return 1
 
     async def stop(self) -> None:
-        """End connections, processes and files."""
-        await self._server.stop(CLOSE_S)
-        await self._engine.stop()
+        """End connections, processes and files: the last answers first, if there is time for them."""
+        closing = asyncio.create_task(self._server.stop(CLOSE_S))
+        try:
+            if not self._is_late:
+                await asyncio.wait((closing,))
+            await self._engine.stop()
+        finally:
+            await closing
 
 
 class Front:
     """The ASGI app of the port: 503 until the engine is warm, then the server's app."""
 
-    def __init__(self) -> None:
-        self.app: ASGIApp = _starting
+    def __init__(self, health: HealthOf) -> None:
+        self.app: ASGIApp = self._starting
+        self._health = health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
-
-async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
-    await Problem(503, "the engine is starting", code="not_ready").response()(scope, receive, send)
+    async def _starting(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = Problem(503, "the engine is starting", code="not_ready").response()
+        if scope["type"] == "http" and scope["path"] in SHALLOW:
+            answer = health_response(self._health())
+        await answer(scope, receive, send)
 
 
 def is_loopback(host: str) -> bool:

@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM in an event loop: the first asks for a stop, the next forces it."""
+"""SIGINT, SIGTERM and SIGHUP in an event loop: the first asks for a stop, the next forces it.
+
+A SIGHUP that is ignored when the program starts (nohup) stays ignored. It never forces: a terminal that closes may send
+it twice, itself and by its shell.
+"""
 
 import asyncio
 import signal
@@ -6,26 +10,28 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Handles both inside its block. The first signal sets `asked`; every later one calls `force`."""
+    """Handles them inside its block. The first signal sets `asked`; a later one calls `force`."""
 
     def __init__(self, force: Callable[[], None]) -> None:
         self.asked = asyncio.Event()
         self._force = force
         self._loop = asyncio.get_running_loop()
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._numbers = [number for number in STOPPING if not (ignored and number is signal.SIGHUP)]
 
     def __enter__(self) -> Self:
-        for number in STOPPING:
-            self._loop.add_signal_handler(number, self._handle)
+        for number in self._numbers:
+            self._loop.add_signal_handler(number, self._handle, number)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in STOPPING:
+        for number in self._numbers:
             self._loop.remove_signal_handler(number)
 
     async def interrupt(self, work: Coroutine[Any, Any, object]) -> bool:
@@ -42,7 +48,7 @@ class StopSignals:
             asked.cancel()
             await asyncio.wait((task, asked))
 
-    def _handle(self) -> None:
-        if self.asked.is_set():
+    def _handle(self, number: signal.Signals) -> None:
+        if self.asked.is_set() and number is not signal.SIGHUP:
             self._force()
         self.asked.set()

@@ -128,7 +128,7 @@ class Client:
 
         After a finish of kind ABORT the next step of the loop raises RequestAborted. Leaving a loop over a
         generator that nothing else refers to closes it; else close it yourself (`contextlib.aclosing`).
-        Raises: RequestError naming the field, Overloaded, RequestAborted, ActorDied.
+        Raises: RequestError naming the field, Overloaded, RequestAborted, RequestFailed, ActorDied.
         Cancellation: the request is cancelled at the engine, at once.
         """
         request_id = request_id or uuid.uuid4().hex
@@ -176,7 +176,7 @@ class Client:
     async def tokenize(
         self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a text, or of chat messages. Raises: as `generate`. Cancellation: the answer is dropped."""
+        """Token ids of a text, or of chat messages. Raises: as `generate`. Cancellation: the work is dropped."""
         asked = prompt_of(prompt)
         assert isinstance(asked, TextPrompt | ChatPrompt)
         reply = await self._ask(Tokenize(uuid.uuid4().hex, asked, add_special_tokens), Tokenized)
@@ -251,7 +251,12 @@ class Client:
     async def _ask(self, message: Tokenize | Detokenize | Flush | GetStats | GetAudit, kind: type[R]) -> R:
         with self._call(message.request_id) as answers:
             self._send(message)
-            return _expect(await answers.take(), kind)
+            try:
+                return _expect(await answers.take(), kind)
+            except asyncio.CancelledError:
+                if self._link is not None and isinstance(message, Tokenize):
+                    self._link.send(Cancel(message.request_id))
+                raise
 
     async def _listen(self, link: ClientDealer) -> None:
         try:
@@ -280,7 +285,7 @@ class Client:
     def _heard_pong(self, message: Pong) -> None:
         self._calls.answer(_ping_id(message.sent_at), message)
         if self._session not in (0, message.session):
-            self._give_up(RequestAborted("the engine gave this client up: it was silent, or read too slowly"))
+            self._give_up(RequestAborted("the engine gave this client up: it was cut off, or read too slowly"))
         self._session = message.session
 
     async def _beat(self) -> None:

@@ -64,7 +64,15 @@ class Malformed:
     error: str
 
 
-Arrival = ToTokenizerFromClient | Gone | Malformed
+@dataclass(frozen=True)
+class Unread:
+    """A client has left too much of a request's answer unread."""
+
+    request_id: str
+    num_bytes: int
+
+
+Arrival = ToTokenizerFromClient | Gone | Malformed | Unread
 
 
 class ClientLink(Protocol):
@@ -138,6 +146,7 @@ class ClientDealer:
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread reads on while this loop is busy, and answers heartbeats
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if api_key is not None and is_secured(endpoint, api_key):

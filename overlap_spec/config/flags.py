@@ -91,10 +91,30 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     reasoning_parser: Annotated[
         ReasoningParser, Meta(description="format of the model's reasoning; auto: as its chat template shows")
     ] = "auto"
+    watchdog_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds without a sign of life, or with one step in flight, after which a process of the"
+            " engine is killed as hung; a phase of the start may take ten times as long; 0: never",
+        ),
+    ] = 60.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that open requests have to finish after SIGINT, SIGTERM or SIGHUP")
+    ] = 30.0
     log_level: Annotated[LogLevel, Meta(description="log level of every process")] = "info"
     log_level_http: Annotated[
         LogLevel | None, Meta(description="log level of answers, each a line at info; default: that of --log-level")
     ] = None
+
+    recover: Annotated[
+        bool | None,
+        Meta(description="start scheduler and worker again when one dies, and let requests go on; default: serve does"),
+    ] = None
+    max_recoveries: (
+        Annotated[int, Meta(ge=1, description="times in 10 minutes that this is done, and then no more; default 3")]
+        | None
+    ) = None
 
     audit_rate: (
         Annotated[

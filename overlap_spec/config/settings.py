@@ -186,6 +186,14 @@ class SchedulerSettings(Struct, frozen=True):
     synthetic_acceptance: bool = False  # every log line with an accept length reports it
 
 
+class RecoverySettings(Struct, frozen=True):
+    """Owner: supervisor and tokenizer. Whether dead processes are started again, and how often within `window_s`."""
+
+    enabled: bool = False
+    most: int = 3
+    window_s: float = 600.0
+
+
 class AuditSettings(Struct, frozen=True):
     """Owner: tokenizer; worker and scheduler keep slots for it. `rate`: share of finished requests; 0: none."""
 
@@ -206,15 +214,25 @@ class ServerSettings(Struct, frozen=True):
     cors_allow_origins: tuple[str, ...] = ()
 
 
+class SupervisorSettings(Struct, frozen=True):
+    """Owner: the process that watches the others. Seconds: without a sign of life (0: no limit), and to drain."""
+
+    watchdog_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+
+
 class LinkSettings(Struct, frozen=True):
     """Owner: tokenizer. `client_endpoint` None: an ipc address in the run's private directory."""
 
     client_endpoint: str | None
     api_key: str | None
     max_open_requests: int = 2048
-    max_queued_bytes: int = 4 * MIB  # per client that does not read
-    client_timeout_s: float = 10.0
+    max_queued_bytes: int = 4 * MIB  # of a request's answer that its client does not read
+    client_timeout_s: float = 10.0  # for which a client's process may leave heartbeats unanswered
     trusts_templates: bool = False  # a request may bring a chat template along
+    max_client_messages: int = 4096  # of one client, sent and not read by the tokenizer
+    max_client_bytes: int = 64 * MIB  # of one client, that wait to be read, in either direction
+    max_bytes: int = 256 * MIB  # the same, of all clients
 
 
 class Settings(Struct, frozen=True):
@@ -237,7 +255,9 @@ class Settings(Struct, frozen=True):
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
     audit: AuditSettings = AuditSettings()
+    recovery: RecoverySettings = RecoverySettings()
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
+    supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
 
 

@@ -14,14 +14,12 @@ NAME = "generation_config.json"
 
 
 def eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:
-    """All ids that end a turn: generation_config.json often lists more than config.json."""
-    found: dict[int, None] = {}
+    """All ids that end a turn, unchecked: generation_config.json often lists more than config.json."""
+    found: list[Any] = []
     for config in (_generation_config(directory), model):
         ids = config.get("eos_token_id")
-        found.update(dict.fromkeys(ids if isinstance(ids, list) else [] if ids is None else [ids]))
-    if wrong := [token for token in found if not isinstance(token, int) or token < 0]:
-        raise CheckpointError(f"{directory}: eos_token_id must be token ids, found {wrong[0]!r}")
-    return tuple(found)
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return tuple({repr(token): token for token in found}.values())  # what is no id may not be hashable
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:

@@ -31,10 +31,11 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader  # imports numpy, so only for .gguf targets
 
     try:
-        reader = GGUFReader(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from None
-    return _Metadata(path, reader).config()
+        return _Metadata(path, GGUFReader(path)).config()
+    except CheckpointError:
+        raise
+    except Exception as error:  # gguf interprets bytes as they come: a damaged file raises whatever follows from it
+        raise CheckpointError(f"{path}: not a readable GGUF file, perhaps cut or damaged ({error})") from None
 
 
 class _Metadata:

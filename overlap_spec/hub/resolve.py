@@ -1,5 +1,6 @@
 """Resolves the name of a model (alias, directory, .gguf file, hub id) to `ModelFiles`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from overlap_spec.config import (
 )
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
+from overlap_spec.hub.config_values import check_eos, check_values
 from overlap_spec.hub.draft_kinds import check_draft_kind, refuse_head
 from overlap_spec.hub.generation_config import eos_token_ids, sampling_defaults
 from overlap_spec.hub.gguf_config import read_gguf_config
@@ -74,6 +76,7 @@ def resolve_drafting(
     if spec.draft_path is not None:
         revision = config.speculative_draft_model_revision
         draft = resolve_draft(spec.draft_path, progress, spec.draft_load_format, revision)
+        _checked_config("speculative_draft_model_path", Path(draft) / "config.json", read_json)
         check_draft_kind(spec.method, draft, spec.draft_load_format)
         if facts_of(spec.method).compares_tokenizers:
             notes += check_draft_vocabulary(draft, files)
@@ -131,7 +134,7 @@ def _gguf_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFi
     if path.suffix != ".gguf":
         raise ConfigError("model_path", f"{path} is a file but no .gguf; for other formats give the directory")
     _check_gguf_format(config, str(path))
-    return _model_files(path, path.parent, read_gguf_config(path), config, progress)
+    return _model_files(path, path.parent, _checked_config("model_path", path, read_gguf_config), config, progress)
 
 
 def _check_gguf_format(config: EngineConfig, name: str) -> None:
@@ -144,7 +147,7 @@ def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> Mo
         raise ConfigError("load_format", f"gguf needs a .gguf file, and {path} is a directory; name the file in it")
     if not (path / "config.json").is_file():
         raise ConfigError("model_path", f"{path} has no config.json; give a Hugging Face directory or a .gguf file")
-    model = read_json(path / "config.json")
+    model = _checked_config("model_path", path / "config.json", read_json)
     refuse_head(path, model, config.load_format)
     return _model_files(path, path, model, config, progress)
 
@@ -156,19 +159,35 @@ def _model_files(
     origin = weights / "config.json" if weights.is_dir() else weights
     sizes = {key: model.get(key) for key in ("max_position_embeddings", "vocab_size")}
     for key, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{origin}: {key} must be a positive integer, found {value!r}")
+        if value is None:
+            raise ConfigError("model_path", f"{origin}: {key} must be a positive integer, found {value!r}")
+    eos = eos_token_ids(beside, model)
+    _as_config_error("model_path", lambda: check_eos(eos, model["vocab_size"], str(beside)))
     return ModelFiles(
         weights=str(weights),
         config=model,
         tokenizer_dir=_tokenizer_dir(config, beside, progress),
-        eos_token_ids=eos_token_ids(beside, model),
+        eos_token_ids=eos,
         sampling_defaults=_sampling_defaults(config, beside),
         context_length=model["max_position_embeddings"],
         vocab_size=model["vocab_size"],
         load_format=config.load_format,
         chat_template=_chat_template(config),
     )
+
+
+def _checked_config(field: str, origin: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    config = read(origin)
+    _as_config_error(field, lambda: check_values(config, str(origin)))
+    return config
+
+
+def _as_config_error(field: str, check: Callable[[], None]) -> None:
+    """What no weight had to be read for is an error of the flag that names the file."""
+    try:
+        check()
+    except CheckpointError as error:
+        raise ConfigError(field, str(error)) from None
 
 
 def _chat_template(config: EngineConfig) -> str | None:
@@ -216,4 +235,15 @@ def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> st
             f"{path} has no tokenizer.json; give a directory that has one (transformers writes it with"
             " save_pretrained), or serve token ids only with --skip-tokenizer-init",
         )
+    _check_template(path / "tokenizer_config.json")
     return str(path)
+
+
+def _check_template(path: Path) -> None:
+    """Raises: CheckpointError if the chat template is neither text nor a list of named ones."""
+    value = read_json(path).get("chat_template") if path.is_file() else None
+    named = [value] if isinstance(value, dict) else value
+    if named is None or isinstance(named, str):
+        return
+    if not isinstance(named, list) or not all(isinstance(each, dict) for each in named):
+        raise CheckpointError(f"{path}: chat_template must be text or a list of named templates, found {value!r}")

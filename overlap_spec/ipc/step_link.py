@@ -96,11 +96,18 @@ class StepOutlet(Generic[T]):
 
 
 class StepInbox(Generic[T]):
-    """Reads step links and a ZeroMQ inbox as one. `recv` is for an event loop, `poll` and `wait` for a plain thread."""
+    """Reads step links and a ZeroMQ inbox as one. `recv` is for an event loop, `poll` and `wait` for a plain thread.
 
-    def __init__(self, others: ZmqInbox[T], path: Path, union: Any, spin: SpinPolicy) -> None:
+    Nothing follows on a message of type `unrelated`, so `recv` does not poll after it.
+    """
+
+    def __init__(
+        self, others: ZmqInbox[T], path: Path, union: Any, spin: SpinPolicy, unrelated: type | tuple[()] = ()
+    ) -> None:
         self._others = others
         self._spin = spin
+        self._unrelated = unrelated
+        self._may_follow = True  # a message soon, on what was received last
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -115,6 +122,7 @@ class StepInbox(Generic[T]):
         """Everything that has arrived; never waits."""
         self._read_others()  # first, as it finds new connections
         self._read_steps()
+        self._may_follow = self._may_follow or bool(self._ready)
         return self._take()
 
     def poll(self) -> list[T]:
@@ -130,12 +138,15 @@ class StepInbox(Generic[T]):
 
     async def recv(self) -> T:
         """The next message. Polls while spin lasts, then sleeps. Cancellation: loses nothing."""
-        self._spin.renew()
+        if self._may_follow:
+            self._spin.renew()
         while not self._ready:
             self._poll()
             if not self._ready and not self._spin.lasts:
                 await self._readable()
-        return self._ready.popleft()
+        message = self._ready.popleft()
+        self._may_follow = not isinstance(message, self._unrelated)
+        return message
 
     def close(self) -> None:
         """Close the step links; the owner of the ZeroMQ inbox closes that."""

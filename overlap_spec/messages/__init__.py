@@ -57,6 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
+from overlap_spec.messages.health import READY, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -79,6 +80,7 @@ from overlap_spec.messages.request import (
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
+    NO_TOKEN,
     Abort,
     Admit,
     DropGrammar,
@@ -91,7 +93,9 @@ from overlap_spec.messages.ring import (
     PrepareGrammar,
     Refused,
     ResetSlot,
+    Resumed,
     SlotWork,
+    Started,
     Stats,
     StepCosts,
     StepPlan,
@@ -105,7 +109,10 @@ from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
     ActorReady,
+    Alive,
     Drained,
+    LivenessProbe,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
@@ -120,10 +127,13 @@ ToScheduler = (
     | FlushCache
     | Audit
     | StopSpeculating
+    | LivenessProbe
     | Shutdown
 )
-ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | Shutdown
+ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
+ToTokenizer = (
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+)
 
 __all__ = [
     "BOUNDLESS",
@@ -142,6 +152,7 @@ __all__ = [
     "ActorProgress",
     "ActorReady",
     "Admit",
+    "Alive",
     "Cancel",
     "ChatPrompt",
     "CpuFacts",
@@ -154,7 +165,9 @@ __all__ = [
     "GrammarReady",
     "PrepareGrammar",
     "EngineFacts",
+    "EngineHealth",
     "EngineLimits",
+    "EngineState",
     "ErrorCode",
     "Finish",
     "FinishKind",
@@ -170,11 +183,13 @@ __all__ = [
     "MAX_BAD_WORDS",
     "MAX_BIASES",
     "MAX_GRAMMAR_BYTES",
+    "LivenessProbe",
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
     "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
+    "NO_TOKEN",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
     "MAX_WORD_TOKENS",
@@ -185,15 +200,19 @@ __all__ = [
     "Pong",
     "PrefillCosts",
     "Prompt",
+    "READY",
     "Reasoning",
+    "Recover",
     "Refused",
     "Rejected",
     "ResetSlot",
+    "Resumed",
     "Roofline",
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
     "SlotWork",
+    "Started",
     "Stats",
     "StatsReply",
     "StepCosts",

@@ -20,14 +20,17 @@ class Generate(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """End a request of this client; an unknown id is ignored. `everyone`: of every client (all if id is '')."""
+    """End a request of this client, or drop its Tokenize; an unknown id is ignored.
+
+    `everyone`: requests of every client (all if id is '').
+    """
 
     request_id: str
     everyone: bool = False
 
 
 class Ping(Message, frozen=True):
-    """Heartbeat: a client that is silent too long is gone, and its requests are aborted."""
+    """Ask whether the tokenizer is there. That a client is there, ZeroMQ's own heartbeats tell."""
 
     sent_at: float
 

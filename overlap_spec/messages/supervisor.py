@@ -1,4 +1,4 @@
-"""Between the supervisor and every actor: ready, failed, progress, shutdown."""
+"""Between the supervisor and every actor: ready, failed, progress, signs of life, shutdown."""
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
@@ -10,11 +10,39 @@ class Shutdown(Message, frozen=True):
     drain: bool
 
 
+class Recover(Message, frozen=True):
+    """Scheduler and worker are gone, and started again: what is open goes on there, over links of this generation.
+
+    `actor` died first, and why is `error`; `died_at`: monotonic, in seconds.
+    """
+
+    generation: int
+    actor: str
+    error: str
+    died_at: float
+
+
+class LivenessProbe(Message, frozen=True):
+    """Answer with Alive, from the loop that does the actor's work. At most one is unanswered."""
+
+
+class Alive(Message, frozen=True):
+    """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is.
+
+    `generation`, of this and the next three: which of the processes of that role it is.
+    """
+
+    actor: str
+    step_s: float = 0.0
+    generation: int = 0
+
+
 class ActorReady(Message, frozen=True):
     """An actor is warm."""
 
     actor: str
     facts: ActorFacts
+    generation: int = 0
 
 
 class ActorFailed(Message, frozen=True):
@@ -23,6 +51,7 @@ class ActorFailed(Message, frozen=True):
     actor: str
     error: str
     traceback: str
+    generation: int = 0
 
 
 class ActorProgress(Message, frozen=True):
@@ -32,10 +61,11 @@ class ActorProgress(Message, frozen=True):
     what: str
     done: int
     total: int
+    generation: int = 0
 
 
 class Drained(Message, frozen=True):
     """The tokenizer has no open request left after Shutdown(drain=True)."""
 
 
-ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained
+ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained | Alive

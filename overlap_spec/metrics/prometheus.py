@@ -6,7 +6,7 @@ counters are those that `vllm bench serve` reads before and after a run.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from overlap_spec.messages import AuditFigures, Stats
 
 PREFIX = "overlap_spec:"
+NO_SIGNS: Mapping[str, float] = {}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 200.0, 400.0)
@@ -49,6 +50,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Time that decode steps must take at the device's ceilings over the time they took, last interval.",
         lambda s: s.step_efficiency,
     ),
+    ("last_recovery_seconds", "What the last recovery took; 0 before the first.", lambda s: s.last_recovery),
     ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
     ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),
     (
@@ -63,6 +65,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("cached_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
     ("num_requests", "Requests received.", lambda s: s.requests_total),
     ("num_aborted_requests", "Requests ended before they finished.", lambda s: s.aborted_total),
+    (
+        "num_not_finite_requests",
+        "Requests ended because the logits were NaN or infinite.",
+        lambda s: s.not_finite_total,
+    ),
     ("num_retracted_requests", "Preemptions.", lambda s: s.preempted_total),
     ("spec_verify_calls", "Verify steps, one per request and decode step.", lambda s: s.verify_steps_total),
     ("steps", "Steps of the engine.", lambda s: s.steps_total),
@@ -73,6 +80,9 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.decode_floor_total,
     ),
     ("decode_time_seconds", "Time of decode steps, with the gaps before them.", lambda s: s.decode_time_total),
+    ("recoveries", "Deaths after which scheduler and worker were started again.", lambda s: s.recoveries_total),
+    ("replayed_requests", "Open requests that went on after one, each time.", lambda s: s.replayed_total),
+    ("poisonous_requests", "Requests ended because the worker died with them twice.", lambda s: s.poisonous_total),
 )
 
 
@@ -111,6 +121,7 @@ class ServerMetrics(Collector):
         self.whole_request = WeightedHistogram(E2E_BOUNDS_S)
         self._stats = Stats()
         self._audit: AuditFigures | None = None
+        self._last_sign_s: Mapping[str, float] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -118,9 +129,13 @@ class ServerMetrics(Collector):
         """Start the clock of one request."""
         return RequestTimer(self)
 
-    def render(self, stats: Stats, audit: AuditFigures | None = None) -> bytes:
-        """The text of `/metrics` with the engine's newest figures."""
+    def update(self, stats: Stats, audit: AuditFigures | None = None) -> None:
+        """Take the engine's newest figures."""
         self._stats, self._audit = stats, audit
+
+    def render(self, last_sign_s: Mapping[str, float] = NO_SIGNS) -> bytes:
+        """The text of `/metrics`. `last_sign_s`: by process, seconds since its last sign of life."""
+        self._last_sign_s = last_sign_s
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -130,6 +145,7 @@ class ServerMetrics(Collector):
                 yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
+        yield from _signs(self._last_sign_s)
         yield from self._latencies()
         yield from _audit(self._audit) if self._audit is not None else ()
         yield from _spec_decode(self._stats)
@@ -159,6 +175,15 @@ def _audit(figures: AuditFigures) -> Iterator[Metric]:
     yield GaugeMetricFamily(PREFIX + "audit_noise_bound", "Margins up to it are noise, in logits.", figures.bound)
     speculating = "0 once a fault has switched speculation off."
     yield GaugeMetricFamily(PREFIX + "audit_speculating", speculating, figures.speculating)
+
+
+def _signs(last_sign_s: Mapping[str, float]) -> Iterator[Metric]:
+    if last_sign_s:
+        text = "Seconds since a process of the engine gave its last sign of life."
+        signs = GaugeMetricFamily(PREFIX + "last_sign_seconds", text, labels=("process",))
+        for process, seconds in last_sign_s.items():
+            signs.add_metric((process,), seconds)
+        yield signs
 
 
 def _spec_decode(stats: Stats) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The private directory of one run (0700): sockets and settings, named for its owner, gone with it.
+"""The private directory of one run (0700): sockets, named for its owner, gone with it.
 
 An owner that was killed cannot clean up, so the next start removes its directory. A directory has an owner as long as
 its lock is held: the kernel releases the lock when the owner ends. Process numbers would mislead where containers share
@@ -31,7 +31,7 @@ class RunDirectory:
         # Locked under another name first: a lock file that can be seen is held, or its owner is gone.
         self._lock = _locked(self.path / f"{LOCK_FILE}.new")
         (self.path / f"{LOCK_FILE}.new").rename(self.path / LOCK_FILE)
-        if len(os.fsencode(self.path / "supervisor.sock")) > LONGEST_SOCKET_PATH:
+        if len(os.fsencode(self.path / "scheduler.999.steps")) > LONGEST_SOCKET_PATH:
             self.remove()
             raise OverlapSpecError(f"the temporary directory {where} has too long a path for a socket: set TMPDIR")
 
@@ -39,12 +39,6 @@ class RunDirectory:
     def endpoints(self) -> Endpoints:
         """The addresses of this run."""
         return Endpoints(self.path)
-
-    def write_private(self, name: str, payload: bytes) -> None:
-        """Write a file that only this user can read."""
-        descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(payload)
 
     def remove(self) -> None:
         """Delete the directory and all in it; a second call does nothing."""

@@ -1,27 +1,51 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
-The first failure is kept, and every other child is killed at once: the ring does not work without one of its actors.
+The ring does not work without one of its actors. With `Settings.recovery` scheduler and worker are both started again
+when one of them has died, and the tokenizer lets its requests go on there:
+
+    died -> both killed -> Recover to the tokenizer -> both started -> ready
+             `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
+
+Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, assert_never
 
 import zmq
 
-from overlap_spec.config import Settings, encode_settings
+from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
-from overlap_spec.messages import ActorFacts, ActorFailed, ActorProgress, ActorReady, Drained, Shutdown, ToSupervisor
-from overlap_spec.runtime.actor import SETTINGS_FILE
-from overlap_spec.runtime.processes import Children, describe_exit
+from overlap_spec.messages import (
+    ActorFacts,
+    ActorFailed,
+    ActorProgress,
+    ActorReady,
+    Alive,
+    Drained,
+    LivenessProbe,
+    Recover,
+    Shutdown,
+    ToSupervisor,
+)
+from overlap_spec.runtime.processes import Children, describe_exit, request_dump
+from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.watchdog import Late, Watchdog
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
 
 STOP_S = 5.0  # for an actor to leave after Shutdown
+LAST_STOP_S = 1.0  # likewise, once the time to drain is over
+DUMP_S = 0.5  # for an actor that hangs to write its stack
+GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
+RESTARTED = ("scheduler", "worker")  # together: what one knows of the other's state cannot be told to a new one
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -41,6 +65,16 @@ class Supervisor:
             self._context, run_dir.endpoints.inbox("supervisor"), ToSupervisor
         )
         self._children = Children(roles, self._on_exit)
+        self._settings: Settings | None = None
+        self._recoveries = RecoveryLimit()
+        self._recovery: asyncio.Task[None] | None = None  # under way, or the last one
+        self._generations = dict.fromkeys(roles, 0)  # of the process of each role
+        self._links = 0  # generation of the links between actors
+        self._ready: set[str] = set()
+        self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
+        self.watchdog = Watchdog(0)  # `start` replaces it
+        self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
+        self._leave_by = 0.0
         self._all_ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._stopping = False
@@ -51,15 +85,31 @@ class Supervisor:
         """Process number by role."""
         return self._children.pids
 
+    @property
+    def recovering(self) -> ActorDied | None:
+        """Why actors are being started again; None if they are not."""
+        return self._recoveries.cause
+
+    @property
+    def recovering_s(self) -> float:
+        """For how long."""
+        return time.monotonic() - self._recoveries.died_at
+
     async def start(self, settings: Settings) -> None:
         """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
-        self._run_dir.write_private(SETTINGS_FILE, encode_settings(settings))
-        self._spawn(self._listen())
-        await self._children.start(self._run_dir.path, settings)
+        self.watchdog = Watchdog(settings.supervisor.watchdog_timeout_s)
+        self._spawn(self._guard(self._listen()))
+        self._spawn(self._guard(self._watch()))
+        for role in self._roles:
+            self.watchdog.started(role)
+        await self._children.start(self._run_dir.path, settings, self._roles)
         await self.unless_failed(self._all_ready.wait())
+        self._settings = settings
+        self._recoveries.settings = settings.recovery
 
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
+        self._leave_by = time.monotonic() + timeout_s + LAST_STOP_S
         self._tell("tokenizer", Shutdown(drain=True))
         try:
             async with asyncio.timeout(timeout_s):
@@ -85,16 +135,65 @@ class Supervisor:
         """End the run with `error`: every child is killed at once. Later errors are ignored."""
         if self._stopping or self.failed.done():
             return
+        self._end_recovery()
         self.failed.set_result(error)
         self._spawn(self._children.kill())
+
+    def actor_died(self, error: ActorDied) -> None:
+        """Recover, or end the run: every end of an actor that was not asked for comes here, be it an exit or a hang.
+
+        A child that hung was abandoned before; one that has failed is about to exit, and is reported once.
+        """
+        if self._stopping or self.failed.done():
+            return
+        if error.actor not in RESTARTED or not self._recoveries.begin(error):
+            self.fail(error)
+            return
+        self._end_recovery()
+        self._all_ready.clear()
+        self._ready.difference_update(RESTARTED)
+        generation = self._links + 1
+        self._generations.update(dict.fromkeys(RESTARTED, generation))
+        for role in RESTARTED:
+            self.watchdog.ended(role)
+        self.killed.difference_update(RESTARTED)
+        gone = self._children.drop(RESTARTED)
+        self._recovery = self._spawn(self._recover(error, generation, gone))
+
+    async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
+        """Start scheduler and worker again, as soon as those before have given back what they had."""
+        assert self._settings is not None
+        if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
+            self.fail(ActorDied(error.actor, f"killed processes are still there after {GONE_S:.0f} s"))
+            return
+        self._tell("tokenizer", Recover(generation, error.actor, str(error), self._recoveries.died_at))
+        self._links = generation
+        self.watchdog.heard("tokenizer")  # a probe over its old link is not answered
+        for role in RESTARTED:
+            self.watchdog.started(role)
+        try:
+            await self._children.start(self._run_dir.path, self._settings, RESTARTED, generation)
+        except OSError as problem:  # no memory for another process
+            self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
+            return
+        await self._all_ready.wait()
+        self._recoveries.end()
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.cancel()
 
     async def _send_shutdown(self) -> None:
         for role in self._roles:
             self._tell(role, Shutdown(drain=False))
-        if not await self._children.wait(STOP_S):
-            log.warning("an actor did not stop within %.0f s; killing it", STOP_S)
+        stop_s = min(STOP_S, max(LAST_STOP_S, self._leave_by - time.monotonic())) if self._leave_by else STOP_S
+        if not await self._children.wait(stop_s):
+            staying = self._children.running
+            self.killed.update(staying)
+            log.error("%s did not stop within %.1f s: killed", " and ".join(staying), stop_s)
 
     async def _close(self) -> None:
+        self._end_recovery()
         try:
             await self._children.kill()
         finally:
@@ -104,11 +203,14 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._context.destroy(linger=0)
 
-    def _tell(self, role: str, message: Shutdown) -> None:
+    def _tell(self, role: str, message: Shutdown | Recover) -> None:
         """Send one message: the link is closed at once, and what it holds lingers in the context."""
-        outlet: ZmqOutlet[Any] = ZmqOutlet(self._context, self._run_dir.endpoints.inbox(role))
+        outlet = self._outlet(role)
         outlet.send(message)
         outlet.close()
+
+    def _outlet(self, role: str) -> ZmqOutlet[Any]:
+        return ZmqOutlet(self._context, Endpoints(self._run_dir.path, self._links).inbox(role))
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`. Raises: ActorDied if an actor is gone first."""
@@ -122,24 +224,71 @@ class Supervisor:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _watch(self) -> None:
+        """Ask for signs of life, and give up an actor that hangs."""
+        while not self._stopping:
+            await asyncio.sleep(self.watchdog.interval_s)
+            for role in self.watchdog.tick():
+                self._probe(role)
+            for late in self.watchdog.hung():
+                await self._give_up(late)
+
+    def _probe(self, role: str) -> None:
+        """Ask for a sign of life, over a link that stays: an actor that was stopped answers when it goes on."""
+        links, outlet = self._probes.get(role, (-1, None))
+        if outlet is None or links != self._links:
+            if outlet is not None:
+                outlet.close()
+            outlet = self._outlet(role)
+            self._probes[role] = self._links, outlet
+        outlet.send(LivenessProbe())
+
+    async def _give_up(self, late: Late) -> None:
+        """Let an actor that hangs write its stack, then treat it as dead."""
+        actor, pid = late.actor, self.pids.get(late.actor)
+        if self._stopping or pid is None:
+            return
+        self.killed.add(actor)
+        log.error("%s: %s (--watchdog-timeout): %s", actor, late, request_dump(pid))
+        await asyncio.sleep(DUMP_S)
+        if self.pids.get(actor) != pid:
+            return  # another death meanwhile: this actor was started again
+        self.watchdog.ended(actor)
+        self._children.abandon(actor)
+        self.actor_died(ActorDied(actor, f"hung: {late}"))
+
     async def _listen(self) -> None:
+        while True:
+            self._dispatch(await self._inbox.recv())
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run one of the supervisor's own loops, without which no actor would ever be ready, or be missed."""
         try:
-            while True:
-                self._dispatch(await self._inbox.recv())
-        except Exception as error:  # of a progress callback: without this task no actor would ever be ready
+            await work
+        except Exception as error:  # of a progress callback, say
             log.exception("the supervisor has failed")
             self.fail(ActorDied("supervisor", f"{type(error).__name__}: {error}"))
 
     def _dispatch(self, message: ToSupervisor) -> None:
         match message:
+            case ActorReady() | ActorFailed() | ActorProgress() | Alive() if message.generation != self._of(
+                message.actor
+            ):
+                pass  # of a process that has been started again since
             case ActorReady():
+                self.watchdog.heard(message.actor)
+                self._ready.add(message.actor)
                 self.facts[message.actor] = message.facts
-                if self.facts.keys() == self._roles.keys():
+                if self._ready == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed():
-                self.fail(ActorDied(message.actor, message.error))
+                self.actor_died(ActorDied(message.actor, message.error))
+            case Alive():
+                self.watchdog.heard(message.actor, message.step_s)
             case ActorProgress():
-                self._progress(message.what, message.done, message.total)
+                self.watchdog.heard(message.actor, phase=message.what)
+                if self._settings is None:
+                    self._progress(message.what, message.done, message.total)
             case Drained():
                 self._drained.set()
             case _:
@@ -148,17 +297,23 @@ class Supervisor:
     def _on_exit(self, role: str, status: int) -> None:
         if self._stopping:
             return
+        self.watchdog.ended(role)
         error = ActorDied(role, f"the process {describe_exit(status)}")
         if status < 0:
-            self.fail(error)
+            self.actor_died(error)
         else:
-            self._spawn(self._fail_later(error))
+            self._spawn(self._died_later(error, self._of(role)))
 
-    async def _fail_later(self, error: ActorDied) -> None:
+    async def _died_later(self, error: ActorDied, generation: int) -> None:
         await asyncio.sleep(FAILURE_S)
-        self.fail(error)
+        if generation == self._of(error.actor):
+            self.actor_died(error)
 
-    def _spawn(self, work: Any) -> None:
+    def _of(self, role: str) -> int:
+        return self._generations.get(role, 0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -3,26 +3,33 @@
 The tokenizer drains: it holds Shutdown back until its requests are done.
 """
 
-from overlap_spec.ipc.transport import Inbox
-from overlap_spec.messages import SchedulerFacts, Shutdown, ToScheduler, WorkerReady
+from overlap_spec.messages import LivenessProbe, SchedulerFacts, Shutdown, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.scheduler.audits import share_of
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links
 
+STEPS_OF_A_GENERATION = 10**12  # more than one scheduler plans: what requests report of their steps stays unambiguous
+
 
 async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
     links = Links(
-        context.step_inbox(ToScheduler), context.step_outlet("worker"), context.outlet("tokenizer"), context.trace
+        context.step_inbox(ToScheduler),
+        context.step_outlet("worker"),
+        context.outlet("tokenizer"),
+        context.trace,
+        context.report_alive,
     )
-    ready, early = await _worker_ready(links.inbox)
+    ready, early = await _worker_ready(links)
     if ready is None:
         return
     settings = context.settings
     scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
     scheduler.queues.audits.share = share_of(settings.audit.rate)
+    scheduler.tells_started = settings.recovery.enabled
+    scheduler.planner.number_from(context.generation * STEPS_OF_A_GENERATION)
     links.tokenizer.send(scheduler.limits.engine_limits())
     links.tokenizer.send(scheduler.reporter.snapshot())
     context.ready(_facts(scheduler.limits, settings.cache.prefix_cache))
@@ -31,14 +38,16 @@ async def main(context: ActorContext) -> None:
     await scheduler.run()
 
 
-async def _worker_ready(inbox: Inbox[ToScheduler]) -> tuple[WorkerReady | None, list[ToScheduler]]:
+async def _worker_ready(links: Links) -> tuple[WorkerReady | None, list[ToScheduler]]:
     """Wait for the worker. Returns None for it if the engine stops first, and what else arrived meanwhile."""
     early: list[ToScheduler] = []
     while True:
-        message = await inbox.recv()
+        message = await links.inbox.recv()
         match message:
             case WorkerReady():
                 return message, early
+            case LivenessProbe():
+                links.report_alive()
             case Shutdown():
                 return None, early
             case _:

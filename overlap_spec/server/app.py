@@ -9,27 +9,28 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from overlap_spec.messages import READY
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.access_log import ID_HEADER, AccessLog, note_reason
 from overlap_spec.server.anthropic.endpoints import Messages
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
-from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
+from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.openai_responses.endpoint import Responses
 from overlap_spec.server.openapi import UNCHECKED, OpenApi
-from overlap_spec.server.probes import Health, Operations
+from overlap_spec.server.probes import SHALLOW, Health, Operations
 from overlap_spec.server.problems import HANDLERS, Problem
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
-COUNTS = "/metrics"  # answered until the end: it gives the engine no work
+SHOWING = ("/metrics", *SHALLOW)  # answered until the end: they give the engine no work
 
 
-def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> Starlette:
-    """Build the app. While `health` returns False, every answer except that of `/metrics` is a 503."""
+def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Starlette:
+    """Build the app. While `health` takes no request, answers are 503, except those of `SHOWING`."""
     metrics = ServerMetrics()
     runner = Runner(client, metrics)
     chats = ChatRunner(runner, info)
@@ -42,7 +43,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: EngineHealth) -> 
         *Health(runner, info, health).routes(),
         *InfoEndpoints(client, info).routes(),
         *Tokens(client, info).routes(),
-        *Operations(client, runner, metrics, info).routes(),
+        *Operations(client, runner, metrics, info, health).routes(),
     ]
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, api_key=info.api_key, health=health)
@@ -71,7 +72,7 @@ def _cors(info: ServerInfo) -> list[Middleware]:
 class Gate:
     """ASGI middleware: checks the API key, then whether the engine takes requests. It ends no admitted request."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, health: EngineHealth) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, health: HealthOf) -> None:
         self._app = app
         self._key = None if api_key is None else api_key.encode()
         self._health = health
@@ -90,8 +91,10 @@ class Gate:
         if not (self._may_enter(headers.get("authorization", "")) or self._is_key(headers.get("x-api-key", ""))):
             text = "missing or wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
             return Problem(401, text, code="invalid_api_key")
-        ok, reason = (True, "") if scope["path"] == COUNTS else self._health()
-        return None if ok else Problem(503, reason or "the engine is not ready", code="not_ready")
+        health = READY if scope["path"] in SHOWING else self._health()
+        if health.takes_requests:
+            return None
+        return Problem(503, health.reason or "the engine is not ready", code="not_ready")
 
     def _may_enter(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")

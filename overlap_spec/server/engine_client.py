@@ -15,6 +15,7 @@ from overlap_spec.messages import (
     AuditReport,
     ChatPrompt,
     EngineFacts,
+    EngineHealth,
     Finish,
     Prompt,
     SamplingParams,
@@ -26,8 +27,8 @@ from overlap_spec.messages import (
 from overlap_spec.server.parsers.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from overlap_spec.version import __version__
 
-# (True, "") or (False, the reason). It is called before every request, so it must not wait.
-EngineHealth = Callable[[], tuple[bool, str]]
+# It is called before every request, so it must not wait.
+HealthOf = Callable[[], EngineHealth]
 
 MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms
 
@@ -52,7 +53,8 @@ class DeltaLike(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, ActorDied."""
+    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, RequestFailed,
+    ActorDied."""
 
     def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from overlap_spec.messages import EngineHealth
 from overlap_spec.server.anthropic.requests import CountRequest, MessagesRequest
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
@@ -60,8 +61,8 @@ ENDPOINTS = {
     "/audit": Endpoint(),
     "/flush_cache": Endpoint(answer=str, media=(TEXT,)),
     "/reset_prefix_cache": Endpoint(answer=str, media=(TEXT,)),
-    "/health": Endpoint(media=()),
-    "/ping": Endpoint(media=()),
+    "/health": Endpoint(answer=EngineHealth),
+    "/ping": Endpoint(answer=EngineHealth),
     "/health_generate": Endpoint(media=()),
     "/metrics": Endpoint(answer=str, media=(TEXT,)),
     "/openapi.json": Endpoint(),

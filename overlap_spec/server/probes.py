@@ -1,18 +1,20 @@
 """Health, metrics and aborts: the endpoints for operators and load balancers."""
 
 import asyncio
+import contextlib
 import uuid
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.messages import SamplingParams
+from overlap_spec.messages import EngineHealth, EngineState, SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 from overlap_spec.server.bodies import convert, read_json
-from overlap_spec.server.engine_client import EngineClient, EngineHealth, ServerInfo
+from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.info import audit_report, newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
 from overlap_spec.server.prompts import read_ids
@@ -20,12 +22,13 @@ from overlap_spec.server.running import EngineRequest, Group, Runner
 from overlap_spec.server.streams import unless_gone
 
 PROBE_S = 20.0
+SHALLOW = ("/health", "/ping")  # the second is SageMaker's name for it
 
 
 class Health:
     """Is the engine alive, and does it generate?"""
 
-    def __init__(self, runner: Runner, info: ServerInfo, health: EngineHealth) -> None:
+    def __init__(self, runner: Runner, info: ServerInfo, health: HealthOf) -> None:
         self._runner = runner
         self._info = info
         self._health = health
@@ -33,15 +36,14 @@ class Health:
     def routes(self) -> list[Route]:
         """The endpoints."""
         return [
-            Route("/health", self.shallow),
-            Route("/ping", self.shallow, methods=["GET", "POST"]),  # SageMaker's name for it
+            Route(SHALLOW[0], self.shallow),
+            Route(SHALLOW[1], self.shallow, methods=["GET", "POST"]),
             Route("/health_generate", self.deep),
         ]
 
     async def shallow(self, request: Request) -> Response:
-        """200 without a body, or 503 with the reason. It sends the engine no message, so a busy engine is healthy."""
-        ok, reason = self._health()
-        return Response() if ok else _unhealthy(reason)
+        """The engine's state: 200 if it is ready, else 503. It asks no process, so a busy engine is healthy."""
+        return health_response(self._health())
 
     async def deep(self, request: Request) -> Response:
         """Generate one token."""
@@ -52,17 +54,34 @@ class Health:
             async with asyncio.timeout(PROBE_S):
                 await unless_gone(request.receive, self._runner.collect(Group(name, [probe])))
         except TimeoutError:
-            return _unhealthy(f"no token within {PROBE_S:.0f} s")
+            return self._ill(f"no token within {PROBE_S:.0f} s")
         except OverlapSpecError as error:
-            return _unhealthy(str(error))
+            return self._ill(str(error))
         return Response()
+
+    def _ill(self, reason: str) -> Response:
+        """No token came, whatever the processes say of themselves."""
+        health = self._health()
+        state = EngineState.UNRESPONSIVE if health.is_well else health.state
+        return health_response(replace(health, state=state, reason=health.reason or reason))
+
+
+def health_response(health: EngineHealth) -> Response:
+    """200 with the state, or 503 with the state, the actor that is to blame, and since when."""
+    retry = {} if health.is_well else {"retry-after": str(RETRY_AFTER_S)}
+    ages = {actor: round(seconds, 3) for actor, seconds in health.last_sign_s.items()}
+    health = replace(health, since_s=round(health.since_s, 3), last_sign_s=ages)
+    return Response(msgspec.json.encode(health), 200 if health.is_well else 503, retry, "application/json")
 
 
 class Operations:
     """Metrics and aborts."""
 
-    def __init__(self, client: EngineClient, runner: Runner, metrics: ServerMetrics, info: ServerInfo) -> None:
+    def __init__(
+        self, client: EngineClient, runner: Runner, metrics: ServerMetrics, info: ServerInfo, health: HealthOf
+    ) -> None:
         self._client = client
+        self._health = health
         self._runner = runner
         self._metrics = metrics
         self._info = info
@@ -72,10 +91,11 @@ class Operations:
         return [Route("/metrics", self.metrics), Route("/abort_request", self.abort, methods=["POST"])]
 
     async def metrics(self, request: Request) -> Response:
-        """All counters, in Prometheus' text format."""
-        audit = await audit_report(self._client)
-        text = self._metrics.render(await newest_stats(self._client), audit.figures)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        """All counters, in Prometheus' text format; those of an engine that does not answer as they were."""
+        with contextlib.suppress(Problem, OverlapSpecError):
+            audit = await audit_report(self._client)
+            self._metrics.update(await newest_stats(self._client), audit.figures)
+        return Response(self._metrics.render(self._health().last_sign_s), headers={"content-type": CONTENT_TYPE})
 
     async def abort(self, request: Request) -> Response:
         """End one request, or all. An unknown id is fine: it may just have finished."""
@@ -94,7 +114,3 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
     rid: str = ""
     abort_all: bool = False
-
-
-def _unhealthy(reason: str) -> Response:
-    return PlainTextResponse(reason or "not ready", 503, {"retry-after": str(RETRY_AFTER_S)})

@@ -22,6 +22,9 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.tokenizer.client_router import SEND_QUEUE, ClientRouter
 
 ZAP_DOMAIN = "overlap-spec"
+HEARTBEATS = 4  # in the time for which a client may be silent
+
+log = logging.getLogger(__name__)
 
 
 class ClientEndpoint:
@@ -31,12 +34,12 @@ class ClientEndpoint:
         asked = settings.client_endpoint or default
         self._authenticator = _Authenticator(context, settings.api_key) if is_secured(asked, settings.api_key) else None
         try:
-            router_socket = _bind(context, asked, self._authenticator is not None)
+            router_socket = _bind(context, asked, self._authenticator is not None, settings.client_timeout_s)
         except BaseException:
             self._stop_authenticator()
             raise
         self.address = router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.router = ClientRouter(router_socket, settings.max_queued_bytes, settings.client_timeout_s)
+        self.router = ClientRouter(router_socket, settings, log.warning)
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +73,7 @@ class _Authenticator(AsyncioAuthenticator):
         self.configure_plain(ZAP_DOMAIN, {PLAIN_USER: api_key or ""})
 
 
-def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool) -> zmq.Socket[bytes]:
+def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool, timeout_s: float) -> zmq.Socket[bytes]:
     """Raises: ConfigError if the address cannot be bound."""
     if endpoint.startswith("ipc://"):
         remove_stale_file(Path(endpoint.removeprefix("ipc://")))
@@ -78,6 +81,8 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    router.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(timeout_s * 1e3 / HEARTBEATS)))
+    router.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(timeout_s * 1e3))
     if secured:
         router.setsockopt(zmq.PLAIN_SERVER, 1)
         router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)

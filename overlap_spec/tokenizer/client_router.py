@@ -1,28 +1,45 @@
 """The tokenizer's end of the public link: a ROUTER that no client can slow down.
 
-A client is known by a number that is never used twice. It is gone when it closes its connection, is silent
-for too long, or leaves more than `max_queued_bytes` unread; the service then receives `Gone`, once, and what
-is sent to that client afterwards is dropped.
+A client is known by a number that is never used twice. It is gone when it closes its connection, when its process
+answers none of ZeroMQ's own heartbeats, which need no event loop at its end, or when it leaves far too much unread. The
+service then receives `Gone`, once, and what is sent to that client afterwards is dropped.
 
-    send -> [ZeroMQ: SEND_QUEUE messages] -> [backlog: max_queued_bytes] -> Gone
+    recv  <- [a queue for each client, read in turn]   beyond its bounds: Rejected, unread
+    send  -> [ZeroMQ: SEND_QUEUE messages] -> [backlog]   a request beyond its bound: Unread, and no more of it
 """
 
 import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
-from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed
+from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed, Unread
+from overlap_spec.config import LinkSettings
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import ToClient, ToTokenizerFromClient
+from overlap_spec.ipc.byte_budget import ByteBudget
+from overlap_spec.messages import Cancel, ErrorCode, Pong, Rejected, TextDeltas, ToClient, ToTokenizerFromClient
+from overlap_spec.tokenizer.backlog import Backlog
+from overlap_spec.tokenizer.fair_queue import FairQueue
 
 SEND_QUEUE = 32  # messages per client inside ZeroMQ, beyond which our own queue counts bytes
 RETRY_S = 0.02  # between attempts to send to a client that is behind
+READS = 16  # messages that are taken from the socket before each turn; ZeroMQ takes them from its peers in turn
+LAST_RESORT = 2  # times the bound of a client's bytes, or of its messages, beyond which it is given up
+SAID_EVERY_S = 10.0  # at most so often the log names a client that is beyond its bounds
+REMAINS_S = 5.0  # after a connection has ended: messages that it has left are still in the socket
+NO_ID = ""
+
+
+class Head(msgspec.Struct, array_like=True):
+    """The beginning of a client's message. Most kinds have a request id there."""
+
+    kind: str
+    request_id: str
 
 
 @dataclass
@@ -31,44 +48,165 @@ class ConnectedClient:
 
     number: int
     identity: bytes
-    heard_at: float
-    backlog: deque[bytes] = field(default_factory=deque)
-    backlog_bytes: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
+    num_refused: int = 0  # since the log said so
+    said_at: float = float("-inf")
 
 
 class ClientRouter:
     """The tokenizer's end, over a bound ROUTER socket which it owns."""
 
-    def __init__(self, socket: zmq.Socket[bytes], max_queued_bytes: int, timeout_s: float) -> None:
-        self._max_queued_bytes = max_queued_bytes
-        self._timeout_s = timeout_s
+    def __init__(self, socket: zmq.Socket[bytes], settings: LinkSettings, log: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._log = log
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToTokenizerFromClient] = msgspec.msgpack.Decoder(ToTokenizerFromClient)
         self._clients: dict[int, ConnectedClient] = {}
         self._by_identity: dict[bytes, ConnectedClient] = {}
-        self._arrivals: deque[tuple[int, Arrival]] = deque()
+        self._events: deque[tuple[int, Arrival]] = deque()  # what the service has to hear of at once
+        budget: ByteBudget[int] = ByteBudget(settings.max_client_bytes, settings.max_bytes)
+        self._waiting = FairQueue(budget, settings.max_client_messages)
+        self._unread = 0  # bytes in all backlogs
         self._next_number = 1
+        self._disconnected_at = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._monitor = Duplex(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         self._duplex = Duplex(socket)
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._watcher = asyncio.create_task(self._watch_connections(), name="client-connections")
 
+    # --- to clients ---
+
     def send(self, client: int, message: ToClient) -> None:
         connected = self._clients.get(client)
         if connected is not None:
-            self._push(connected, self._encoder.encode(message))
+            self._push(connected, message)
             self._duplex.touched()
 
+    def _push(self, client: ConnectedClient, message: ToClient) -> None:
+        payload = self._encoder.encode(message)
+        if not client.backlog and self._try_send(client, payload):
+            return
+        if client.number not in self._clients:
+            return
+        ids = _request_ids(message)
+        is_answer = not isinstance(message, TextDeltas | Rejected | Pong)
+        if is_answer and client.backlog.num_bytes + len(payload) > self._settings.max_client_bytes:
+            text = f"an answer of {len(payload)} bytes is dropped: {client.backlog.num_bytes} are unread already"
+            payload = self._encoder.encode(Rejected(ids[0], ErrorCode.OVERLOADED, text))
+        client.backlog.add(payload, ids)
+        self._unread += len(payload)
+        self._bound_unread(client, ids if isinstance(message, TextDeltas) else ())
+        self._later(RETRY_S, self._send_backlogs)
+
+    def _bound_unread(self, client: ConnectedClient, streams: Sequence[str]) -> None:
+        """End the streams whose readers are too slow; as a last resort give up the client."""
+        backlog, most = client.backlog, self._settings.max_client_bytes
+        ended = [each for each in streams if backlog.of(each) > self._settings.max_queued_bytes]
+        if streams and not ended and backlog.num_bytes > most:
+            ended = [backlog.largest(streams)]
+        self._events.extend((client.number, Unread(each, backlog.of(each))) for each in ended)
+        if backlog.num_bytes > LAST_RESORT * most:
+            self._give_up(client)
+        elif self._unread > self._settings.max_bytes:
+            self._give_up(max(self._clients.values(), key=lambda each: each.backlog.num_bytes))
+        elif ended:
+            self._duplex.wake()
+
+    def _give_up(self, client: ConnectedClient) -> None:
+        self._drop(client, f"left {client.backlog.num_bytes} bytes unread")
+
+    def _try_send(self, client: ConnectedClient, payload: bytes) -> bool:
+        try:
+            self._duplex.socket.send_multipart((client.identity, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._drop(client, "closed its connection, or its process answers no more")
+            return False
+        return True
+
+    def _send_backlogs(self) -> None:
+        for client in [client for client in self._clients.values() if client.backlog]:
+            while client.backlog and self._try_send(client, client.backlog.first):
+                self._unread -= client.backlog.pop()
+        if any(client.backlog for client in self._clients.values()):
+            self._later(RETRY_S, self._send_backlogs)
+        self._duplex.touched()
+
+    # --- from clients ---
+
     async def recv(self) -> tuple[int, Arrival]:
-        while not self._arrivals:
-            if not self._read():
-                await self._duplex.readable()
-        return self._arrivals.popleft()
+        while True:
+            if self._waiting.turn_is_over:
+                self._read(READS)
+            if self._events:
+                return self._events.popleft()
+            if self._waiting:
+                client, payload = self._waiting.take()
+                return client, self._decode(payload)
+            await self._duplex.readable()
 
     @property
     def has_more(self) -> bool:
-        return bool(self._arrivals)
+        return self._waiting.has_more
+
+    def _read(self, most: int) -> None:
+        """Take messages from the socket."""
+        for _ in range(most):
+            frames = self._duplex.read()
+            if frames is None:
+                return
+            client = self._heard(frames[0])
+            for index, payload in enumerate(frames[1:], 2):
+                more = index < len(frames)
+                is_known = client.number in self._clients
+                if not is_known or not self._waiting.put(client.number, payload, more):
+                    self._not_queued(client, payload, more)
+
+    def _heard(self, identity: bytes) -> ConnectedClient:
+        client = self._by_identity.get(identity)
+        if client is None:
+            client = ConnectedClient(self._next_number, identity)
+            self._next_number += 1
+            self._clients[client.number] = self._by_identity[identity] = client
+            if time.monotonic() - self._disconnected_at < REMAINS_S:
+                self._try_send(client, b"")  # what a client has left behind
+        return client
+
+    def _not_queued(self, client: ConnectedClient, payload: bytes, more: bool) -> None:
+        """Refuse a message that is not read. What only ends work is kept: it makes room."""
+        head = _head(payload)
+        if head.kind == Cancel.__name__:
+            self._waiting.put_anyway(client.number, payload, more)
+        if client.number not in self._clients:
+            return
+        client.num_refused += 1
+        self._say_refused(client)
+        if self._waiting.of(client.number) > LAST_RESORT * self._settings.max_client_messages:
+            self._drop(client, "sends far more than is read")
+        elif head.request_id and head.kind != Cancel.__name__:
+            text = (
+                f"too much waits to be read: {self._waiting.of(client.number)} messages of this client,"
+                f" {self._waiting.budget.of(client.number)} bytes of it and {self._waiting.budget.total} of all"
+            )
+            self._push(client, Rejected(head.request_id, ErrorCode.OVERLOADED, text))
+
+    def _say_refused(self, client: ConnectedClient) -> None:
+        now = time.monotonic()
+        if now - client.said_at >= SAID_EVERY_S:
+            self._log(f"client {client.number} sends more than is read: {client.num_refused} messages of it refused")
+            client.said_at, client.num_refused = now, 0
+
+    def _decode(self, payload: bytes) -> Arrival:
+        try:
+            return self._decoder.decode(payload)
+        except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
+            return _malformed(payload, error)
+
+    # --- the end of a connection ---
 
     def close(self) -> None:
         """Close the socket; messages that ZeroMQ has queued have LINGER_MS to leave."""
@@ -79,78 +217,14 @@ class ClientRouter:
         self._monitor.close(0)
         self._duplex.close(LINGER_MS)
 
-    def _heard(self, identity: bytes) -> ConnectedClient:
-        client = self._by_identity.get(identity)
-        if client is None:
-            client = ConnectedClient(self._next_number, identity, 0.0)
-            self._next_number += 1
-            self._clients[client.number] = self._by_identity[identity] = client
-            self._later(self._timeout_s / 2, self._drop_silent)
-        client.heard_at = time.monotonic()
-        return client
-
-    def _read(self) -> bool:
-        """Take what was sent together from the socket; False if there is nothing."""
-        frames = self._duplex.read()
-        if frames is None:
-            return False
-        number = self._heard(frames[0]).number
-        self._arrivals.extend((number, self._decode(payload)) for payload in frames[1:])
-        return True
-
-    def _decode(self, payload: bytes) -> Arrival:
-        try:
-            return self._decoder.decode(payload)
-        except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
-            return _malformed(payload, error)
-
-    def _push(self, client: ConnectedClient, payload: bytes) -> None:
-        if not client.backlog and self._try_send(client, payload):
-            return
-        if client.number not in self._clients:
-            return
-        client.backlog.append(payload)
-        client.backlog_bytes += len(payload)
-        if client.backlog_bytes > self._max_queued_bytes:
-            self._drop(client, f"left {client.backlog_bytes} bytes unread")
-        else:
-            self._later(RETRY_S, self._send_backlogs)
-
-    def _try_send(self, client: ConnectedClient, payload: bytes) -> bool:
-        try:
-            self._duplex.socket.send_multipart((client.identity, payload), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self._drop(client, "closed its connection")
-            return False
-        return True
-
-    def _send_backlogs(self) -> None:
-        for client in [client for client in self._clients.values() if client.backlog]:
-            while client.backlog and self._try_send(client, client.backlog[0]):
-                client.backlog_bytes -= len(client.backlog.popleft())
-        if any(client.backlog for client in self._clients.values()):
-            self._later(RETRY_S, self._send_backlogs)
-        self._duplex.touched()
-
     def _drop(self, client: ConnectedClient, why: str) -> None:
+        """Forget a client, and what it has asked for; what it has ended is ended."""
         del self._clients[client.number], self._by_identity[client.identity]
+        self._unread -= client.backlog.num_bytes
         client.backlog.clear()
-        self._arrivals.append((client.number, Gone(why)))
-        self._duplex.wake()
-
-    def _drop_silent(self) -> None:
-        """Runs twice per timeout while there are clients. Unread messages count as signs of life."""
-        while self._read():
-            pass
-        oldest = time.monotonic() - self._timeout_s
-        for client in [client for client in self._clients.values() if client.heard_at < oldest]:
-            self._drop(client, f"was silent for {self._timeout_s:g} s")
-        if self._clients:
-            self._later(self._timeout_s / 2, self._drop_silent)
+        kept = [payload for payload in self._waiting.drop(client.number) if _head(payload).kind == Cancel.__name__]
+        self._events.extend((client.number, self._decode(payload)) for payload in kept)
+        self._events.append((client.number, Gone(why)))
         self._duplex.wake()
 
     async def _watch_connections(self) -> None:
@@ -158,8 +232,9 @@ class ClientRouter:
         while True:
             await self._monitor.readable()
             while self._monitor.read() is not None:
-                pass
+                self._disconnected_at = time.monotonic()
             await asyncio.sleep(RETRY_S)  # the socket learns of it a little later than its monitor
+            self._read(READS)
             for client in [client for client in self._clients.values() if not client.backlog]:
                 self._try_send(client, b"")
             self._duplex.touched()
@@ -172,6 +247,24 @@ class ClientRouter:
     def _run_timer(self, action: Callable[[], None]) -> None:
         del self._timers[action]
         action()
+
+
+def _request_ids(message: ToClient) -> Sequence[str]:
+    match message:
+        case TextDeltas():
+            return message.request_ids
+        case Pong():
+            return (NO_ID,)
+        case _:
+            return (message.request_id,)
+
+
+def _head(payload: bytes) -> Head:
+    """The kind and request id of a message without reading the rest, as far as they are there."""
+    try:
+        return msgspec.msgpack.decode(payload, type=Head)
+    except Exception:  # untrusted bytes
+        return Head("", NO_ID)
 
 
 def _malformed(payload: bytes, error: Exception) -> Malformed:

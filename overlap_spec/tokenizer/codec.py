@@ -5,7 +5,7 @@ tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.ji
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from overlap_spec.tokenizer.detokenize import (
     WholeTokens,
     is_byte_level,
 )
+from overlap_spec.tokenizer.pieces import Pieces, keeps_all_text
 from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class Codec(Protocol):
 
     name: str  # for the start-up table
     chat_template: str  # its source; empty if there is none
-    longest_token: int  # characters; no token's text is longer; 0 if there are none
+    longest_token: int  # characters; no token covers more of a text; 0 if that is not known
     eos_token_ids: tuple[int, ...]
 
     def render(self, prompt: ChatPrompt) -> str:
@@ -44,6 +45,14 @@ class Codec(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids. Releases the interpreter lock, so it may run in a thread. Raises: RequestError."""
+        ...
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Parts of a long text that may be encoded one by one, without special tokens; one part if it has none."""
+        ...
+
+    def with_special_tokens(self, ids: list[int]) -> list[int]:
+        """The ids of a text with the tokens that `encode` would add to it."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -83,7 +92,8 @@ class TextCodec:
         tokenizer.no_padding()
         self.name = f"{type(tokenizer.model).__name__}, {tokenizer.get_vocab_size()} tokens"
         self.eos_token_ids = eos_token_ids
-        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        self.longest_token = max(map(len, tokenizer.get_vocab())) if keeps_all_text(tokenizer) else 0
+        self._pieces = Pieces(tokenizer)
         self._tokenizer = tokenizer
         self._bytes = TokenBytes(tokenizer)
         self._template = template
@@ -107,6 +117,15 @@ class TextCodec:
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def pieces(self, text: str) -> Iterator[str]:
+        return self._pieces.of(text)
+
+    def with_special_tokens(self, ids: list[int]) -> list[int]:
+        probe = self.encode("x", False)
+        framed = self.encode("x", True)
+        begin = next(at for at in range(len(framed)) if framed[at : at + len(probe)] == probe)
+        return framed[:begin] + ids + framed[begin + len(probe) :]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
@@ -160,6 +179,12 @@ class IdsOnly:
         raise _no_tokenizer("messages")
 
     def encode(self, text: str, add_special_tokens: bool) -> NoReturn:
+        raise _no_tokenizer("prompt")
+
+    def pieces(self, text: str) -> NoReturn:
+        raise _no_tokenizer("prompt")
+
+    def with_special_tokens(self, ids: list[int]) -> NoReturn:
         raise _no_tokenizer("prompt")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:
@@ -224,10 +249,11 @@ def _load_template(directory: Path, config: dict[str, Any], tokens: dict[str, st
     path = directory / "chat_template.jinja"
     if path.is_file():
         return _read(path, lambda file: ChatTemplate(file.read_text(encoding="utf-8"), tokens))
-    source = _template_source(config.get("chat_template"))
+    named = directory / "tokenizer_config.json"
+    source = _read(named, lambda _: _template_source(config.get("chat_template")))
     if source is None:
         return NoChatTemplate(tokens)
-    return _read(directory / "tokenizer_config.json", lambda _: ChatTemplate(source, tokens))
+    return _read(named, lambda _: ChatTemplate(source, tokens))
 
 
 def _template_source(value: object) -> str | None:

@@ -1,84 +1,118 @@
-"""Turns the three kinds of prompt into token ids, long ones in a thread."""
+"""Turns the three kinds of prompt into token ids, long ones in a thread.
 
-import asyncio
-from typing import Any, assert_never
+A text that cannot fit is refused before it is encoded or waits. A long one is encoded in pieces, if its tokenizer
+allows that (`pieces.py`): it takes little memory, and ends with its request.
+"""
+
+from functools import partial
+
+import msgspec
 
 from overlap_spec.client.link import unpack_ids
+from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
+from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes, give_memory_back
 from overlap_spec.tokenizer.request_checks import check_ids
 
 UNTRUSTED = (
     "chat_template: a template of the request's own is run only by an engine that was started with"
     " --trust-request-chat-template"
 )
-LONG = 2_000  # characters or ids: about a millisecond of work
+MOST_TEXT = 1 << 20  # characters of a text that need not fit: to count its tokens, or to keep its end
+MOST_PER_TOKEN = 16  # the same, of each token of the context, if that is more
+MOST_OF_CLIENT = 64 * MIB  # characters of texts that wait or are encoded; the HTTP server is one client
+MOST_IN_ALL = 128 * MIB
+GIVE_BACK = 1 << 18  # characters of a text whose memory is given back
 
 
 class PromptReader:
     """Reads prompts with one codec. The event loop waits at most for a short one."""
 
     def __init__(self, codec: Codec, trusts_templates: bool) -> None:
+        self.max_len = 0  # tokens of the context; 0: not known yet
         self._codec = codec
         self._trusts_templates = trusts_templates
+        self._lanes = Lanes(ByteBudget(MOST_OF_CLIENT, MOST_IN_ALL))
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
-        """Token ids of a prompt. A text that cannot fit into `most_tokens` is refused before it is encoded.
+    async def encode(self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0) -> list[int]:
+        """Token ids of a prompt. `must_fit`: into the context, as a whole.
 
-        Raises: RequestError. Cancellation: the thread finishes, its answer is dropped.
+        Raises: RequestError; Overloaded if too much of this client, or of all, waits to be encoded.
+        Cancellation: what has not begun is dropped; else at most a piece, or the whole of an uncut text, is worked on.
         """
-        if is_long(prompt):
-            return await asyncio.to_thread(self._encode, prompt, add_special_tokens, most_tokens)
-        return self._encode(prompt, add_special_tokens, most_tokens)
+        if isinstance(prompt, TokenPrompt):
+            return _unpack("prompt", prompt.ids)
+        size = size_of(prompt)
+        if isinstance(prompt, TextPrompt):
+            self._check_size("prompt", prompt.text, must_fit)
+        if size <= LONG:
+            text, special = self._text_of(prompt, add_special_tokens, must_fit)
+            return self._codec.encode(text, special)
+        with self._lanes.holding(client, size):
+            text, special = await self._lanes.run(size, partial(self._text_of, prompt, add_special_tokens, must_fit))
+            return await self._encode_long(text, special)
 
     async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int) -> str:
         """Text of packed ids. Raises: RequestError. Cancellation: as `encode`."""
         ids = _unpack("tokens", packed)
         check_ids("tokens", ids, vocab_size)
         if len(ids) > LONG:
-            return await asyncio.to_thread(self._codec.decode, ids, skip_special_tokens)
+            return await self._lanes.run(len(ids), partial(self._codec.decode, ids, skip_special_tokens))
         return self._codec.decode(ids, skip_special_tokens)
 
-    def _encode(self, prompt: Prompt, add_special_tokens: bool, most_tokens: int | None) -> list[int]:
-        match prompt:
-            case TokenPrompt():
-                return _unpack("prompt", prompt.ids)
-            case TextPrompt():
-                text = prompt.text
-                add_special_tokens = add_special_tokens and prompt.add_special_tokens
-            case ChatPrompt():
-                if prompt.template and not self._trusts_templates:
-                    raise RequestError("chat_template", UNTRUSTED)
-                text, add_special_tokens = self._codec.render(prompt), False  # the template writes its own
-            case _:
-                assert_never(prompt)
-        if most_tokens is not None:
-            _check_size(text, most_tokens, self._codec.longest_token)
-        return self._codec.encode(text, add_special_tokens)
+    def close(self) -> None:
+        """Drop what waits."""
+        self._lanes.close()
+
+    async def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        try:
+            for piece in self._codec.pieces(text):
+                ids += await self._lanes.run(len(text), partial(self._codec.encode, piece, False))
+        finally:
+            if len(text) > GIVE_BACK:
+                give_memory_back()
+        return self._codec.with_special_tokens(ids) if add_special_tokens else ids
+
+    def _text_of(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool, must_fit: bool) -> tuple[str, bool]:
+        """The text, and whether special tokens are to be added: a chat template writes its own."""
+        if isinstance(prompt, TextPrompt):
+            return prompt.text, add_special_tokens and prompt.add_special_tokens
+        if prompt.template and not self._trusts_templates:
+            raise RequestError("chat_template", UNTRUSTED)
+        text = self._codec.render(prompt)
+        self._check_size("messages", text, must_fit)
+        return text, False
+
+    def _check_size(self, field: str, text: str, must_fit: bool) -> None:
+        """Raises: RequestError if a text is too long, whatever its tokens are."""
+        most = max(MOST_TEXT, MOST_PER_TOKEN * self.max_len)
+        if must_fit and self.max_len and self._codec.longest_token:
+            most = self.max_len * self._codec.longest_token
+            if len(text) > most:
+                why = f"more than the maximum context length of {self.max_len} tokens can hold"
+                raise RequestError(field, f"{field}: the text has {len(text)} characters: {why}")
+        elif len(text) > most:
+            raise RequestError(field, f"{field}: the text has {len(text)} characters, at most {most} are taken")
+
+
+def size_of(prompt: TextPrompt | ChatPrompt) -> int:
+    """About how many characters a prompt has: what it takes to read, and to hold."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    try:
+        size = len(msgspec.msgpack.encode((prompt.messages, prompt.tools)))
+    except (RecursionError, OverflowError, ValueError, TypeError):  # nested this deep, for one: a lane's work
+        return VERY_LONG + 1
+    return max(size, LONG + 1) if prompt.template else size
 
 
 def is_long(prompt: Prompt) -> bool:
     """True if encoding would keep the event loop."""
-    match prompt:
-        case TokenPrompt():
-            return False
-        case TextPrompt():
-            return len(prompt.text) > LONG
-        case ChatPrompt() if prompt.template:
-            return True
-        case ChatPrompt():
-            try:
-                return sum(map(_weight, prompt.messages)) + len(str(prompt.tools)) > LONG
-            except RecursionError:  # nested this deep: encode it in the thread
-                return True
-        case _:
-            assert_never(prompt)
-
-
-def _weight(message: dict[str, Any]) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else len(str(content))
+    return not isinstance(prompt, TokenPrompt) and size_of(prompt) > LONG
 
 
 def _unpack(field: str, packed: bytes) -> list[int]:
@@ -86,12 +120,3 @@ def _unpack(field: str, packed: bytes) -> list[int]:
         return unpack_ids(packed)
     except ValueError as error:
         raise RequestError(field, f"{field}: {len(packed)} bytes are no whole number of int32 token ids") from error
-
-
-def _check_size(text: str, most_tokens: int, longest_token: int) -> None:
-    if longest_token and len(text) > most_tokens * longest_token:
-        raise RequestError(
-            "prompt",
-            f"the prompt has {len(text)} characters: more than the maximum context length of {most_tokens} tokens"
-            " can hold",
-        )

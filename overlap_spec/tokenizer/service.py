@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, pack_ids
+from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
 from overlap_spec.config import AuditSettings
-from overlap_spec.errors import RequestError
+from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
@@ -33,13 +33,16 @@ from overlap_spec.messages import (
     Generate,
     GetAudit,
     GetStats,
+    LivenessProbe,
     LogProbs,
     Ping,
     Pong,
     Prompt,
+    Recover,
     Refused,
     Rejected,
     Shutdown,
+    Started,
     Stats,
     TextDeltas,
     TokenDeltas,
@@ -63,9 +66,12 @@ from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
+from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
+
+RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +93,24 @@ class TokenizerService:
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         self.trace: Recorder = NO_TRACE  # an actor replaces it
+        self.report_alive: Callable[[], None] = lambda: None  # so too
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
-        self._queries = Queries(self._prompts, checks, self._scheduler, clients)
+        self.recoveries = Recoveries()
+        self.renew: RenewLinks = _no_links  # an actor replaces it
+        self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
         self._requests = OpenRequests()
-        self._reading: set[asyncio.Task[None]] = set()  # long prompts, and grammars
+        self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
+
+    def send_scheduler(self, message: ToScheduler) -> None:
+        """Send the scheduler that runs now a message."""
+        self._scheduler.send(message)
 
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
         """Run both loops until Shutdown. Cancellation: both end; open requests get no answer."""
-        loops = [asyncio.create_task(self._serve_engine(inbox)), asyncio.create_task(self._serve_clients())]
+        self._inbox = inbox
+        loops = [asyncio.create_task(self._serve_engine()), asyncio.create_task(self._serve_clients())]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
@@ -106,18 +120,22 @@ class TokenizerService:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._prompts.close()
 
     # --- the engine's side ---
 
-    async def _serve_engine(self, inbox: Inbox[ToTokenizer]) -> None:
+    async def _serve_engine(self) -> None:
         while not self._stopped:
+            inbox = self._inbox
             steps: list[TokenDeltas] = []
             for message in inbox.drain() or (await inbox.recv(),):
                 if isinstance(message, TokenDeltas):
                     steps.append(message)
-                else:
-                    self._add_steps(steps)
-                    self._from_engine(message)
+                    continue
+                self._add_steps(steps)
+                self._from_engine(message)
+                if self._inbox is not inbox:
+                    break  # what else it held is of a scheduler that is gone
             self._add_steps(steps)
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
@@ -127,15 +145,23 @@ class TokenizerService:
                 self._add_steps([message])
             case EngineLimits():
                 self._checks.limits = message
+                self._prompts.max_len = message.max_len
                 self.auditor.num_slots = message.audit_slots
+                self.recoveries.warm()
+            case Started():
+                self._note_started(message.uids)
+            case Recover():
+                self._recover(message)
             case Refused():
                 self._refused(message)
             case Flushed():
                 self._queries.flushed(message)
             case Stats():
-                self._queries.reported(message)
+                self.recoveries.reported(message)
             case Audited():
                 self.auditor.audited(message)
+            case LivenessProbe():
+                self.report_alive()
             case Shutdown():
                 self._shut_down(message.drain)
             case _:
@@ -162,6 +188,8 @@ class TokenizerService:
                 continue
             if request.transcript is not None:
                 self._keep(request, request.transcript, run, piece)
+            if request.replay is not None:
+                request.replay.output.extend(piece.token_ids)
             request.usage = _counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
@@ -210,6 +238,39 @@ class TokenizerService:
             self._close(request)
             self._clients.send(request.client, Rejected(request.request_id, message.code, message.message))
 
+    # --- a new scheduler and worker ---
+
+    def _note_started(self, uids: list[int]) -> None:
+        for uid in uids:
+            request = self._requests.by_uid(uid)
+            if request is not None and request.replay is not None:
+                request.replay.is_started = True
+
+    def _recover(self, message: Recover) -> None:
+        """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
+        self.recoveries.begin(message)
+        self._inbox, outlet = self.renew(message.generation)
+        self._scheduler.renew(outlet)
+        admitted = [(request, request.replay) for request in self._requests if request.replay is not None]
+        poisonous = [request for request, replay in admitted if replay.died(message.actor)]
+        for request in poisonous:
+            self._end_poisonous(request, message)
+        again = [(request, replay) for request, replay in admitted if request in self._requests]
+        for request, replay in again:
+            self._scheduler.send(request.readmission(replay))
+        self.recoveries.replayed(len(again), len(poisonous))
+        self._queries.ask_again()
+        self.auditor.restarted()
+
+    def _end_poisonous(self, request: OpenRequest, message: Recover) -> None:
+        text = (
+            f"the worker has died {MOST_DEATHS} times while request {request.request_id!r} was running: it is not run"
+            f" again ({message.error})"
+        )
+        log.error("%s", text)
+        self._close(request)
+        self._clients.send(request.client, Rejected(request.request_id, ErrorCode.FAILED, text))
+
     def _shut_down(self, drain: bool) -> None:
         self._checks.draining = True
         self._stopped = not drain
@@ -241,8 +302,8 @@ class TokenizerService:
         match message:
             case Generate() | Tokenize() if _takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
-                self._reading.add(task)
-                task.add_done_callback(self._reading.discard)
+                self._reading[task] = client, message.request_id
+                task.add_done_callback(self._reading.pop)
             case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
                 await self._attempt(client, message)
             case GetAudit():
@@ -253,6 +314,9 @@ class TokenizerService:
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
                 self._client_gone(client, message)
+            case Unread():
+                why = f"its answer was aborted: {message.num_bytes} bytes of it are unread"
+                self._end(self._requests.find(client, message.request_id), why)
             case Malformed():
                 log.warning("client %d sent something malformed: %s", client, message.error)
                 if message.request_id:
@@ -280,7 +344,7 @@ class TokenizerService:
         arrived_at = time.monotonic()
         try:
             cuts = message.sampling.truncate_prompt_tokens is not None
-            ids = await self._prompts.encode(message.prompt, True, None if cuts else limits.max_len)
+            ids = await self._prompts.encode(message.prompt, True, not cuts, client)
             ids = truncated(ids, message.sampling, limits)
             worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
             sampling = self._checks.settle(worded, ids, limits)
@@ -308,6 +372,7 @@ class TokenizerService:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at)
             request.transcript = self.auditor.opened(request.request_id, admit)
+            request.replay = Replay(admit) if self.recoveries.enabled else None
             self._scheduler.send(admit)
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -317,6 +382,8 @@ class TokenizerService:
                 reply = Rejected(request_id, ErrorCode.BAD_REQUEST, str(error), error.field)
             case Refusal():
                 reply = Rejected(request_id, error.code, str(error))
+            case Overloaded():
+                reply = Rejected(request_id, ErrorCode.OVERLOADED, str(error))
             case _:
                 log.error("request %r of client %d failed", request_id, client, exc_info=error)
                 reply = Rejected(request_id, ErrorCode.FAILED, f"the tokenizer failed: {type(error).__name__}")
@@ -325,14 +392,28 @@ class TokenizerService:
     def _cancel(self, client: int, message: Cancel) -> None:
         everywhere = self._requests.find_everywhere
         found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
-        for request in found:
+        self._end(found, "aborted on request")
+        if not message.everyone:
+            self._stop_reading(client, message.request_id)  # a query's text: a request has been closed
+
+    def _end(self, requests: list[OpenRequest], why: str) -> None:
+        """Abort requests and tell their clients."""
+        for request in requests:
+            self._stop_reading(request.client, request.request_id)
             self._abort(request, AbortReason.REQUESTED)
             text = request.output.end() if request.output is not None else ""
             reply = TextDeltas([], [], [], [], [])
-            _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message="aborted on request"))
+            _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message=why))
             self._clients.send(request.client, reply)
 
+    def _stop_reading(self, client: int, request_id: str | None = None) -> None:
+        """Drop what is read for a request, or for a client."""
+        for task, (reader, id_read) in self._reading.items():
+            if reader == client and request_id in (None, id_read):
+                task.cancel()
+
     def _client_gone(self, client: int, message: Gone) -> None:
+        self._stop_reading(client)
         requests = self._requests.of_client(client)
         if requests:
             log.warning("client %d %s; aborting its %d requests", client, message.why, len(requests))
@@ -356,6 +437,10 @@ class TokenizerService:
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
+
+
+def _no_links(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
+    raise AssertionError("this tokenizer's links are never renewed")
 
 
 def _continues(prompt: Prompt) -> bool:

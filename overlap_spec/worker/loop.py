@@ -10,6 +10,7 @@ may wait. Results leave in the order of their plans.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from overlap_spec.ipc.step_link import SpinPolicy
@@ -18,6 +19,7 @@ from overlap_spec.messages import (
     DropGrammar,
     FlushCache,
     GrammarFailed,
+    LivenessProbe,
     PrepareGrammar,
     Shutdown,
     StepPlan,
@@ -59,6 +61,7 @@ class Worker:
         self._scheduler = scheduler
         self._spin = spin
         self._tracer = tracer
+        self.report_alive: Callable[[float], None] = lambda step_s: None  # an actor replaces it
         self._arrived: deque[tuple[StepPlan | FlushCache, float]] = deque()  # and not begun; with the time
         self._launching: Launch | None = None
         self._launched: deque[StepHandle] = deque()  # and not published
@@ -67,19 +70,22 @@ class Worker:
         """Serve until Shutdown; blocks the thread. Raises: what a step raised. Steps in flight are abandoned."""
         while True:
             messages = self._inbox.poll()
-            received = time.monotonic()
+            received, num_probes = time.monotonic(), 0
             for message in messages:
                 match message:
                     case StepPlan() | FlushCache():
                         self._arrived.append((message, received))
                     case PrepareGrammar() | DropGrammar():
                         self._on_grammar(message)
+                    case LivenessProbe():
+                        num_probes += 1
+                        self.report_alive(self._oldest_step_s(received))
                     case Shutdown():
                         return
                     case _:
                         assert_never(message)
             launched = self._launch()
-            if self._publish() or messages or launched:
+            if self._publish() or len(messages) > num_probes or launched:
                 self._spin.renew()
             elif not self._spin.lasts:
                 self._inbox.wait(GLANCE_S if self._is_busy() else None)
@@ -131,6 +137,14 @@ class Worker:
             return
         for reply in (*masking.grammars.replies(), *masking.take_failed()):
             self._scheduler.send(reply)
+
+    def _oldest_step_s(self, now: float) -> float:
+        """Seconds since the plan of the oldest step came that is not done; 0 without one."""
+        if self._launched:
+            return now - self._launched[0].host.received
+        if self._launching is not None:
+            return now - self._launching.handle.host.received
+        return now - self._arrived[0][1] if self._arrived else 0.0
 
     def _is_busy(self) -> bool:
         """Whether there is something to look at that wakes no reader of messages."""

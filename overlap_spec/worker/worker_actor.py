@@ -150,7 +150,9 @@ async def main(context: ActorContext) -> None:
         )
     )
     tracer = _step_tracer(context, executor)
-    Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer).run()
+    worker = Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer)
+    worker.report_alive = context.report_alive
+    worker.run()
     tracer.finish()
     executor.close()
 

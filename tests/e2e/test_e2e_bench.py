@@ -1,11 +1,16 @@
-"""`bench throughput` and `bench serve`, from command line to JSON, on a dummy model that is a config.json alone."""
+"""Throughput, traffic and rows of real traffic, from command line to JSON, on dummy models of a config.json alone."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.command_line import run_command
+from rows.goals import GOALS
+from support.command_line import environment, run_command
 from support.tiny.models import tiny_eagle3, tiny_target
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +111,19 @@ def test_flags_of_throughput_are_refused_for_latency(tmp_path: Path, shapes: Pat
     for flag in (("--with-depth1",), ("--with-chats", "chat20")):
         done = run_command(tmp_path, "bench", "latency", *flags(shapes), *flag)
         assert done.returncode == 2 and "go with throughput only" in done.stderr
+
+
+@pytest.mark.slow
+def test_rows_of_real_traffic_on_a_tiny_engine(tmp_path: Path) -> None:
+    output = tmp_path / "real_traffic_h200.json"
+    words = ("benchmarks/real_traffic.py", "--tiny", "--rows", "7,6", "--limit-s", "60", "--output", str(output))
+    own = environment(tmp_path)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=own, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(output.read_text())
+    assert not report["failed"] and report["run"]["command"].startswith("python benchmarks/real_traffic.py --tiny")
+    measured = {(cell["row"], cell["part"]): cell["value"] for cell in report["cells"]}
+    assert {row for row, _ in measured} == {2, 6, 7} and min(measured.values()) > 0
+    reports = {output.name: report}
+    read = [goal.measured(reports) for goal in GOALS if goal.benchmark == "real_traffic" and goal.row in (2, 6, 7)]
+    assert None not in read and len(read) == len(measured)

@@ -1,5 +1,6 @@
 """What happens to open streams, processes and files when a process is killed or told to stop."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from support.command_line import Service, wait_until_gone
+
+from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec.errors import ActorDied
+from overlap_spec.messages import EngineState
+from overlap_spec.runtime.actor import ROLES
 
 END_S = 2.0
 BODY = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, "ignore_eos": True, "temperature": 0}
@@ -53,7 +59,14 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
-def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service, role: str) -> None:
+def test_a_killed_actor_ends_everything_within_two_seconds(
+    tmp_path: Path, tiny_flags: tuple[str, ...], role: str
+) -> None:
+    with Service(tmp_path, *tiny_flags, "--no-recover") as own_service:
+        ends_within_two_seconds(own_service, role)
+
+
+def ends_within_two_seconds(own_service: Service, role: str) -> None:
     assert sorted(own_service.children) == ["scheduler", "tokenizer", "worker"]
     streams = [Stream(own_service.url, max_tokens=8000) for _ in range(2)]
     began = time.monotonic()
@@ -75,12 +88,14 @@ def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service,
     assert own_service.leftovers() == []
 
 
-def test_sigterm_refuses_new_requests_and_finishes_open_ones(own_service: Service) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_a_signal_refuses_new_requests_and_finishes_open_ones(own_service: Service, number: signal.Signals) -> None:
     stream = Stream(own_service.url, max_tokens=800)
-    own_service.terminate()
+    own_service.process.send_signal(number)
     deadline = time.monotonic() + END_S
-    while own_service.get("/health").status_code != 503:
+    while (health := own_service.get("/health")).status_code != 503:
         assert time.monotonic() < deadline
+    assert health.json()["state"] == "draining"
     refused = httpx.post(f"{own_service.url}/v1/chat/completions", json=BODY | {"stream": False}, timeout=10)
     assert refused.status_code == 503
     last_scrape = own_service.get("/metrics")
@@ -107,17 +122,94 @@ def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
 
 @pytest.mark.slow
 def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
-    own_service: Service, tmp_path: Path, tiny_flags: tuple[str, ...]
+    tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:
-    own_service.process.kill()
-    assert wait_until_gone(list(own_service.children.values()), END_S)
+    with Service(tmp_path, *tiny_flags, "--api-key", "correct horse") as killed:
+        killed.process.kill()
+        assert wait_until_gone(list(killed.children.values()), END_S)
     stale = list(tmp_path.glob("overlap-spec-*"))
     assert len(stale) == 1, "nobody was left to remove it"
+    assert not any(b"correct horse" in path.read_bytes() for path in stale[0].iterdir() if path.is_file())
     with Service(tmp_path, *tiny_flags) as successor:
         assert not stale[0].exists()
         successor.terminate()
         assert successor.process.wait(10) == 0
         assert successor.leftovers() == []
+
+
+def said_health(service: Service) -> tuple[int, dict[str, Any]]:
+    reply = service.get("/health")
+    return reply.status_code, reply.json()
+
+
+def wait_for_state(service: Service, state: str, timeout_s: float) -> dict[str, Any]:
+    """What `/health` says once it says that."""
+    deadline = time.monotonic() + timeout_s
+    while (found := said_health(service)[1])["state"] != state:
+        assert time.monotonic() < deadline, f"{found} for {timeout_s} s"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_stopped_is_named_and_given_up(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    """One that goes on in time is well again."""
+    with Service(tmp_path, *tiny_flags, "--watchdog-timeout", "4") as service:
+        assert said_health(service)[1]["last_sign_s"].keys() == service.children.keys()
+        for role in ("tokenizer", "scheduler"):
+            os.kill(service.children[role], signal.SIGSTOP)
+            silent = wait_for_state(service, "unresponsive", 4)
+            assert (silent["actor"], 2 < silent["since_s"] < 4) == (role, True)
+            os.kill(service.children[role], signal.SIGCONT)
+            wait_for_state(service, "ready", 4)
+        streams = [Stream(service.url, max_tokens=8000) for _ in range(2)]
+        os.kill(service.children["worker"], signal.SIGSTOP)
+        assert service.process.wait(4 + END_S + 2) == 1
+        for stream in streams:
+            stream.join()
+            assert "worker: hung: " in stream.events[-1]["error"]["message"]
+        assert service.logs(" s (--watchdog-timeout): the process is stopped, so it cannot write its stack")
+        assert service.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.full_but_every(2)
+@pytest.mark.parametrize(
+    ("worker", "why", "stack"),
+    [
+        ("hanging_worker", "no sign of life for ", "in start_or_hang"),
+        ("hanging_device", "a step has been in flight for ", "in wait"),  # its loop is well
+    ],
+)
+def test_a_worker_that_hangs_ends_its_streams_and_its_stack_is_logged(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], worker: str, why: str, stack: str
+) -> None:
+    given = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
+    config = EngineConfig(**given, watchdog_timeout=3)
+
+    async def scenario() -> None:
+        async with Engine(config, roles=ROLES | {"worker": f"support.actors.{worker}"}) as engine:
+            with pytest.raises(ActorDied, match=f"worker: hung: {why}"):
+                await engine.client.complete("The sky", SamplingParams(max_new_tokens=500, ignore_eos=True))
+            assert (engine.health.state, engine.health.actor) == (EngineState.FAILED, "worker")
+
+    asyncio.run(scenario())
+    assert stack in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_drain_with_a_stopped_actor_ends_in_time_and_in_failure(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    with Service(tmp_path, *tiny_flags, "--drain-timeout", "1") as service:
+        stream = Stream(service.url, max_tokens=8000)
+        os.kill(service.children["scheduler"], signal.SIGSTOP)
+        began = time.monotonic()
+        service.terminate()
+        assert service.process.wait(10) == 1
+        assert time.monotonic() - began < 1 + END_S
+        stream.join()
+        assert stream.events[-2]["choices"][0]["finish_reason"] == "abort"
+        assert service.logs("scheduler did not stop within")
+        assert service.leftovers() == []
 
 
 def test_sigterm_while_starting_leaves_nothing(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:

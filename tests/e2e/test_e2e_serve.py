@@ -145,7 +145,7 @@ def test_server_info_shows_flags_and_facts_without_secrets(service: Service) -> 
 def test_an_unknown_draft_is_refused_before_the_server_is_ready(service: Service, tiny_flags: tuple[str, ...]) -> None:
     flags = [*tiny_flags[:-1], tiny_flags[1]]  # the target as its own EAGLE-3 head
     done = run_command(service.tmp_path, "serve", "--port", "0", *flags, "--log-level", "error")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "but EAGLE3 drafts with an EAGLE-3 head; use --speculative-algorithm STANDALONE" in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -17,10 +17,12 @@ from typing import Any
 import httpx
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed
 from overlap_spec.messages import (
+    READY,
     AuditReport,
     ChatPrompt,
+    EngineHealth,
     Finish,
     FinishKind,
     LogProbParams,
@@ -117,6 +119,8 @@ class FakeClient:
                 await abort.wait()
             if word == "fail" and count > 1:
                 raise ActorDied("worker", "killed by signal 9")
+            if word == "nan" and count > 1:
+                raise RequestFailed("not_finite", "the model's logits are NaN")
             if word == "mute" and count > 1:
                 return
             await asyncio.sleep(self.step_s)
@@ -209,6 +213,6 @@ def named_events_of(response: httpx.Response) -> list[tuple[str, dict[str, Any]]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in lines]
 
 
-def healthy() -> tuple[bool, str]:
+def healthy() -> EngineHealth:
     """The health of a working engine."""
-    return True, ""
+    return READY

@@ -25,10 +25,12 @@ DOCUMENTS = documents()
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 NOT_OURS = {
     "--dist",
+    "--fuzz-cases",
     "--group",
     "--help",
     "--judge",
     "--matrix",
+    "--seconds",
 }  # flags of pip, of pytest, and of scripts in benchmarks/
 MOST_LINES, MOST_COLUMNS = 150, 120
 MOST_FILES = 45  # that a chat request passes

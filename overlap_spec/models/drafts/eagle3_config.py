@@ -34,16 +34,11 @@ class Eagle3Config:
                 " convert it to the plain EAGLE-3 layout"
             )
         llama = LlamaConfig.from_hf(config, origin)
-        draft_vocab_size = config.get("draft_vocab_size")
-        if draft_vocab_size is not None and (not isinstance(draft_vocab_size, int) or draft_vocab_size < 1):
-            raise CheckpointError(
-                f"{origin}: draft_vocab_size must be null or a positive integer, found {draft_vocab_size!r}"
-            )
         return cls(
             llama=llama,
             aux_layers=_aux_layers(config, num_target_layers, origin),
             target_hidden_size=int(config.get("target_hidden_size") or llama.hidden_size),
-            draft_vocab_size=draft_vocab_size,
+            draft_vocab_size=config.get("draft_vocab_size"),
             norm_output=bool(config.get("norm_output", False)),
             fc_bias=bool(config.get("bias", False)),
         )

@@ -36,7 +36,9 @@ class RopeConfig:
 
         Raises: CheckpointError naming `origin` and the unsupported rope type.
         """
-        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise CheckpointError(f"{origin}: rope_scaling must be null or an object, found {scaling!r}")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in _FREQUENCIES:
             raise CheckpointError(

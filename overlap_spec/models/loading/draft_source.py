@@ -11,6 +11,7 @@ from torch import Tensor
 from overlap_spec.config import DUMMY
 from overlap_spec.config.draft_kind import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.config_values import check_values
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.models.drafts.token_map import read_token_map
 from overlap_spec.models.interfaces import LoadedTarget, Progress
@@ -57,8 +58,10 @@ class DraftSource:
         return str(Path(self.path) / "config.json")
 
     def config(self) -> dict[str, Any]:
-        """config.json. Raises: CheckpointError."""
-        return read_json(Path(self.path) / "config.json")
+        """config.json, its values checked. Raises: CheckpointError."""
+        config = read_json(Path(self.path) / "config.json")
+        check_values(config, self.origin)
+        return config
 
     def target_ids(self, target: LoadedTarget) -> Tensor | None:
         """The token map, if there is one. Shapes: [N] i64. Raises: CheckpointError."""

@@ -12,6 +12,7 @@ import torch
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.config_values import check_values
 from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
@@ -34,6 +35,7 @@ def read_target_config(files: ModelFiles) -> TargetConfig:
     Raises: CheckpointError naming file and key, or the architecture that is not supported.
     """
     origin = _origin(files)
+    check_values(files.config, origin)
     return architecture_of(files.config, origin).read_config(files.config, origin)
 
 

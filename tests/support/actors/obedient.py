@@ -1,6 +1,6 @@
-"""An actor for tests of the process topology: ready at once, drained at once, gone on Shutdown."""
+"""An actor for tests of the process topology: ready at once, alive, drained at once, gone on Shutdown."""
 
-from overlap_spec.messages import Drained, Shutdown, TokenizerFacts, ToScheduler
+from overlap_spec.messages import Drained, LivenessProbe, Shutdown, TokenizerFacts, ToScheduler
 from overlap_spec.runtime.actor import ActorContext
 
 
@@ -11,6 +11,9 @@ async def main(context: ActorContext) -> None:
     context.ready(TokenizerFacts(context.role, ""))
     while True:
         message = await inbox.recv()
+        if isinstance(message, LivenessProbe):
+            context.report_alive()
+            continue
         assert isinstance(message, Shutdown)
         if not message.drain:
             return

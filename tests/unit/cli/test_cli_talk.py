@@ -182,6 +182,35 @@ def test_the_first_signal_asks_and_the_second_forces() -> None:
     asyncio.run(scenario())
 
 
+def test_a_closed_terminal_asks_once_however_often_it_says_so() -> None:
+    async def scenario() -> None:
+        forced: list[bool] = []
+        with StopSignals(force=lambda: forced.append(True)) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert await signals.interrupt(asyncio.sleep(60))
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            assert forced == []
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not forced:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(scenario())
+
+
+def test_nohup_keeps_its_meaning() -> None:
+    async def scenario() -> None:
+        with StopSignals(force=lambda: None) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not await signals.interrupt(asyncio.sleep(0.01))
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(scenario())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_what_is_interrupted_may_fail_first() -> None:
     async def fail() -> None:
         raise ActorDied("worker", "gone")

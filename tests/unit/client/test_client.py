@@ -240,15 +240,51 @@ def test_a_tcp_endpoint_asks_for_the_key(tmp_path: Path, key: str, welcome: bool
     with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
 
 
-def test_a_client_whose_loop_stands_still_is_given_up_and_told_so_when_it_is_back(tmp_path: Path) -> None:
-    """Here it is silence; a reader that is too slow is told in the same way."""
+def test_a_client_that_is_given_up_is_told_so_when_it_is_heard_of_again(tmp_path: Path) -> None:
+    """Here it has read too slowly; one whose process was stopped is told in the same way."""
 
     async def story(stage: Stage) -> None:
-        async with stage.client(heartbeat_s=1.2) as client:
-            await client.ping()
+        async with stage.client(heartbeat_s=0.1) as client:
+            session = (await client.ping()).session
+            router = stage.endpoint.router
+            answer = asyncio.create_task(client.complete("for ever", most(3990)))
+            await stage.until(lambda: bool(stage.scheduler.running))
+            router._drop(router._clients[session], "left 5 bytes unread")
             with pytest.raises(RequestAborted, match="gave this client up"):
-                await client.complete("for ever", most(3990))
+                await answer
+            await stage.until(lambda: bool(stage.scheduler.aborted))
             assert stage.scheduler.aborted[0].reason is AbortReason.CLIENT_GONE
             assert (await client.complete("back again", most(2))).text == "back again"
 
-    with_engine(story, tmp_path, client_timeout_s=0.5)
+    with_engine(story, tmp_path)
+
+
+def test_a_busy_client_is_not_given_up(tmp_path: Path) -> None:
+    """ZeroMQ's thread answers heartbeats."""
+
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            session = (await client.ping()).session
+            answer = asyncio.create_task(client.complete("for ever", most(200)))
+            text = asyncio.create_task(client.tokenize("word " * 100_000))
+            await stage.until(lambda: bool(stage.scheduler.running))
+            time.sleep(0.6)  # nothing runs in this loop, both ends: ZeroMQ's threads do
+            assert (await answer).usage.completion_tokens == 200
+            assert len(await text) > 100_000
+            assert (await client.ping()).session == session
+
+    with_engine(story, tmp_path, client_timeout_s=0.4)
+
+
+def test_a_text_that_is_waited_for_no_more_is_dropped(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            tasks = [asyncio.create_task(client.tokenize("many words " * 80_000)) for _ in range(4)]
+            service = stage.service
+            await stage.until(lambda: len(service._reading) == 4)
+            for task in tasks:
+                task.cancel()
+            await stage.until(lambda: not service._reading, 0.5)
+            assert len(await client.tokenize("short")) == 1
+
+    with_engine(story, tmp_path)

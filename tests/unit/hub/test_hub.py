@@ -74,11 +74,11 @@ def test_the_tokenizer_may_lie_elsewhere_or_be_left_out(tmp_path: Path) -> None:
         (lambda d: (d / "config.json").unlink(), ConfigError, r"--model-path: .* has no config\.json"),
         (lambda d: (d / "config.json").write_text("{"), CheckpointError, r"config\.json: not a readable JSON file"),
         (lambda d: (d / "config.json").write_text("[]"), CheckpointError, r"config\.json: expected a JSON object"),
-        (lambda d: (d / "config.json").write_text("{}"), CheckpointError, "max_position_embeddings must be a positive"),
+        (lambda d: (d / "config.json").write_text("{}"), ConfigError, "max_position_embeddings must be a positive"),
         (
             lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
-            CheckpointError,
-            "eos_token_id must be token ids, found '</s>'",
+            ConfigError,
+            "eos_token_id must be token ids from 0 to 127, found '</s>'",
         ),
     ],
 )

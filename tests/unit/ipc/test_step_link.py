@@ -22,6 +22,7 @@ from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
+    LivenessProbe,
     Phase,
     Shutdown,
     SlotWork,
@@ -51,7 +52,8 @@ def ends(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoints = Endpoints(tmp_path)
     zmq_inbox: ZmqInbox[Any] = ZmqInbox(context, endpoints.inbox("reader"), union)
-    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, spin or SpinPolicy(spin_s))
+    patience = spin or SpinPolicy(spin_s)
+    inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, patience, LivenessProbe)
     steps: StepOutlet[Any] = StepOutlet(endpoints.steps("reader"))
     others: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("reader"))
     try:
@@ -201,6 +203,30 @@ def test_patience_lasts_from_the_last_event(tmp_path: Path) -> None:
     for now, lasts in ((100.019, True), (100.021, False), (200.0, False)):
         times.append(now)
         assert spin.lasts is lasts
+
+
+def test_a_reader_does_not_poll_after_a_message_that_nothing_follows_on(tmp_path: Path) -> None:
+    class Noting(SpinPolicy):
+        renewed = 0
+
+        def renew(self) -> None:
+            self.renewed += 1
+
+    async def scenario() -> None:
+        spin, counts = Noting(0.0), []
+        with ends(tmp_path, spin=spin) as link:
+            for message in (LivenessProbe(), LivenessProbe(), abort(1), LivenessProbe()):
+                link.others.send(message)
+                assert await link.inbox.recv() == message
+                counts.append(spin.renewed)
+            link.others.send(abort(2))
+            await asyncio.sleep(0.05)
+            assert link.inbox.drain() == [abort(2)]
+            link.others.send(abort(3))
+            assert await link.inbox.recv() == abort(3)
+        assert [*counts, spin.renewed] == [1, 1, 1, 2, 3]
+
+    asyncio.run(scenario())
 
 
 def test_a_reader_polls_while_its_patience_lasts_and_then_sleeps(tmp_path: Path, monkeypatch: Any) -> None:

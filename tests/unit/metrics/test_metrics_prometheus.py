@@ -34,7 +34,8 @@ STATS = Stats(
 def samples(metrics: ServerMetrics, stats: Stats) -> dict[str, float]:
     """`name{label=value}` -> value."""
     found = {}
-    for family in text_string_to_metric_families(metrics.render(stats).decode()):
+    metrics.update(stats)
+    for family in text_string_to_metric_families(metrics.render({"worker": 1.5}).decode()):
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sample.labels.items())
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
@@ -44,6 +45,7 @@ def samples(metrics: ServerMetrics, stats: Stats) -> dict[str, float]:
 def test_every_figure_of_the_engine() -> None:
     found = samples(ServerMetrics(), STATS)
     want = {
+        "overlap_spec:last_sign_seconds{process=worker}": 1.5,
         "overlap_spec:num_running_reqs": 3,
         "overlap_spec:num_queue_reqs": 2,
         "overlap_spec:token_usage": 0.25,
@@ -72,7 +74,9 @@ def test_every_figure_of_the_engine() -> None:
 
 def test_what_vllm_bench_reads() -> None:
     """It takes lines that start so and end in `_total` before a label, and their last word as the value."""
-    lines = ServerMetrics().render(STATS).decode().splitlines()
+    metrics = ServerMetrics()
+    metrics.update(STATS)
+    lines = metrics.render().decode().splitlines()
     drafts = [line for line in lines if line.startswith("vllm:spec_decode")]
     assert len(drafts) == 6
     assert all(len(line.split()) == 2 and float(line.split()[-1]) > 0 for line in drafts)

@@ -177,7 +177,10 @@ TARGET_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]]
     "activation": (configured(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "quantized": (configured(quantization_config={"quant_method": "gptq"}), "gptq"),
     "no hidden size": (configured(hidden_size=None), "hidden_size must be a positive integer, it is missing"),
-    "bad number": (configured(num_hidden_layers="two"), "num_hidden_layers must be a positive integer, found 'two'"),
+    "bad number": (
+        configured(num_hidden_layers="two"),
+        "num_hidden_layers must be an integer from 1 to 4096, found 'two'",
+    ),
     "odd heads": (configured(num_key_value_heads=3), "num_attention_heads 4 is not a multiple"),
 }
 
@@ -215,7 +218,10 @@ HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] =
     ),
     "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default aux layers"),
     "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 aux layers are named"),
-    "bad draft vocab": (configured(draft_vocab_size="all"), "draft_vocab_size must be null or a positive integer"),
+    "bad draft vocab": (
+        configured(draft_vocab_size="all"),
+        "draft_vocab_size must be an integer from 1 to 16777216, found 'all'",
+    ),
     "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
     "unknown rope": (configured(rope_scaling={"type": "dynamic", "factor": 2}), "rope type 'dynamic'"),
     "missing norm": (without("norm.weight"), r"tensor norm\.weight is missing, expected shape \[32\]"),

@@ -1,6 +1,7 @@
 """One child process, started by hand: its last words, its exit status, its deaf ears."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,25 +16,26 @@ from overlap_spec.config import encode_settings
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, Shutdown, ToSupervisor
-from overlap_spec.runtime.actor import SETTINGS_FILE
 
 
 class Child:
     """An actor process whose supervisor is the test."""
 
     def __init__(self, run_dir: Path, module: str, parent: int | None = None) -> None:
-        (run_dir / SETTINGS_FILE).write_bytes(encode_settings(fake_settings()))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoints = Endpoints(run_dir)
         self.inbox: ZmqInbox[ToSupervisor] = ZmqInbox(self._context, self._endpoints.inbox("supervisor"), ToSupervisor)
-        words = ["worker", module, str(run_dir), str(parent or os.getpid())]
+        words = ["worker", module, str(run_dir), "0", str(parent or os.getpid())]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "overlap_spec.runtime.actor", *words],
             env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:  # one that leaves at once reads nothing
+            pipe.write(encode_settings(fake_settings()))
 
     async def recv(self) -> Any:
         return await asyncio.wait_for(self.inbox.recv(), 30)
@@ -46,7 +48,10 @@ class Child:
     def finish(self) -> tuple[int, str]:
         """Exit status and what went to stderr."""
         try:
-            _, errors = self.process.communicate(timeout=30)
+            assert self.process.stderr is not None
+            with self.process.stderr as pipe:
+                errors = pipe.read().decode()
+            self.process.wait(30)
         finally:
             self.process.kill()
             self.process.wait()

@@ -4,19 +4,24 @@ import asyncio
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 from support.fake_settings import fake_settings
 
+from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
-from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime import watchdog as watchdog_module
+from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 OBEDIENT = {
@@ -56,7 +61,8 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
         assert supervisor.facts == {role: TokenizerFacts(role, "") for role in OBEDIENT}
         assert seen == [("loading", 1, 2)] * 3
         assert run_dir.path.stat().st_mode & 0o777 == 0o700
-        assert (run_dir.path / "settings.msgpack").stat().st_mode & 0o777 == 0o600
+        kinds = {stat.S_IFMT(path.stat().st_mode) for path in run_dir.path.iterdir() if path.name != LOCK_FILE}
+        assert kinds == {stat.S_IFSOCK}, "no file: it would outlive a killed run, with what is secret in the settings"
         assert await supervisor.drain(5)
         began = time.monotonic()
         await supervisor.stop()
@@ -105,13 +111,117 @@ def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> Non
     asyncio.run(scenario())
 
 
-def test_a_drain_is_bounded_and_a_stubborn_actor_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "STOP_S", 0.3)
+def recovering(most: int) -> Settings:
+    return replace(fake_settings(), recovery=RecoverySettings(enabled=True, most=most))
+
+
+async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL) -> dict[str, int]:
+    """Kill an actor and wait until all are ready again. Returns their processes."""
+    before = supervisor.pids
+    os.kill(before[role], number)
+    while supervisor.recovering is None:
+        await asyncio.sleep(0.001)
+    while supervisor.recovering is not None:
+        await asyncio.sleep(0.001)
+    assert supervisor.pids["tokenizer"] == before["tokenizer"]
+    assert all(supervisor.pids[role] != before[role] for role in ("scheduler", "worker"))
+    assert not any(is_running(before[role]) for role in ("scheduler", "worker"))
+    return supervisor.pids
+
+
+def test_scheduler_and_worker_are_started_again_up_to_a_limit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            await supervisor.start(recovering(most=2))
+            await again(supervisor, "worker")
+            os.kill(supervisor.pids["worker"], signal.SIGSTOP)  # a stopped one is killed all the same
+            pids = await again(supervisor, "scheduler")
+            assert await supervisor.drain(5), "the tokenizer is told over its new link"
+            os.kill(pids["worker"], signal.SIGKILL)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 2)
+            assert error.actor == "worker" and "SIGKILL" in str(error)
+
+    asyncio.run(scenario())
+
+
+def test_a_death_while_they_are_started_again_counts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            await supervisor.start(recovering(most=2))
+            os.kill(supervisor.pids["worker"], signal.SIGKILL)
+            while supervisor.recovering is None:
+                await asyncio.sleep(0.001)
+            while "worker" not in supervisor.pids:
+                await asyncio.sleep(0.001)
+            await again(supervisor, "worker")
+            supervisor.actor_died(ActorDied("scheduler", "does not answer"))
+            assert supervisor.failed.done()
+
+    asyncio.run(scenario())
+
+
+def with_timeout(seconds: float) -> Settings:
+    return msgspec.structs.replace(fake_settings(), supervisor=SupervisorSettings(watchdog_timeout_s=seconds))
+
+
+def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, scheduler="support.actors.hanging") as supervisor:
+            await supervisor.start(with_timeout(1.5))
+            while supervisor.watchdog.unresponsive() is None:
+                await asyncio.sleep(0.01)
+            assert not supervisor.failed.done(), "late, and not given up yet"
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 5)
+            assert (error.actor, "hung: no sign of life for " in str(error)) == ("scheduler", True)
+            assert supervisor.killed == {"scheduler"}
+
+    asyncio.run(scenario())
+    assert "in hang_in_a_loop" in capfd.readouterr().err
+    assert "its stack follows" in caplog.text
+
+
+@pytest.mark.full
+def test_an_actor_that_was_stopped_cannot_write_its_stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            await supervisor.start(with_timeout(1.5))
+            os.kill(supervisor.pids["worker"], signal.SIGSTOP)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 5)
+            assert (error.actor, "hung" in str(error)) == ("worker", True)
+
+    asyncio.run(scenario())
+    assert "the process is stopped, so it cannot write its stack" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_phase_of_the_start_is_named_in_the_log_and_may_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog_module, "START_TIMEOUTS", 1)
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, worker="support.actors.slow_start") as supervisor:
+            with pytest.raises(ActorDied, match="worker: hung: no sign of life while compiling kernels for "):
+                await supervisor.start(with_timeout(1.5))
+
+    asyncio.run(scenario())
+    assert "worker: still compiling kernels, for " in caplog.text
+
+
+def test_an_actor_that_has_to_be_killed_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a drain that was not over leaves an actor little time to stop."""
+    monkeypatch.setattr(supervisor_module, "LAST_STOP_S", 0.2)
 
     async def scenario() -> None:
         async with supervised(tmp_path, tokenizer="support.actors.stubborn") as supervisor:
             await supervisor.start(fake_settings())
             assert not await supervisor.drain(0.1)
+            began = time.monotonic()
+            await supervisor.stop()
+            assert time.monotonic() - began < supervisor_module.STOP_S / 2
+            assert supervisor.killed == {"tokenizer"}
 
     asyncio.run(scenario())
 
@@ -145,7 +255,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from support.fake_settings import fake_settings
-from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 async def main():

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
 
-from overlap_spec.messages import Stats
+from overlap_spec.errors import ActorDied
+from overlap_spec.messages import READY, EngineHealth, EngineState, Stats
 from overlap_spec.server import probes
 from overlap_spec.server.app import create_app
 
@@ -117,24 +118,40 @@ def test_tokenize_and_detokenize() -> None:
 
 
 def test_health_says_what_the_supervisor_says() -> None:
-    state = EngineState()
-    well = state.ask("GET", "/health")
-    assert (well.status_code, well.content) == (200, b"")
-    state.reason = "the worker has died"
-    ill = state.ask("GET", "/health")
-    assert (ill.status_code, ill.text, ill.headers["retry-after"]) == (503, "the worker has died", "1")
+    well = EngineIn(READY).ask("GET", "/health")
+    assert (well.status_code, well.json()["state"], "retry-after" in well.headers) == (200, "ready", False)
+    for state in EngineState:
+        if state is not EngineState.READY:
+            health = EngineHealth(state, "no sign of life", "worker", 12.5, {"worker": 12.5, "scheduler": 0.25})
+            ill = EngineIn(health).ask("GET", "/health")
+            assert (ill.status_code, ill.headers["retry-after"]) == (503, "1")
+            assert ill.json() == {
+                "state": state.value,
+                "reason": "no sign of life",
+                "actor": "worker",
+                "since_s": 12.5,
+                "last_sign_s": {"worker": 12.5, "scheduler": 0.25},
+            }
+
+
+STOPPING = EngineHealth(EngineState.DRAINING, "the server is shutting down")
+
+
+def test_requests_wait_for_an_actor_that_is_silent() -> None:
+    reply = EngineIn(EngineHealth(EngineState.UNRESPONSIVE, "no sign of life")).ask("GET", "/v1/models")
+    assert reply.status_code == 200
 
 
 def test_everything_else_is_503_while_the_engine_is_not_ready() -> None:
-    state = EngineState(reason="starting")
+    state = EngineIn(STOPPING)
     for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/nowhere")):
         reply = state.ask(method, path)
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-        assert reply.json()["error"]["message"] == "starting"
+        assert reply.json()["error"]["message"] == STOPPING.reason
 
 
 def test_a_last_scrape_is_answered_while_the_engine_takes_nothing_new() -> None:
-    reply = EngineState(reason="the server is shutting down").ask("GET", "/metrics")
+    reply = EngineIn(STOPPING).ask("GET", "/metrics")
     assert reply.status_code == 200 and "overlap_spec:num_running_reqs 0.0" in reply.text.splitlines()
 
 
@@ -147,8 +164,36 @@ def test_health_generate_asks_for_one_token(monkeypatch: pytest.MonkeyPatch) -> 
     slow = FakeClient(step_s=10)
     monkeypatch.setattr(probes, "PROBE_S", 0.05)
     response = ask(slow, "GET", "/health_generate")
-    assert (response.status_code, response.text) == (503, "no token within 0 s")
+    assert (response.status_code, response.json()["reason"]) == (503, "no token within 0 s")
+    assert response.json()["state"] == "unresponsive"
     assert not slow.running
+
+
+class DeafClient(FakeClient):
+    """Whose engine answers no question any more."""
+
+    answers = True
+
+    async def stats(self) -> Stats:
+        if not self.answers:
+            raise ActorDied("tokenizer", "no answer")
+        return self.statistics
+
+
+def test_metrics_of_an_engine_that_does_not_answer_are_its_last_ones() -> None:
+    client = DeafClient(statistics=Stats(num_running=3))
+    engine = EngineIn(EngineHealth(EngineState.UNRESPONSIVE, last_sign_s={"tokenizer": 12.5}), client)
+
+    async def inner() -> list[str]:
+        app = create_app(client, INFO, lambda: engine.health)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+            await http.get("/metrics")
+            client.answers = False
+            return (await http.get("/metrics")).text.splitlines()
+
+    lines = asyncio.run(inner())
+    assert "overlap_spec:num_running_reqs 3.0" in lines
+    assert 'overlap_spec:last_sign_seconds{process="tokenizer"} 12.5' in lines
 
 
 def test_metrics() -> None:
@@ -215,15 +260,15 @@ def test_unknown_routes_and_methods(method: str, path: str, status: int, code: s
 
 
 @dataclass
-class EngineState:
-    """An engine that is well while there is no reason to think otherwise."""
+class EngineIn:
+    """An engine in a state."""
 
-    reason: str = ""
+    health: EngineHealth
     client: FakeClient = field(default_factory=FakeClient)
 
     def ask(self, method: str, path: str) -> httpx.Response:
         async def inner() -> httpx.Response:
-            app = create_app(self.client, INFO, lambda: (not self.reason, self.reason))
+            app = create_app(self.client, INFO, lambda: self.health)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
                 return await http.request(method, path)
 

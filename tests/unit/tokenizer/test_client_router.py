@@ -1,6 +1,8 @@
 """The public link over real sockets: bounded, watched, guarded. The test is both ends."""
 
 import asyncio
+import contextlib
+import signal
 import socket
 import stat
 import subprocess
@@ -14,15 +16,30 @@ import msgspec
 import pytest
 import zmq
 
-from overlap_spec.client.link import ClientDealer, Gone, Malformed
+from overlap_spec.client.link import ClientDealer, Gone, Malformed, Unread
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.messages import Detokenized, GetStats, Ping, Pong, Stats, StatsReply
+from overlap_spec.messages import (
+    Cancel,
+    Detokenized,
+    ErrorCode,
+    GetStats,
+    Ping,
+    Pong,
+    Rejected,
+    Stats,
+    StatsReply,
+    TextDeltas,
+    TextPrompt,
+    Tokenize,
+    Usage,
+)
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.client_router import ClientRouter
 
 Scene = Callable[[ClientEndpoint], Awaitable[None]]
 TIMEOUT_S = 5.0
+GONE = Gone("closed its connection, or its process answers no more")
 
 
 def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
@@ -115,7 +132,13 @@ def deaf_client(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> "zmq
 CHUNK = "x" * 10_000
 
 
-def test_a_client_that_stops_reading_is_bounded_then_gone_and_nobody_waits_for_it(tmp_path: Path) -> None:
+def step(*request_ids: str) -> TextDeltas:
+    count = len(request_ids)
+    usage = Usage(1, 0, 1, 0)
+    return TextDeltas(list(request_ids), [CHUNK] * count, [[]] * count, [None] * count, [usage] * count)
+
+
+def test_a_request_whose_answer_is_not_read_is_ended_alone_and_nobody_waits_for_it(tmp_path: Path) -> None:
     async def scene(endpoint: ClientEndpoint) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         deaf = deaf_client(context, endpoint.address)
@@ -124,26 +147,72 @@ def test_a_client_that_stops_reading_is_bounded_then_gone_and_nobody_waits_for_i
         async with dealer(endpoint) as lively:
             lively.send(Ping(0.0))
             assert (await arrives(router))[0] == 2
-            gone = asyncio.create_task(router.recv())
+            unread = asyncio.create_task(router.recv())
             num_sent, slowest = 0, 0.0
-            while not gone.done():
+            while not unread.done():
                 began = time.perf_counter()
-                router.send(1, Detokenized("r", CHUNK))
+                router.send(1, step("long"))
                 slowest = max(slowest, time.perf_counter() - began)
                 num_sent += 1
                 if num_sent % 20 == 0:
+                    router.send(1, Detokenized("other", CHUNK * 30))  # one answer, however large, is not too many
                     router.send(2, Pong(float(num_sent), True))
                     assert await lively.recv() == Pong(float(num_sent), True)
                 assert num_sent < 500
                 await asyncio.sleep(0)
-            number, why = gone.result()
-            assert number == 1 and isinstance(why, Gone) and "unread" in why.why
-            assert num_sent * len(CHUNK) > 200_000
+            number, word = unread.result()
+            assert number == 1 and isinstance(word, Unread) and word.request_id == "long"
+            assert 200_000 < word.num_bytes < 220_000
             assert slowest < 0.1
         deaf.close(0)
         context.destroy(linger=0)
 
     on_stage(scene, tmp_path, max_queued_bytes=200_000)
+
+
+def test_a_client_whose_loop_is_busy_is_sent_everything_all_the_same(tmp_path: Path) -> None:
+    """ZeroMQ's thread takes it from the connection: one large answer cannot end the others of the same client."""
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint) as busy:
+            busy.send(Ping(0.0))
+            assert (await arrives(router))[0] == 1
+            unread = asyncio.create_task(router.recv())
+            for index in range(1500):
+                router.send(1, step("a"))
+                if index % 10 == 0:
+                    await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)
+            assert not unread.done()
+            unread.cancel()
+
+    on_stage(scene, tmp_path, max_queued_bytes=2_000_000)
+
+
+def test_what_a_client_leaves_unread_is_bounded_too_and_the_longest_stream_ends_first(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        deaf = deaf_client(context, endpoint.address)
+        router = endpoint.router
+        await arrives(router)
+        words: list[object] = []
+        while len(words) < 1:
+            router.send(1, step("a"))
+            router.send(1, step("a", "b"))
+            with contextlib.suppress(TimeoutError):
+                words.append((await asyncio.wait_for(router.recv(), 0.001))[1])
+        assert isinstance(words[0], Unread) and words[0].request_id == "a"
+        for _ in range(5):
+            router.send(1, Detokenized("q", CHUNK))  # refused instead: the client is told when it reads
+        while not isinstance(words[-1], Gone):
+            router.send(1, step("b"))
+            words.append((await arrives(router))[1])
+        assert "bytes unread" in words[-1].why
+        deaf.close(0)
+        context.destroy(linger=0)
+
+    on_stage(scene, tmp_path, max_queued_bytes=10**9, max_client_bytes=300_000)
 
 
 def test_a_client_that_reads_late_but_in_time_gets_everything_in_order(tmp_path: Path) -> None:
@@ -165,24 +234,96 @@ def test_a_client_that_reads_late_but_in_time_gets_everything_in_order(tmp_path:
     on_stage(scene, tmp_path)
 
 
-def test_silence_ends_a_client_and_heartbeats_keep_it(tmp_path: Path) -> None:
+def test_a_stopped_process_is_gone_and_a_busy_one_is_not(tmp_path: Path) -> None:
+    """ZeroMQ's own threads answer heartbeats, whatever the loop of the client does."""
+
     async def scene(endpoint: ClientEndpoint) -> None:
-        async with dealer(endpoint) as silent, dealer(endpoint) as beating:
-            silent.send(Ping(0.0))
-            assert (await arrives(endpoint.router))[0] == 1
-            heard: list[tuple[int, object]] = []
-            for _ in range(8):
-                beating.send(Ping(0.0))
-                await asyncio.sleep(0.1)
-                heard.append(await arrives(endpoint.router))
-            gone = [(number, word.why) for number, word in heard if isinstance(word, Gone)]
-            assert gone == [(1, "was silent for 0.4 s")]
-            silent.send(Ping(1.0))  # back again, as a new client
-            while (heard_last := await arrives(endpoint.router))[1] != Ping(1.0):
-                pass
-            assert heard_last[0] == 3
+        router = endpoint.router
+        async with dealer(endpoint) as busy:
+            busy.send(Ping(0.0))
+            assert (await arrives(router))[0] == 1
+            command = [sys.executable, "-c", KILLED, endpoint.address]
+            with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+                assert (await router.recv())[0] == 2
+                process.send_signal(signal.SIGSTOP)
+                number, word = await arrives(router)
+                assert number == 2 and isinstance(word, Gone) and "answers no more" in word.why
+                process.kill()
+            await never(router.recv(), 0.8)  # two timeouts in which the other one has said nothing
+            router.send(1, Pong(0.0, True))
+            assert await busy.recv() == Pong(0.0, True)
 
     on_stage(scene, tmp_path, client_timeout_s=0.4)
+
+
+def test_a_flood_waits_in_its_own_queue_and_what_is_too_much_is_refused(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint) as flood, dealer(endpoint) as user:
+            for index in range(1500):
+                flood.send(GetStats(f"flood {index}"))
+            while (await arrives(router))[1] != GetStats("flood 20"):
+                pass
+            user.send(Ping(5.0))
+            await asyncio.sleep(0.1)
+            others = 0
+            while (await arrives(router))[1] != Ping(5.0):
+                others += 1
+            assert others <= 4
+            flood.send(Cancel("flood 1"))  # it ends work, so it is read
+            num_read = 0
+            while (word := await arrives(router)) != (1, Cancel("flood 1")):
+                num_read += 1
+                assert word[0] == 1
+            assert num_read < 500
+            refused = [await flood.recv() for _ in range(900)]
+            assert all(isinstance(word, Rejected) and word.code is ErrorCode.OVERLOADED for word in refused)
+        assert isinstance((await arrives(router))[1], Gone)
+
+    on_stage(scene, tmp_path, max_client_messages=100)
+
+
+def test_bytes_that_wait_are_bounded_for_each_client_and_in_all(tmp_path: Path) -> None:
+    def text(name: str) -> Tokenize:
+        return Tokenize(name, TextPrompt("x" * 10_000))
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint) as one, dealer(endpoint) as two, dealer(endpoint) as three:
+            for client in (one, two, three):
+                for index in range(4):
+                    client.send(text(str(index)))
+            await asyncio.sleep(0.2)
+            first = await arrives(router)  # what has come by then was read from the socket
+            refused = 0
+            for client in (one, two, three):
+                with contextlib.suppress(TimeoutError):
+                    while True:
+                        word = await asyncio.wait_for(client.recv(), 0.1)
+                        assert isinstance(word, Rejected) and "too much waits" in word.message
+                        refused += 1
+            assert first[1] == text("0") and refused >= 3
+
+    on_stage(scene, tmp_path, max_client_bytes=32_000, max_bytes=75_000)
+
+
+def test_what_a_client_had_waiting_goes_with_it(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint) as leaving:
+            for index in range(50):
+                leaving.send(GetStats(str(index)))
+            leaving.send(Cancel("x", everyone=True))
+            await arrives(router)
+        words = []
+        while not words or not isinstance(words[-1], Gone):
+            words.append((await arrives(router))[1])
+            await asyncio.sleep(0.01)
+        assert words[-2] == Cancel("x", everyone=True)
+        assert len(words) < 50
+        await never(router.recv(), 0.1)
+
+    on_stage(scene, tmp_path)
 
 
 def test_a_closed_connection_is_noticed_at_once_although_nothing_is_sent(tmp_path: Path) -> None:
@@ -194,7 +335,7 @@ def test_a_closed_connection_is_noticed_at_once_although_nothing_is_sent(tmp_pat
                 leaving.send(Ping(0.0))
                 await arrives(endpoint.router)
             began = time.monotonic()
-            assert await arrives(endpoint.router) == (2, Gone("closed its connection"))
+            assert await arrives(endpoint.router) == (2, GONE)
             assert time.monotonic() - began < 0.2
             other.send(Ping(1.0))
             assert await arrives(endpoint.router) == (1, Ping(1.0))
@@ -226,7 +367,7 @@ def test_a_killed_client_is_noticed_at_once_also_with_messages_under_way(tmp_pat
             process.kill()
             process.wait()
             began = time.monotonic()
-            assert await arrives(endpoint.router) == (1, Gone("closed its connection"))
+            assert await arrives(endpoint.router) == (1, GONE)
             assert time.monotonic() - began < 0.2
 
     on_stage(scene, tmp_path)

@@ -52,7 +52,7 @@ def test_a_request_may_bring_a_template_where_it_is_trusted() -> None:
     )
 
     async def read(trusts: bool) -> list[int]:
-        return await PromptReader(smollm2(), trusts).encode(prompt, True, 100)
+        return await PromptReader(smollm2(), trusts).encode(prompt, True, must_fit=False)
 
     ids = asyncio.run(read(True))
     assert smollm2().decode(ids, False) == "<|im_start|>One, two, !"

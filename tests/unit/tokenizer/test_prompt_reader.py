@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from overlap_spec.tokenizer.prompts import LONG, is_long
+from overlap_spec.tokenizer.lanes import LONG
+from overlap_spec.tokenizer.prompts import is_long
 
 
 def nested(depth: int) -> list[Any]:

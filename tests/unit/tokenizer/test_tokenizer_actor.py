@@ -44,7 +44,6 @@ from overlap_spec.messages import (
     ToSupervisor,
     Usage,
 )
-from overlap_spec.runtime.actor import SETTINGS_FILE
 
 M = TypeVar("M")
 TIMEOUT_S = 20.0
@@ -78,7 +77,6 @@ class Process:
         self.supervisor: ZmqInbox[ToSupervisor] = ZmqInbox(context, endpoints.inbox("supervisor"), ToSupervisor)
         self.scheduler: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
         self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("tokenizer"))
-        (directory / SETTINGS_FILE).write_bytes(encode_settings(settings))
         module = "overlap_spec.tokenizer.tokenizer_actor"
         command = [
             sys.executable,
@@ -87,9 +85,13 @@ class Process:
             "tokenizer",
             module,
             str(directory),
+            "0",
             str(os.getpid()),
         ]
-        self.process = subprocess.Popen(command)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode_settings(settings))
+        self.process.stdin.close()
 
     async def exit_status(self) -> int:
         return await asyncio.to_thread(self.process.wait, TIMEOUT_S)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.messages import Phase, Shutdown, SlotWork, StepPlan, StepResult
+from overlap_spec.messages import LivenessProbe, Phase, Shutdown, SlotWork, StepPlan, StepResult
+from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import GLANCE_S, Worker
 
 
 class FakeHandle:
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, received: float) -> None:
         self.plan = plan
+        self.host = HostTimes(received, received)
         self.done = threading.Event()
 
     def ready(self) -> bool:
@@ -45,7 +47,7 @@ class FakeExecutor:
     def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
         if not plan.work:
             raise KeyError("no work")
-        handle = FakeHandle(plan)
+        handle = FakeHandle(plan, received)
         if self.at_once:
             handle.done.set()
         self.handles.append(handle)
@@ -147,6 +149,25 @@ def test_it_polls_while_its_patience_lasts_and_then_sleeps(at_once: bool, sleep:
     serve(FakeExecutor(at_once), inbox, Sent(), SpinPolicy(0.02, lambda: now))
     assert inbox.waits == [sleep] * len(inbox.waits)
     assert len(inbox.waits) in (20, 21, 22)
+
+
+def test_a_probe_is_answered_with_the_age_of_the_oldest_step_and_is_no_reason_to_poll() -> None:
+    ages: list[float] = []
+
+    def serve_and_note(executor: FakeExecutor, inbox: ScriptedInbox) -> None:
+        worker = Worker(executor, inbox, Sent(), SpinPolicy(0.02, lambda: 0.0))  # fakes
+        worker.report_alive = ages.append
+        worker.run()
+
+    probe = [LivenessProbe()]
+    idle = ScriptedInbox([probe, probe, STOP])
+    serve_and_note(FakeExecutor(at_once=True), idle)
+    assert (ages, idle.waits) == ([0.0, 0.0], [None, None])
+    ages.clear()
+    executor = FakeExecutor(at_once=False)
+    inbox = ScriptedInbox([[plan(1)], [plan(2)], probe, STOP])
+    serve_and_note(executor, inbox)
+    assert len(ages) == 1 and 0 < ages[0] < 60
 
 
 def test_what_a_step_raises_ends_the_worker() -> None:

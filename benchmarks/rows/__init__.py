@@ -1,0 +1,1 @@
+"""The rows of the table of real traffic: their limits, and the measurements that no other benchmark has."""

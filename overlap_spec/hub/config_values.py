@@ -1,0 +1,130 @@
+"""Checks the values of a config.json by name, before anything is allocated by them.
+
+One table has what each key may hold, whichever family reads it. A key that a config leaves out, or has as null, passes:
+its reader knows the default, or refuses it. The limits are far above every model there is; a value beyond them is a
+slip, and would take gigabytes before the first tensor's shape shows it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.messages import MAX_STOP_IDS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value may be, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def check_values(config: Mapping[str, Any], origin: str) -> None:
+    """Check every value that a rule is about, those of rotary positions in their own objects too.
+
+    Raises: CheckpointError naming `origin`, the key, what was found and what would be right.
+    """
+    for key, value in chain(config.items(), *map(_of_rotation, _rotations(config))):
+        rule = RULES.get(key)
+        if rule is not None and value is not None and not rule.holds(value):
+            raise CheckpointError(f"{origin}: {key} must be {rule.words}, found {_shown(value)}")
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if config.get("head_dim") is None and heads and hidden and hidden // heads % 2:
+        raise CheckpointError(
+            f"{origin}: head_dim, which is hidden_size {hidden} / num_attention_heads {heads}, must be even,"
+            f" found {hidden // heads}"
+        )
+
+
+def check_eos(ids: tuple[Any, ...], vocab_size: int, origin: str) -> None:
+    """Check the ids that end an answer.
+
+    Raises: CheckpointError naming `origin` and the id, or how many there are: every request's stop ids are kept in a
+    row of `MAX_STOP_IDS`.
+    """
+    if len(ids) > MAX_STOP_IDS:
+        raise CheckpointError(f"{origin}: eos_token_id must be at most {MAX_STOP_IDS} token ids, found {len(ids)}")
+    wrong = [token for token in ids if not _is_int(token) or not 0 <= token < vocab_size]
+    if wrong:
+        raise CheckpointError(
+            f"{origin}: eos_token_id must be token ids from 0 to {vocab_size - 1}, found {_shown(wrong[0])}"
+        )
+
+
+def _rotations(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The objects about rotary positions; Gemma 3 has one for each kind of layer within `rope_parameters`."""
+    found = [value for key in ROTATIONS if isinstance(value := config.get(key), Mapping)]
+    return [*found, *(inner for each in found for inner in each.values() if isinstance(inner, Mapping))]
+
+
+def _of_rotation(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in values.items() if key in RULES]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integers(least: int, most: int) -> Rule:
+    return Rule(f"an integer from {least} to {most}", lambda value: _is_int(value) and least <= value <= most)
+
+
+def _numbers(words: str, holds: Callable[[float], bool]) -> Rule:
+    return Rule(words, lambda value: _is_number(value) and holds(value))
+
+
+ROTATIONS = ("rope_parameters", "rope_scaling")
+SIZE, HEADS, LAYERS, TOKENS, POSITIONS = 2**20, 2**12, 2**12, 2**24, 2**24
+BOOLEAN = Rule("true or false", lambda value: isinstance(value, bool))
+OBJECT = Rule("null or an object", lambda value: isinstance(value, Mapping))
+NAMES = Rule("a list of names", lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value))
+POSITIVE = _numbers("a positive, finite number", lambda value: value > 0)
+BASE = _numbers("a finite number above 1", lambda value: value > 1)
+
+RULES = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "target_hidden_size"), _integers(1, SIZE)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _integers(1, HEADS)),
+    "head_dim": Rule(
+        "an even integer from 2 to 4096", lambda value: _is_int(value) and 2 <= value <= 4096 and value % 2 == 0
+    ),
+    "num_hidden_layers": _integers(1, LAYERS),
+    "num_nextn_predict_layers": _integers(0, LAYERS),
+    "max_window_layers": _integers(0, LAYERS),
+    **dict.fromkeys(("vocab_size", "draft_vocab_size"), _integers(1, TOKENS)),
+    # Angles are products in float32, which tells so many positions apart.
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _integers(1, POSITIONS)),
+    "query_pre_attn_scalar": _integers(1, SIZE),
+    "rms_norm_eps": _numbers("a positive number up to 1", lambda value: 0 < value <= 1),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), BASE),
+    "partial_rotary_factor": _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
+    "attention_factor": POSITIVE,
+    **dict.fromkeys(
+        (
+            "tie_word_embeddings",
+            "attention_bias",
+            "mlp_bias",
+            "use_sliding_window",
+            "use_bidirectional_attention",
+            "norm_output",
+            "bias",
+            "truncate",
+        ),
+        BOOLEAN,
+    ),
+    **dict.fromkeys((*ROTATIONS, "eagle_config"), OBJECT),
+    **dict.fromkeys(("architectures", "layer_types"), NAMES),
+}

@@ -1,0 +1,42 @@
+"""The engine's state, as `/health` and the gate of the HTTP server are told it."""
+
+import enum
+
+import msgspec
+
+
+class EngineState(enum.StrEnum):
+    """What the engine is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    UNRESPONSIVE = "unresponsive"  # an actor gives no sign of life; requests wait
+    RECOVERING = "recovering"  # actors are started again; requests wait
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class EngineHealth(msgspec.Struct, frozen=True):
+    """The state, for how many seconds it has been so, and the actor that is the cause.
+
+    `last_sign_s`: by actor, seconds since its last sign of life.
+    """
+
+    state: EngineState
+    reason: str = ""
+    actor: str = ""
+    since_s: float = 0.0
+    last_sign_s: dict[str, float] = {}
+
+    @property
+    def is_well(self) -> bool:
+        """Whether a load balancer should send requests here."""
+        return self.state is EngineState.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request that comes all the same is taken: it may have to wait."""
+        return self.state in (EngineState.READY, EngineState.UNRESPONSIVE, EngineState.RECOVERING)
+
+
+READY = EngineHealth(EngineState.READY)

@@ -1,0 +1,94 @@
+"""Cuts a long text into pieces whose token ids, one after another, are those of the whole text.
+
+Byte-level BPE encodes each match of its splitting pattern by itself. All patterns listed here end a match before a
+space between two letters, and after a single line feed between two characters; none looks behind. So a text
+may be cut there. With a tokenizer that does anything else the text stays whole.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
+
+PIECE = 16_384  # characters: some 10 ms of work
+CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=\S)")
+PATTERNS = {  # of Llama 3, Qwen 2 and later, and GPT-2, which is also the one inside ByteLevel
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
+KEEPS_LENGTH = {"NFC", "Prepend", "Replace"}  # normalizers that leave out no text
+
+
+class Pieces:
+    """The rule of one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.can_cut = _can_cut(tokenizer)
+
+    def of(self, text: str) -> Iterator[str]:
+        """Cut a text."""
+        begin = 0
+        while self.can_cut and len(text) - begin > PIECE:
+            cut = CUT.search(text, begin + PIECE)
+            if cut is None:
+                break
+            yield text[begin : cut.start()]
+            begin = cut.start()
+        if begin < len(text) or not text:
+            yield text[begin:]
+
+
+def keeps_all_text(tokenizer: Tokenizer) -> bool:
+    """Whether no part of a text is left out, so that n tokens hold at most n times the longest one's characters."""
+    steps = _steps(tokenizer.normalizer, "normalizers")
+    if not all(step["type"] in KEEPS_LENGTH for step in steps):
+        return False
+    if any(step["type"] == "Replace" and step["content"] == "" for step in steps):
+        return False
+    splits = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in splits)
+    has_fallback = bool(getattr(tokenizer.model, "byte_fallback", False))
+    removes = any(step.get("behavior") == "Removed" or step["type"].startswith("Whitespace") for step in splits)
+    return (is_byte_level or has_fallback) and not removes
+
+
+def _can_cut(tokenizer: Tokenizer) -> bool:
+    if type(tokenizer.model).__name__ != "BPE":
+        return False
+    if any(step["type"] != "NFC" for step in _steps(tokenizer.normalizer, "normalizers")):
+        return False
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip or token.single_word or CUT.search(token.content) for token in added):
+        return False
+    splits = _steps(tokenizer.pre_tokenizer, "pretokenizers")
+    return bool(splits) and splits[-1]["type"] == "ByteLevel" and all(map(_splits_at_cuts, splits)) and _splits(splits)
+
+
+def _splits(steps: list[dict[str, Any]]) -> bool:
+    """Whether one of the steps splits at every cut: ByteLevel need not, if a pattern goes before it."""
+    return any(step["type"] == "Split" or step.get("use_regex") for step in steps)
+
+
+def _splits_at_cuts(step: dict[str, Any]) -> bool:
+    """Whether this step, if it splits at all, does so at every place where a text is cut or keeps to one side of it."""
+    match step["type"]:
+        case "ByteLevel":
+            return not step["add_prefix_space"]
+        case "Digits":
+            return True
+        case "Split":
+            return step["pattern"].get("Regex") in PATTERNS and step["behavior"] == "Isolated" and not step["invert"]
+        case _:
+            return False
+
+
+def _steps(component: Any, inside: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as its file describes it, a sequence as its parts."""
+    if component is None:
+        return []
+    state = json.loads(component.__getstate__())
+    return list(state[inside]) if state["type"] == "Sequence" else [state]

@@ -1,0 +1,1 @@
+"""Cases that no client would send, by hypothesis and schemathesis."""

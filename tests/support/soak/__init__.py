@@ -1,0 +1,1 @@
+"""A server under load and faults: what `tests/soak` runs."""

@@ -1,0 +1,174 @@
+"""One round of a soak: a service under load, faults in turn, then the books.
+
+start -> warm up -> load and faults, memory sampled -> the load ends -> everything back? -> answers alone
+"""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from overlap_spec import Client
+from support.command_line import Service
+from support.leftovers import as_before, drained, held_by
+from support.soak.clients import ANSWERED, Clients, Outcome, Tally
+from support.soak.faults import FAULTS, NO_TROUBLE, Fault, Scene
+from support.soak.measure import Memory, growing
+from support.soak.requests import CONTEXT, Manner, request, solo_body
+
+USERS = 32  # requests that are open at once
+WARM_S = 3.0  # of load and every fault's start, before descriptors and threads are counted
+SAMPLE_S = 0.25
+ALONE = 60  # answers that are compared with solo runs, at most
+ONE_IN = 5  # answers that may be compared
+POOL = ("--max-total-tokens", "960", "--max-running-requests", "16")  # 60 pages: requests are preempted
+METHODS = {
+    "chain": ("EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    "tree": ("EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"),
+    "NGRAM": ("NGRAM",),
+}
+
+
+def flags_of(model: Path, name: str, depth: int) -> tuple[str, ...]:
+    """Of a service that has little room."""
+    algorithm, *numbers = METHODS[name]
+    draft = ("--speculative-draft-model", str(model / "head")) if algorithm == "EAGLE3" else ()
+    if numbers:
+        numbers += ["--speculative-num-draft-tokens", "4" if name == "chain" else "6"]
+    return (
+        *("--model", str(model), "--dtype", "float64", "--context-length", str(CONTEXT), *POOL),
+        *("--speculative-algorithm", algorithm, *draft, *numbers, "--log-level", "error", "--audit-rate", "0.02"),
+        *(("--disable-overlap-schedule",) if depth == 1 else ()),
+    )
+
+
+class Round:
+    """One service, and what happens to it."""
+
+    def __init__(self, service: Service, seed: int, seconds: float) -> None:
+        self._service = service
+        self._seed = seed
+        self._seconds = seconds
+        self._numbers = itertools.count()
+        self._memory = Memory(service)
+        self._tally = Tally()
+        self._current: Fault | None = None
+        self._happened: Counter[str] = Counter()
+        self._kept: list[Outcome] = []
+        self._open: dict[int, set[str]] = {}  # request -> kinds of trouble that faults during its life excuse
+        self._ends_at = 0.0
+
+    async def run(self) -> dict[str, Any]:
+        """Everything. Raises: AssertionError with what went wrong."""
+        async with Client(self._service.endpoint) as zmq_client:
+            clients = Clients(self._service.url, zmq_client)
+            try:
+                return await self._run(clients, zmq_client)
+            finally:
+                await clients.http.aclose()
+
+    async def _run(self, clients: Clients, zmq_client: Client) -> dict[str, Any]:
+        random = Random(self._seed)
+        scene = Scene(self._service, clients.http, random)
+        await self._load(clients, WARM_S, self._every_fault(scene))
+        assert await asyncio.to_thread(drained, self._service) == ""
+        before = held_by(self._service)
+        self._happened.clear()
+        scene.num_sent = 0
+        begun = time.monotonic()
+        await self._load(clients, self._seconds, self._faults_in_turn(scene), sampled=True)
+        spent = time.monotonic() - begun
+        stats = await zmq_client.stats()
+        self._check_outcomes()
+        assert (left := await asyncio.to_thread(drained, self._service)) == "", left
+        await clients.http.aclose()
+        assert (more := await asyncio.to_thread(as_before, self._service, before)) == "", more
+        rows = self._memory.report()
+        assert not growing(rows), rows
+        compared = await asyncio.to_thread(self._compare_alone)
+        assert "Traceback" not in self._service.log(), self._service.log()[-4000:]
+        return {
+            "requests": sum(self._tally.counts.values()) + scene.num_sent,
+            "seconds": round(spent, 1),
+            "outcomes": dict(sorted(self._tally.counts.items())),
+            "excused": dict(self._tally.num_excused),
+            "by_path": dict(sorted(self._tally.by_path.items())),
+            "faults": dict(sorted(self._happened.items())),
+            "preempted": stats.preempted_total,
+            "accept_length": round(stats.committed_tokens_total / stats.verify_steps_total, 2),
+            "memory": rows,
+            "equal_to_solo_runs": compared,
+        }
+
+    async def _load(self, clients: Clients, seconds: float, faults: Any, sampled: bool = False) -> None:
+        """Users send requests for so many seconds; then the open ones end."""
+        self._ends_at = time.monotonic() + seconds
+        fault_task = asyncio.create_task(faults)
+        watching = asyncio.create_task(self._watch()) if sampled else None
+        await asyncio.gather(*(self._user(clients) for _ in range(USERS)))
+        await fault_task
+        if watching is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def _user(self, clients: Clients) -> None:
+        while time.monotonic() < self._ends_at:
+            asked = request(self._seed, next(self._numbers))
+            excused = self._open[asked.number] = set(self._current.excused if self._current else NO_TROUBLE)
+            outcome = await clients.send(asked)
+            del self._open[asked.number]
+            self._tally.add(outcome, frozenset(excused))
+            if outcome.kind == ANSWERED and outcome.tokens and asked.manner is Manner.READ:
+                self._keep(outcome)
+
+    def _keep(self, outcome: Outcome) -> None:
+        if outcome.asked.path == "/generate" and outcome.asked.number % ONE_IN == 0:
+            self._kept.append(outcome)
+
+    async def _watch(self) -> None:
+        while True:
+            self._memory.sample(sum(self._tally.counts.values()))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _every_fault(self, scene: Scene) -> None:
+        for fault in FAULTS:
+            await self._happen(fault, scene)
+
+    async def _faults_in_turn(self, scene: Scene) -> None:
+        """In another order each time, with a pause after each."""
+        while time.monotonic() < self._ends_at:
+            for fault in scene.random.sample(FAULTS, len(FAULTS)):
+                if time.monotonic() < self._ends_at:
+                    await self._happen(fault, scene)
+                    await asyncio.sleep(scene.random.uniform(0.2, 0.8))
+
+    async def _happen(self, fault: Fault, scene: Scene) -> None:
+        self._current = fault
+        for excused in self._open.values():
+            excused |= fault.excused
+        async with fault.happen(scene):
+            pass
+        self._current = None
+        self._happened[fault.name] += 1
+
+    def _check_outcomes(self) -> None:
+        trouble = self._tally.trouble
+        assert not trouble, (len(trouble), [(each.kind, each.why[:300], each.asked) for each in trouble[:5]])
+
+    def _compare_alone(self) -> int:
+        """The kept requests once more, alone, without speculation: the same tokens."""
+        chosen = self._kept[:: max(1, len(self._kept) // ALONE)][:ALONE]
+        with httpx.Client(base_url=self._service.url, timeout=60) as http:
+            for outcome in chosen:
+                reply = http.post(outcome.asked.path, json=solo_body(outcome.asked)).json()
+                tokens = [each["output_ids"] for each in (reply if isinstance(reply, list) else [reply])]
+                assert tokens == outcome.tokens, (outcome.asked, outcome.tokens, tokens)
+        assert chosen, "nothing was compared"
+        return len(chosen)
