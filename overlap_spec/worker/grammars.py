@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import takewhile
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -25,11 +25,14 @@ from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 Result = TypeVar("Result")
 
 MAX_THREADS = 8
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
-FORCING_STEPS = 8  # that a mean of what must follow goes over
+FORCING_STEPS = 3  # that a mean of what must follow goes over
 
 
 class RequestGrammar:
@@ -106,8 +109,16 @@ class Grammars:
         self._compile_threads.submit(self.vocabulary.tokenizer)
 
     def prepare(self, message: PrepareGrammar) -> None:
-        """Compile a request's grammar; `replies` tells the end of it."""
-        self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)
+        """Compile a request's grammar; `replies` tells the end of it.
+
+        Where another request has left a matcher, that is at once, so that requests that come together stay together.
+        """
+        free = self._compiler.take(message.grammar)
+        if free is None:
+            self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)
+        else:
+            self._by_uid[message.uid] = done = Future[RequestGrammar]()
+            done.set_result(self._followed(message, free))
         self._compiling.append(message.uid)
 
     def drop(self, message: DropGrammar, is_busy: bool) -> None:
@@ -172,7 +183,9 @@ class Grammars:
         self._compile_threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        compiled = self._compiler.compile(message.grammar)
+        return self._followed(message, self._compiler.compile(message.grammar))
+
+    def _followed(self, message: PrepareGrammar, compiled: LLMatcher) -> RequestGrammar:
         matcher: Matcher = compiled
         if (thinking := message.grammar.thinking) is not None:
             matcher = ReasonedMatcher(compiled, thinking, self._eos, self.vocabulary.vocab_size)
