@@ -1,4 +1,4 @@
-"""One step's masks: what a step with grammars waits for, and what it uploads.
+"""One step's masks: what a step with grammars waits for, and what it copies.
 
     host   | tokens of step N | forced tokens |           | window of N + 1 | masks ............. |
     device | .. C of step N ..                | forced, A of step N + 1 ........................ | B, masked | C
@@ -174,7 +174,7 @@ class Masking:
     def step_masks(
         self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent, may_leave: bool
     ) -> Generator[Wait, None, None]:
-        """Compute a mask for each column of the windows and upload them; note which slots are left out.
+        """Compute a mask for each column of the windows; note which slots are left out.
 
         `layers`: when the step's layers are through. `may_leave`: slots may be left out.
         """
