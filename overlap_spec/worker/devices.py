@@ -139,7 +139,8 @@ class CpuMirror:
         return True
 
     def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
-        return _rows_of(self._tensor, indices)
+        found: list[list[list[int]]] = self._tensor.numpy()[:, indices].swapaxes(0, 1).tolist()
+        return found
 
 
 class CpuDevice:
@@ -238,7 +239,8 @@ class CudaMirror:
         return bool(self._copied.query())
 
     def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
-        return _rows_of(self._host, indices)
+        found: list[list[list[int]]] = self._host.numpy()[:, indices].swapaxes(0, 1).tolist()
+        return found
 
 
 class CudaDevice:
@@ -277,11 +279,6 @@ class CudaDevice:
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-
-
-def _rows_of(tensor: Tensor, indices: Sequence[int]) -> list[list[list[int]]]:
-    found: list[list[list[int]]] = tensor.numpy()[:, indices].swapaxes(0, 1).tolist()
-    return found
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
