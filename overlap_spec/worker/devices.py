@@ -52,7 +52,7 @@ class Mirror(Protocol):
     """The host's copy of a tensor [c, S, n] of 64-bit integers at a fixed address, made anew when asked for."""
 
     def refresh(self) -> None:
-        """Start to copy the tensor as it is at this point of the stream; nobody reads the last copy. Sync: never."""
+        """Start to copy the tensor as it is at this point of the stream, over the last copy. Sync: never."""
         ...
 
     def ready(self) -> bool:
