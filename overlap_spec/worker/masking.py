@@ -29,7 +29,7 @@ from overlap_spec.worker.window_masks import HostWindow
 
 Wait = Callable[[], bool]
 
-FORCING_PAYS = 0.5  # tokens of a slot's next window, from which on they are worth a step's wait for them
+FORCING_PAYS = 0.5  # forced tokens of a slot and step: from here on a step gains by waiting for them
 
 
 @dataclass(frozen=True)
