@@ -28,16 +28,18 @@ def held_by(service: Service) -> dict[str, Held]:
     """By role; the HTTP server is `main`. A process that ends meanwhile is left out."""
     found: dict[str, Held] = {}
     for role, pid in {"main": service.process.pid, **service.actors()}.items():
-        with suppress(FileNotFoundError, ProcessLookupError):
+        with suppress(OSError):
             found[role] = held(pid)
     return found
 
 
 def held(pid: int) -> Held:
-    """Of one process, as the kernel counts."""
+    """Of one process, as the kernel counts. Raises: OSError if it has ended, though its parent may not know yet."""
     of = Path(f"/proc/{pid}")
-    status = (of / "status").read_text()
-    rss, threads = (int(re.findall(rf"^{name}:\s+(\d+)", status, re.M)[0]) for name in ("VmRSS", "Threads"))
+    found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", (of / "status").read_text(), re.M))
+    if "VmRSS" not in found:
+        raise ProcessLookupError(pid)
+    rss, threads = int(found["VmRSS"]), int(found["Threads"])
     return Held(len(list((of / "fd").iterdir())), threads, rss << 10)
 
 
