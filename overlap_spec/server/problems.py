@@ -54,8 +54,8 @@ class Problem(Exception):
         return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
     def response(self, path: str = "", headers: Mapping[str, str] | None = None) -> Response:
-        """The whole answer to a request of this path. A 503 has a Retry-After header."""
-        extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        """The whole answer to a request of this path. A 503 has a Retry-After header; a 408 ends its connection."""
+        extra = {503: {"retry-after": str(RETRY_AFTER_S)}, 408: {"connection": "close"}}.get(self.status, {})
         return Response(self.body(path), self.status, {**extra, **(headers or {})}, "application/json")
 
     def _type(self) -> str:
