@@ -46,6 +46,7 @@ from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.worker.loop import Worker
 
 WARM_STEPS, PROMPT_TOKENS = 50, 16
+ACTOR = (sys.executable, "-m", "overlap_spec.runtime.actor")
 CASE, FIGURES = "case.json", "figures.json"
 
 
@@ -142,10 +143,10 @@ def measure(batch: int, depth: int, step_us: int, steps: int, spin: bool) -> dic
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     roles = {"scheduler": "overlap_spec.scheduler.scheduler_actor", "worker": Path(__file__).stem}
-    context = ActorContext("tokenizer", settings, directory.endpoints)
+    context = ActorContext("tokenizer", settings, directory.path)
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "overlap_spec.runtime.actor", role, module, str(directory.path), str(os.getpid())],
+            [*ACTOR, role, module, str(directory.path), "0", str(os.getpid())],
             env=environment,
             stdin=subprocess.PIPE,
         )

@@ -106,7 +106,7 @@ class Engine:
         watchdog = self._supervisor.watchdog if self._supervisor is not None else None
         if self.failure is not None:
             return EngineHealth(EngineState.FAILED, f"the engine has failed: {self.failure}", self.failure.actor)
-        if watchdog is None:
+        if watchdog is None or self._supervisor is None:
             return EngineHealth(EngineState.STARTING, "the engine is starting: the model is looked for")
         ages = watchdog.ages()
         if self._client is None and (starting := watchdog.starting()) is not None:
@@ -114,6 +114,9 @@ class Engine:
             return EngineHealth(EngineState.STARTING, reason, starting.actor, starting.seconds, ages)
         if self._client is None:
             return EngineHealth(EngineState.STARTING, "the engine is starting", last_sign_s=ages)
+        if (cause := self._supervisor.recovering) is not None:
+            reason = f"the engine is recovering: {cause}"
+            return EngineHealth(EngineState.RECOVERING, reason, cause.actor, self._supervisor.recovering_s, ages)
         if (late := watchdog.unresponsive()) is not None:
             return EngineHealth(EngineState.UNRESPONSIVE, f"{late.actor}: {late}", late.actor, late.seconds, ages)
         return EngineHealth(EngineState.READY, last_sign_s=ages)

@@ -41,6 +41,17 @@ class RequestAborted(OverlapSpecError):
     """The request was ended before it finished: on request, or because the engine is stopping."""
 
 
+class RequestFailed(OverlapSpecError):
+    """One request cannot go on, through no fault of its client (HTTP 500). The engine and its other requests do.
+
+    `code`: the reason, in a word.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class ActorDied(OverlapSpecError):
     """A process of the engine died or failed. `actor` is its name; open requests end with this error."""
 

@@ -11,13 +11,13 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
-from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH
+from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
-from overlap_spec_kernels.logits.columns import forbid_tokens
+from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.guesses_before import guesses_before
@@ -61,6 +61,7 @@ __all__ = [
     "MAX_CHAIN_WIDTH",
     "MAX_TOP_TOKENS",
     "MAX_TREE_WIDTH",
+    "NO_TOKEN",
     "Candidates",
     "Cutoff",
     "DecodeScratch",
@@ -103,6 +104,7 @@ __all__ = [
     "judge_chain",
     "judge_tree",
     "kept_columns",
+    "largest_columns",
     "linear_add",
     "linear_argmax",
     "linear_logits",

@@ -7,8 +7,11 @@ first launch after that finds it there. The processes never touch the device: Tr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
@@ -18,6 +21,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from overlap_spec_kernels.launch import compiling_only
+
+PR_SET_PDEATHSIG = 1
 
 
 def load_compiler() -> None:
@@ -42,7 +47,7 @@ def compiling_together(num_processes: int) -> Iterator[None]:
 
     target = triton.runtime.driver.active.get_current_target()
     spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, spawned, _compile_for, (target,)) as processes:
+    with ProcessPoolExecutor(num_processes, spawned, _compile_for, (target, os.getpid())) as processes:
         found = _FoundKernels(processes)
         triton.knobs.runtime.jit_cache_hook = found.on_compilation
         try:
@@ -88,11 +93,19 @@ class _NoDevice:
         return self._target
 
 
-def _compile_for(target: Any) -> None:
+def _compile_for(target: Any, parent: int) -> None:
     """Start a process of the pool."""
     import triton
 
+    end_with(parent)
     triton.runtime.driver.set_active(_NoDevice(target))
+
+
+def end_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends (Linux): a process of a pool would wait for work for ever."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _compile(module: str, name: str, specialization: str) -> None:

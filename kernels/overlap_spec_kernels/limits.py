@@ -6,4 +6,5 @@ MAX_CHAIN_WIDTH = 16  # columns of a chain's window, root included: one side of 
 MAX_GROUP = 16  # query heads per KV head
 MAX_TOPK = 16  # children of a node
 MAX_TOP_TOKENS = 20  # of a row, with their log-probs: as many as OpenAI's API returns
+NO_TOKEN = -2  # what is drawn where the largest logit is NaN or infinite; -1 pads runs of tokens
 MAX_MATCH = 32  # tokens in an n-gram match

@@ -61,7 +61,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def _add_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
     names = (flag_name(field.name), *ALIASES.get(field.name, ()))
     if field.kind is bool:
-        group.add_argument(*names, dest=field.name, action="store_true", default=argparse.SUPPRESS, help=_help(field))
+        action = "store_true" if field.default is False else argparse.BooleanOptionalAction
+        group.add_argument(*names, dest=field.name, action=action, default=argparse.SUPPRESS, help=_help(field))
         return
     several = field.many or field.name in JOINED
     group.add_argument(

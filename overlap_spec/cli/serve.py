@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit status."""
-    config = engine_config(arguments)
+    config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")
     log.info("starting %s, on %s port %d", config.model_path, config.host, config.port)  # before slow imports

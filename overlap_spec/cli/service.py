@@ -2,7 +2,8 @@
 
     bind -> start the engine (503 meanwhile) -> print the table -> serve -> stop
     one signal: new requests 503, open ones finish, status 0       a second: everything ends at once, status 1
-    an actor dies: open streams get an error event, /health answers 503, status 1
+    scheduler or worker dies: both are started again (`--recover`), requests wait, /health answers 503 meanwhile
+    another actor dies, or too many: open streams get an error event, /health answers 503, status 1
     one had to be killed at the end, because it hung: status 1
 
 The port is bound first, so that a busy one is found before a weight is read.

@@ -128,7 +128,7 @@ class Client:
 
         After a finish of kind ABORT the next step of the loop raises RequestAborted. Leaving a loop over a
         generator that nothing else refers to closes it; else close it yourself (`contextlib.aclosing`).
-        Raises: RequestError naming the field, Overloaded, RequestAborted, ActorDied.
+        Raises: RequestError naming the field, Overloaded, RequestAborted, RequestFailed, ActorDied.
         Cancellation: the request is cancelled at the engine, at once.
         """
         request_id = request_id or uuid.uuid4().hex

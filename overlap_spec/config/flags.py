@@ -117,6 +117,15 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         LogLevel | None, Meta(description="log level of answers, each a line at info; default: that of --log-level")
     ] = None
 
+    recover: Annotated[
+        bool | None,
+        Meta(description="start scheduler and worker again when one dies, and let requests go on; default: serve does"),
+    ] = None
+    max_recoveries: (
+        Annotated[int, Meta(ge=1, description="times in 10 minutes that this is done, and then no more; default 3")]
+        | None
+    ) = None
+
     audit_rate: (
         Annotated[
             float,

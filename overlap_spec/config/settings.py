@@ -186,6 +186,14 @@ class SchedulerSettings(Struct, frozen=True):
     synthetic_acceptance: bool = False  # every log line with an accept length reports it
 
 
+class RecoverySettings(Struct, frozen=True):
+    """Owner: supervisor and tokenizer. Whether dead processes are started again, and how often within `window_s`."""
+
+    enabled: bool = False
+    most: int = 3
+    window_s: float = 600.0
+
+
 class AuditSettings(Struct, frozen=True):
     """Owner: tokenizer; worker and scheduler keep slots for it. `rate`: share of finished requests; 0: none."""
 
@@ -259,6 +267,7 @@ class Settings(Struct, frozen=True):
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
     audit: AuditSettings = AuditSettings()
+    recovery: RecoverySettings = RecoverySettings()
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
     supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces

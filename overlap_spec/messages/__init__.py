@@ -80,6 +80,7 @@ from overlap_spec.messages.request import (
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
+    NO_TOKEN,
     Abort,
     Admit,
     DropGrammar,
@@ -92,7 +93,9 @@ from overlap_spec.messages.ring import (
     PrepareGrammar,
     Refused,
     ResetSlot,
+    Resumed,
     SlotWork,
+    Started,
     Stats,
     StepCosts,
     StepPlan,
@@ -109,6 +112,7 @@ from overlap_spec.messages.supervisor import (
     Alive,
     Drained,
     LivenessProbe,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
@@ -127,7 +131,9 @@ ToScheduler = (
     | Shutdown
 )
 ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
-ToTokenizer = EngineLimits | TokenDeltas | Refused | Flushed | Stats | Audited | LivenessProbe | Shutdown
+ToTokenizer = (
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+)
 
 __all__ = [
     "BOUNDLESS",
@@ -183,6 +189,7 @@ __all__ = [
     "MAX_LISTED_LOG_PROBS",
     "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
+    "NO_TOKEN",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",
     "MAX_WORD_TOKENS",
@@ -195,14 +202,17 @@ __all__ = [
     "Prompt",
     "READY",
     "Reasoning",
+    "Recover",
     "Refused",
     "Rejected",
     "ResetSlot",
+    "Resumed",
     "Roofline",
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
     "SlotWork",
+    "Started",
     "Stats",
     "StatsReply",
     "StepCosts",

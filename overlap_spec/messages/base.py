@@ -32,7 +32,8 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"  # 503
     STARTING = "starting"  # 503
     SHUTTING_DOWN = "shutting_down"  # 503
-    FAILED = "failed"  # 500
+    FAILED = "failed"  # 500: the engine is gone
+    NOT_FINITE = "not_finite"  # 500, of this request alone: the target's logits are NaN or infinite
 
 
 class FinishKind(enum.StrEnum):

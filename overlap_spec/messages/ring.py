@@ -1,17 +1,30 @@
 """The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
 
+import msgspec
+
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
 from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
 
+NO_TOKEN = -2  # ends a run of tokens where the target could draw none (`overlap_spec_kernels.NO_TOKEN`)
+
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far a request had come in a scheduler that is gone. `output`: what it was given, int32, little-endian."""
+
+    output: bytes
+    cached_tokens: int
+    verify_steps: int
 
 
 class Admit(Message, frozen=True):
     """A checked request. `sampling.max_new_tokens` and `sampling.seed` are set; `prompt`: int32, little-endian.
 
-    `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out.
+    `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `resumed`: it has
+    output already, and goes on at the next token.
     """
 
     uid: int
@@ -19,6 +32,7 @@ class Admit(Message, frozen=True):
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     arrived_at: float
+    resumed: Resumed | None = None
 
 
 class Abort(Message, frozen=True):
@@ -38,11 +52,13 @@ class FlushCache(Message, frozen=True):
 class PrepareGrammar(Message, frozen=True):
     """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed.
 
-    `uid`: of an audit, its request's negated: the two may overlap.
+    `uid`: of an audit, its request's negated: the two may overlap. `output`: tokens that it has consumed
+    already, int32, little-endian.
     """
 
     uid: int
     grammar: Grammar
+    output: bytes = b""
 
 
 class DropGrammar(Message, frozen=True):
@@ -184,6 +200,7 @@ class WorkerReady(Message, frozen=True):
 class StepResult(Message, frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
+    `NO_TOKEN` ends a run where the target's logits were not finite: no token can be drawn, and none can come after it.
     In decode [] is a slot that was left out, because the masks of its grammar were late: nothing of it has changed.
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
     this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
@@ -262,6 +279,12 @@ class TokenDeltas(Message, frozen=True):
     prompt_log_probs: dict[int, bytes] = {}
 
 
+class Started(Message, frozen=True):
+    """These requests have a slot from now on: they are in the batch if the worker dies."""
+
+    uids: list[int]
+
+
 class Refused(Message, frozen=True):
     """The scheduler does not run this request."""
 
@@ -311,3 +334,9 @@ class Stats(Message, frozen=True):
     num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
     decode_time_total: float = 0.0  # seconds of the device: decode steps, and its idle time before them
     draft_is_dead: bool = False  # of the last guesses hardly any was accepted
+    # Known to the tokenizer alone, which adds them.
+    recoveries_total: int = 0
+    replayed_total: int = 0  # requests, each time
+    poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
+    last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
+    not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite

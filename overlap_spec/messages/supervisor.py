@@ -10,15 +10,31 @@ class Shutdown(Message, frozen=True):
     drain: bool
 
 
+class Recover(Message, frozen=True):
+    """Scheduler and worker are gone, and started again: what is open goes on there, over links of this generation.
+
+    `actor` died first, and why is `error`; `died_at`: monotonic, in seconds.
+    """
+
+    generation: int
+    actor: str
+    error: str
+    died_at: float
+
+
 class LivenessProbe(Message, frozen=True):
     """Answer with Alive, from the loop that does the actor's work. At most one is unanswered."""
 
 
 class Alive(Message, frozen=True):
-    """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is."""
+    """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is.
+
+    `generation`, of this and the next three: which of the processes of that role it is.
+    """
 
     actor: str
     step_s: float = 0.0
+    generation: int = 0
 
 
 class ActorReady(Message, frozen=True):
@@ -26,6 +42,7 @@ class ActorReady(Message, frozen=True):
 
     actor: str
     facts: ActorFacts
+    generation: int = 0
 
 
 class ActorFailed(Message, frozen=True):
@@ -34,6 +51,7 @@ class ActorFailed(Message, frozen=True):
     actor: str
     error: str
     traceback: str
+    generation: int = 0
 
 
 class ActorProgress(Message, frozen=True):
@@ -43,6 +61,7 @@ class ActorProgress(Message, frozen=True):
     what: str
     done: int
     total: int
+    generation: int = 0
 
 
 class Drained(Message, frozen=True):

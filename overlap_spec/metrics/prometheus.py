@@ -50,6 +50,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Time that decode steps must take at the device's ceilings over the time they took, last interval.",
         lambda s: s.step_efficiency,
     ),
+    ("last_recovery_seconds", "What the last recovery took; 0 before the first.", lambda s: s.last_recovery),
     ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
     ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),
     (
@@ -64,6 +65,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("cached_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
     ("num_requests", "Requests received.", lambda s: s.requests_total),
     ("num_aborted_requests", "Requests ended before they finished.", lambda s: s.aborted_total),
+    (
+        "num_not_finite_requests",
+        "Requests ended because the logits were NaN or infinite.",
+        lambda s: s.not_finite_total,
+    ),
     ("num_retracted_requests", "Preemptions.", lambda s: s.preempted_total),
     ("spec_verify_calls", "Verify steps, one per request and decode step.", lambda s: s.verify_steps_total),
     ("steps", "Steps of the engine.", lambda s: s.steps_total),
@@ -74,6 +80,9 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.decode_floor_total,
     ),
     ("decode_time_seconds", "Time of decode steps, with the gaps before them.", lambda s: s.decode_time_total),
+    ("recoveries", "Deaths after which scheduler and worker were started again.", lambda s: s.recoveries_total),
+    ("replayed_requests", "Open requests that went on after one, each time.", lambda s: s.replayed_total),
+    ("poisonous_requests", "Requests ended because the worker died with them twice.", lambda s: s.poisonous_total),
 )
 
 

@@ -127,7 +127,10 @@ class LazyLogits(Protocol):
         ...
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
-        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [V] i64 -> [R] i64."""
+        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [V] i64 -> [R] i64.
+
+        `NO_TOKEN` where that logit is NaN or infinite; with `ids` some id of them.
+        """
         ...
 
 

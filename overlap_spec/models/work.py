@@ -47,7 +47,7 @@ def total_work(parts: Iterable[ForwardWork]) -> ForwardWork:
 
 def count_bytes(weights: object) -> int:
     """Memory of all tensors below a tree of dataclasses and tuples, shared ones counted once."""
-    return sum(tensor.nbytes for tensor in {_address(tensor): tensor for tensor in _tensors(weights)}.values())
+    return sum(tensor.nbytes for tensor in {_address(tensor): tensor for tensor in tensors_in(weights)}.values())
 
 
 def _address(tensor: Tensor) -> int:
@@ -55,11 +55,12 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-def _tensors(node: object) -> list[Tensor]:
+def tensors_in(node: object) -> list[Tensor]:
+    """All tensors below a tree of dataclasses and tuples, shared ones as often as they are there."""
     if isinstance(node, Tensor):
         return [node]
     if isinstance(node, tuple):
-        return [tensor for child in node for tensor in _tensors(child)]
+        return [tensor for child in node for tensor in tensors_in(child)]
     if is_dataclass(node):
-        return [tensor for field in fields(node) for tensor in _tensors(getattr(node, field.name))]
+        return [tensor for field in fields(node) for tensor in tensors_in(getattr(node, field.name))]
     return []

@@ -1,6 +1,6 @@
 """What every child process shares: settings, links to the others, ready and failure reports.
 
-    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR PARENT_PID < SETTINGS
+    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR GENERATION PARENT_PID < SETTINGS
 
 A child dies with its parent, leaves SIGINT and SIGTERM to it, and reports an exception as ActorFailed before it exits
 with status 1.
@@ -50,16 +50,25 @@ Main = Callable[["ActorContext"], Awaitable[None]]
 
 
 class ActorContext:
-    """An actor's settings and links."""
+    """An actor's settings and links. `generation`: how often the engine had recovered when it was started."""
 
-    def __init__(self, role: str, settings: Settings, endpoints: Endpoints) -> None:
+    def __init__(self, role: str, settings: Settings, run_dir: Path, generation: int = 0) -> None:
         self.role = role
         self.settings = settings
+        self.generation = generation
         self.trace = recorder(role, settings.trace_dir)
-        self.endpoints = endpoints
+        self.endpoints = Endpoints(run_dir, generation)
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[Inbox[Any] | Outlet[Any]] = []
-        self._supervisor: Outlet[ToSupervisor] = self.outlet("supervisor")
+        self._supervisor: Outlet[ToSupervisor] = ZmqOutlet(self.zmq, self.endpoints.supervisor())
+        self._links.append(self._supervisor)
+
+    def renew(self, generation: int) -> None:
+        """Close every link but that to the supervisor: those made from now on are of another generation."""
+        for link in self._links[1:]:
+            link.close()
+        del self._links[1:]
+        self.endpoints = Endpoints(self.endpoints.run_dir, generation)
 
     def inbox(self, union: Any) -> Inbox[Any]:
         """Bind this actor's inbox for messages of `union`."""
@@ -94,15 +103,15 @@ class ActorContext:
         """
         gc.collect()
         gc.freeze()
-        self._supervisor.send(ActorReady(self.role, facts))
+        self._supervisor.send(ActorReady(self.role, facts, self.generation))
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Report a part of the start to the supervisor."""
-        self._supervisor.send(ActorProgress(self.role, what, done, total))
+        self._supervisor.send(ActorProgress(self.role, what, done, total, self.generation))
 
     def report_alive(self, step_s: float = 0.0) -> None:
         """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
-        self._supervisor.send(Alive(self.role, step_s))
+        self._supervisor.send(Alive(self.role, step_s, self.generation))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
         """Send any other message to the supervisor."""
@@ -122,31 +131,31 @@ def die_with_parent(expected_parent: int) -> None:
         raise SystemExit(1)
 
 
-def run_actor(role: str, module: str, run_dir: Path, settings: Settings) -> int:
+def run_actor(role: str, module: str, run_dir: Path, settings: Settings, generation: int = 0) -> int:
     """Run one role to its end. Returns the exit status."""
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
     )
-    context = ActorContext(role, settings, Endpoints(run_dir))
+    context = ActorContext(role, settings, run_dir, generation)
     try:
         main = cast(Main, importlib.import_module(module).main)
         uvloop.run(_as_coroutine(main, context))
         context.trace.write()
     except Exception as error:
-        context.send_supervisor(_failure(role, error))
+        context.send_supervisor(_failure(context, error))
         return 1
     finally:
         context.close()
     return 0
 
 
-def _failure(role: str, error: Exception) -> ActorFailed:
+def _failure(context: ActorContext, error: Exception) -> ActorFailed:
     """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OverlapSpecError):
-        return ActorFailed(role, str(error), trace)
+        return ActorFailed(context.role, str(error), trace, context.generation)
     logging.getLogger(__name__).error("failed:\n%s", trace)
-    return ActorFailed(role, f"{type(error).__name__}: {error}", trace)
+    return ActorFailed(context.role, f"{type(error).__name__}: {error}", trace, context.generation)
 
 
 async def _as_coroutine(main: Main, context: ActorContext) -> None:
@@ -155,13 +164,13 @@ async def _as_coroutine(main: Main, context: ActorContext) -> None:
 
 def main() -> None:
     """Entry point of a child process."""
-    role, module, run_dir, parent = sys.argv[1:5]
+    role, module, run_dir, generation, parent = sys.argv[1:6]
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor sends Shutdown, and kills an actor that stays
-    sys.exit(run_actor(role, module, Path(run_dir), decode_settings(sys.stdin.buffer.read())))
+    sys.exit(run_actor(role, module, Path(run_dir), decode_settings(sys.stdin.buffer.read()), int(generation)))
 
 
 if __name__ == "__main__":

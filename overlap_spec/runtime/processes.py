@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from overlap_spec.config import Settings, child_environment, encode_settings
@@ -22,13 +22,13 @@ Exited = Callable[[str, int], None]  # role, exit status (negative: the signal t
 
 
 class Children:
-    """One process per role. `on_exit` is called once per child, in the event loop, for every kind of exit."""
+    """One process per role. `on_exit` is called once per child that was not abandoned, for every kind of exit."""
 
     def __init__(self, roles: Mapping[str, str], on_exit: Exited) -> None:
         self._roles = roles
         self._on_exit = on_exit
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
     def pids(self) -> dict[str, int]:
@@ -40,26 +40,24 @@ class Children:
         """The roles whose processes have not ended."""
         return [role for role, process in self._processes.items() if process.returncode is None]
 
-    async def start(self, run_dir: Path, settings: Settings) -> None:
-        """Start every role. Cancellation: those that have started are known, and `kill` ends them."""
-        for role in self._roles:
-            await self.start_one(role, run_dir, settings)
+    async def start(self, run_dir: Path, settings: Settings, roles: Collection[str], generation: int = 0) -> None:
+        """Start these roles. Cancellation: those that have started are known, and `kill` ends them."""
+        for role in roles:
+            await self.start_one(role, run_dir, settings, generation)
 
-    async def start_one(self, role: str, run_dir: Path, settings: Settings) -> None:
+    async def start_one(self, role: str, run_dir: Path, settings: Settings, generation: int = 0) -> None:
         """Start one role, which must not run. It reads the settings from a pipe: a file would outlive a killed run."""
         # -P: a file of the working directory must not shadow a module, as `-m` alone would let it.
         program = (sys.executable, "-P", "-m", "overlap_spec.runtime.actor")
         process = await asyncio.create_subprocess_exec(
-            *(*program, role, self._roles[role], str(run_dir), str(os.getpid())),
+            *(*program, role, self._roles[role], str(run_dir), str(generation), str(os.getpid())),
             env=child_environment(settings, role) | {"PYTHONPATH": _import_path()},
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__,  # libraries print to stdout, which is for answers
             start_new_session=True,
         )
         self._processes[role] = process
-        watcher = asyncio.create_task(self._watch(role, process), name=f"watch-{role}")
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        self._watchers[role] = asyncio.create_task(self._watch(role, process), name=f"watch-{role}")
         assert process.stdin is not None
         process.stdin.write(encode_settings(settings))
         process.stdin.close()
@@ -68,8 +66,14 @@ class Children:
         """Wait until every child is gone; False if one is still there after `timeout_s`."""
         if not self._watchers:
             return True
-        _, running = await asyncio.wait(self._watchers, timeout=timeout_s)
+        _, running = await asyncio.wait(self._watchers.values(), timeout=timeout_s)
         return not running
+
+    def drop(self, roles: Collection[str]) -> list[asyncio.Task[None]]:
+        """Abandon these. Returns tasks that end with them."""
+        for role in roles:
+            self.abandon(role)
+        return [self._watchers.pop(role) for role in roles if role in self._watchers]
 
     async def kill(self) -> None:
         """End every child that still runs, and wait until it is gone, but no longer than KILL_S."""
@@ -85,7 +89,7 @@ class Children:
 
     def forget(self) -> None:
         """Stop watching. The kernel ends killed children that are still there."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
 
     async def _watch(self, role: str, process: asyncio.subprocess.Process) -> None:
@@ -95,6 +99,7 @@ class Children:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
+    """Send SIGKILL to a process and those that it has started; a stopped one ends too."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -31,7 +31,7 @@ class RunDirectory:
         # Locked under another name first: a lock file that can be seen is held, or its owner is gone.
         self._lock = _locked(self.path / f"{LOCK_FILE}.new")
         (self.path / f"{LOCK_FILE}.new").rename(self.path / LOCK_FILE)
-        if len(os.fsencode(self.path / "supervisor.sock")) > LONGEST_SOCKET_PATH:
+        if len(os.fsencode(self.path / "scheduler.999.steps")) > LONGEST_SOCKET_PATH:
             self.remove()
             raise OverlapSpecError(f"the temporary directory {where} has too long a path for a socket: set TMPDIR")
 

@@ -1,6 +1,12 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
-The first failure is kept, and every other child is killed at once: the ring does not work without one of its actors.
+The ring does not work without one of its actors. With `Settings.recovery` scheduler and worker are both started again
+when one of them has died, and the tokenizer lets its requests go on there:
+
+    died -> both killed -> Recover to the tokenizer -> both started -> ready
+             `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
+
+Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
 
 import asyncio
@@ -13,6 +19,7 @@ import zmq
 
 from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
+from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFacts,
@@ -22,10 +29,12 @@ from overlap_spec.messages import (
     Alive,
     Drained,
     LivenessProbe,
+    Recover,
     Shutdown,
     ToSupervisor,
 )
 from overlap_spec.runtime.processes import Children, describe_exit, request_dump
+from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.watchdog import Late, Watchdog
 
@@ -35,6 +44,8 @@ Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
 STOP_S = 5.0  # for an actor to leave after Shutdown
 LAST_STOP_S = 1.0  # likewise, once the time to drain is over
 DUMP_S = 0.5  # for an actor that hangs to write its stack
+GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
+RESTARTED = ("scheduler", "worker")  # together: what one knows of the other's state cannot be told to a new one
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -54,6 +65,13 @@ class Supervisor:
             self._context, run_dir.endpoints.inbox("supervisor"), ToSupervisor
         )
         self._children = Children(roles, self._on_exit)
+        self._settings: Settings | None = None
+        self._recoveries = RecoveryLimit()
+        self._recovery: asyncio.Task[None] | None = None  # under way, or the last one
+        self._generations = dict.fromkeys(roles, 0)  # of the process of each role
+        self._links = 0  # generation of the links between actors
+        self._ready: set[str] = set()
+        self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
         self.watchdog = Watchdog(0)  # `start` replaces it
         self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
         self._leave_by = 0.0
@@ -67,6 +85,16 @@ class Supervisor:
         """Process number by role."""
         return self._children.pids
 
+    @property
+    def recovering(self) -> ActorDied | None:
+        """Why actors are being started again; None if they are not."""
+        return self._recoveries.cause
+
+    @property
+    def recovering_s(self) -> float:
+        """For how long."""
+        return time.monotonic() - self._recoveries.died_at
+
     async def start(self, settings: Settings) -> None:
         """Start every actor and wait until all are ready. Raises: ActorDied with the child's error."""
         self.watchdog = Watchdog(settings.supervisor.watchdog_timeout_s)
@@ -74,8 +102,10 @@ class Supervisor:
         self._spawn(self._guard(self._watch()))
         for role in self._roles:
             self.watchdog.started(role)
-        await self._children.start(self._run_dir.path, settings)
+        await self._children.start(self._run_dir.path, settings, self._roles)
         await self.unless_failed(self._all_ready.wait())
+        self._settings = settings
+        self._recoveries.settings = settings.recovery
 
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
@@ -101,19 +131,57 @@ class Supervisor:
         finally:
             await self._close()
 
-    def actor_died(self, error: ActorDied) -> None:
-        """End the run: every end of an actor that was not asked for comes here, an exit, an error or a hang.
-
-        A child that hung was abandoned before; one that has failed is about to exit, and is reported twice.
-        """
-        self.fail(error)
-
     def fail(self, error: ActorDied) -> None:
         """End the run with `error`: every child is killed at once. Later errors are ignored."""
         if self._stopping or self.failed.done():
             return
+        self._end_recovery()
         self.failed.set_result(error)
         self._spawn(self._children.kill())
+
+    def actor_died(self, error: ActorDied) -> None:
+        """Recover, or end the run: every end of an actor that was not asked for comes here, be it an exit or a hang.
+
+        A child that hung was abandoned before; one that has failed is about to exit, and is reported once.
+        """
+        if self._stopping or self.failed.done():
+            return
+        if error.actor not in RESTARTED or not self._recoveries.begin(error):
+            self.fail(error)
+            return
+        self._end_recovery()
+        self._all_ready.clear()
+        self._ready.difference_update(RESTARTED)
+        generation = self._links + 1
+        self._generations.update(dict.fromkeys(RESTARTED, generation))
+        for role in RESTARTED:
+            self.watchdog.ended(role)
+        self.killed.difference_update(RESTARTED)
+        gone = self._children.drop(RESTARTED)
+        self._recovery = self._spawn(self._recover(error, generation, gone))
+
+    async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
+        """Start scheduler and worker again, as soon as those before have given back what they had."""
+        assert self._settings is not None
+        if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
+            self.fail(ActorDied(error.actor, f"killed processes are still there after {GONE_S:.0f} s"))
+            return
+        self._tell("tokenizer", Recover(generation, error.actor, str(error), self._recoveries.died_at))
+        self._links = generation
+        self.watchdog.heard("tokenizer")  # a probe over its old link is not answered
+        for role in RESTARTED:
+            self.watchdog.started(role)
+        try:
+            await self._children.start(self._run_dir.path, self._settings, RESTARTED, generation)
+        except OSError as problem:  # no memory for another process
+            self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
+            return
+        await self._all_ready.wait()
+        self._recoveries.end()
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None:
+            self._recovery.cancel()
 
     async def _send_shutdown(self) -> None:
         for role in self._roles:
@@ -125,6 +193,7 @@ class Supervisor:
             log.error("%s did not stop within %.1f s: killed", " and ".join(staying), stop_s)
 
     async def _close(self) -> None:
+        self._end_recovery()
         try:
             await self._children.kill()
         finally:
@@ -134,14 +203,14 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._context.destroy(linger=0)
 
-    def _tell(self, role: str, message: Shutdown) -> None:
+    def _tell(self, role: str, message: Shutdown | Recover) -> None:
         """Send one message: the link is closed at once, and what it holds lingers in the context."""
         outlet = self._outlet(role)
         outlet.send(message)
         outlet.close()
 
     def _outlet(self, role: str) -> ZmqOutlet[Any]:
-        return ZmqOutlet(self._context, self._run_dir.endpoints.inbox(role))
+        return ZmqOutlet(self._context, Endpoints(self._run_dir.path, self._links).inbox(role))
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`. Raises: ActorDied if an actor is gone first."""
@@ -157,13 +226,22 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Ask for signs of life, and give up an actor that hangs."""
-        outlets = {role: self._outlet(role) for role in self._roles}
         while not self._stopping:
             await asyncio.sleep(self.watchdog.interval_s)
             for role in self.watchdog.tick():
-                outlets[role].send(LivenessProbe())
+                self._probe(role)
             for late in self.watchdog.hung():
                 await self._give_up(late)
+
+    def _probe(self, role: str) -> None:
+        """Ask for a sign of life, over a link that stays: an actor that was stopped answers when it goes on."""
+        links, outlet = self._probes.get(role, (-1, None))
+        if outlet is None or links != self._links:
+            if outlet is not None:
+                outlet.close()
+            outlet = self._outlet(role)
+            self._probes[role] = self._links, outlet
+        outlet.send(LivenessProbe())
 
     async def _give_up(self, late: Late) -> None:
         """Let an actor that hangs write its stack, then treat it as dead."""
@@ -173,6 +251,8 @@ class Supervisor:
         self.killed.add(actor)
         log.error("%s: %s (--watchdog-timeout): %s", actor, late, request_dump(pid))
         await asyncio.sleep(DUMP_S)
+        if self.pids.get(actor) != pid:
+            return  # another death meanwhile: this actor was started again
         self.watchdog.ended(actor)
         self._children.abandon(actor)
         self.actor_died(ActorDied(actor, f"hung: {late}"))
@@ -191,10 +271,15 @@ class Supervisor:
 
     def _dispatch(self, message: ToSupervisor) -> None:
         match message:
+            case ActorReady() | ActorFailed() | ActorProgress() | Alive() if message.generation != self._of(
+                message.actor
+            ):
+                pass  # of a process that has been started again since
             case ActorReady():
                 self.watchdog.heard(message.actor)
+                self._ready.add(message.actor)
                 self.facts[message.actor] = message.facts
-                if self.facts.keys() == self._roles.keys():
+                if self._ready == self._roles.keys():
                     self._all_ready.set()
             case ActorFailed():
                 self.actor_died(ActorDied(message.actor, message.error))
@@ -202,7 +287,8 @@ class Supervisor:
                 self.watchdog.heard(message.actor, message.step_s)
             case ActorProgress():
                 self.watchdog.heard(message.actor, phase=message.what)
-                self._progress(message.what, message.done, message.total)
+                if self._settings is None:
+                    self._progress(message.what, message.done, message.total)
             case Drained():
                 self._drained.set()
             case _:
@@ -216,13 +302,18 @@ class Supervisor:
         if status < 0:
             self.actor_died(error)
         else:
-            self._spawn(self._fail_later(error))
+            self._spawn(self._died_later(error, self._of(role)))
 
-    async def _fail_later(self, error: ActorDied) -> None:
+    async def _died_later(self, error: ActorDied, generation: int) -> None:
         await asyncio.sleep(FAILURE_S)
-        self.actor_died(error)
+        if generation == self._of(error.actor):
+            self.actor_died(error)
 
-    def _spawn(self, work: Any) -> None:
+    def _of(self, role: str) -> int:
+        return self._generations.get(role, 0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -6,6 +6,7 @@ to 15 digits. With top_k, top_p or min_p the sampler runs as it is: what they ke
 """
 
 import torch
+from overlap_spec_kernels import largest_columns
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
@@ -36,5 +37,5 @@ def compiled_draw(max_batch: int) -> Draw:
 def _unfiltered(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
     """`draw_columns` without filters, in torch's operations: the compiler cannot look into a kernel's launch."""
     if not sampling.work.sampled:
-        return logits.argmax(-1)
+        return largest_columns(logits)
     return gumbel_argmax_reference(logits, positions, sampling.temperature, sampling.seed, token_ids)

@@ -6,7 +6,7 @@ log-prob equals its entry among the most probable tokens to the bit (`log_prob_r
 """
 
 import torch
-from overlap_spec_kernels import MAX_TOP_TOKENS, TopTokens, Verdict, log_prob_rows, top_tokens
+from overlap_spec_kernels import MAX_TOP_TOKENS, TopTokens, Verdict, largest_columns, log_prob_rows, top_tokens
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel
@@ -29,8 +29,7 @@ class KeptLogits:
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
         """Shapes: ids [V] i64 -> [R] i64."""
-        columns = self.compute().argmax(-1)
-        return columns if ids is None else ids[columns]
+        return largest_columns(self.compute(), ids)
 
 
 def most_probable(logits: Tensor) -> TopTokens:

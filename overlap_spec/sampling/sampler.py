@@ -9,7 +9,7 @@ is in.
 from collections.abc import Callable
 
 import torch
-from overlap_spec_kernels import Filters, filter_cutoff, gumbel_argmax, kept_columns
+from overlap_spec_kernels import Filters, filter_cutoff, gumbel_argmax, kept_columns, largest_columns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
@@ -23,13 +23,17 @@ SLICE = 1 << 22  # logits drawn from at once: bounds the float64 workspace to a 
 def draw_after(lazy_logits: LazyLogits, context: DrawContext, draw: Draw | None = None) -> Tensor:
     """Draw the token after each row. Greedy requests alone need no logits. Sync: never.
 
+    Where the target's largest logit is NaN or infinite, `NO_TOKEN`, which ends the request; for a draft's, any token:
+    its guess is judged like another.
     `draw`: what draws from processed logits, if not `draw_columns`.
     Shapes: logits of B * R rows -> token ids [B, R] i64.
     """
+    ids = None if context.of_target else context.token_ids  # the target's columns are its tokens
     if not context.sampling.needs_logits:
-        return lazy_logits.argmax(context.token_ids).view(context.rows.shape)
+        return lazy_logits.argmax(ids).view(context.rows.shape)
     logits = processed_logits(lazy_logits, context)
-    return context.token_ids[(draw or draw_columns)(logits, context.positions, context.sampling, context.token_ids)]
+    columns = (draw or draw_columns)(logits, context.positions, context.sampling, context.token_ids)
+    return columns if ids is None else ids[columns]  # `NO_TOKEN` is negative, and counts from the last id
 
 
 def processed_logits(lazy_logits: LazyLogits, context: DrawContext) -> Tensor:
@@ -39,14 +43,14 @@ def processed_logits(lazy_logits: LazyLogits, context: DrawContext) -> Tensor:
 
 
 def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
-    """Draw the token at `positions` for each row, from processed logits. Sync: never.
+    """Draw the token at `positions` for each row, from processed logits; `NO_TOKEN` where none can be. Sync: never.
 
     `token_ids` are the target's ids of the columns, so that a draft with a smaller vocabulary meets the
     same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
     """
     if not sampling.work.sampled:
-        return logits.argmax(-1)
+        return largest_columns(logits)
     logits = logits.contiguous()
     cutoff = filter_cutoff(logits, *_filters(sampling)) if sampling.work.filtered else None
     return gumbel_argmax(logits, positions, sampling.temperature, sampling.seed, token_ids, cutoff)

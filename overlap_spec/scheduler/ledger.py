@@ -10,9 +10,11 @@ After every settled or aborted event, for each request with a slot:
 Tokens of a preempted request's steps in flight are kept: they are prefilled again with the rest.
 """
 
+import logging
 from collections.abc import Sequence
 
 from overlap_spec.messages import (
+    NO_TOKEN,
     AbortReason,
     ErrorCode,
     Finish,
@@ -31,6 +33,13 @@ from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import rows_of
 
+NOT_FINITE = (
+    "the model's logits after {} tokens are NaN or infinite, so no token can be drawn: this request ends here,"
+    " others go on; a weight that its tokens reach is damaged, or values exceed the range of the dtype"
+)
+
+log = logging.getLogger(__name__)
+
 
 class Ledger:
     """Applies results and aborts to the queues."""
@@ -43,6 +52,7 @@ class Ledger:
         self._chunks = policies.chunks
         self._speculative = limits.width > 1
         self._roofline = limits.roofline
+        self._failed: list[Refused] = []
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
@@ -68,6 +78,11 @@ class Ledger:
         self._queues.close(request)
         self._counters.aborted += 1
         return Refused(uid, ErrorCode.BAD_REQUEST, error)
+
+    def take_failed(self) -> list[Refused]:
+        """The requests that the last results have ended because the target could draw no token for them."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
         """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
@@ -136,13 +151,18 @@ class Ledger:
         """Append each run to its unfinished request, up to the token that finishes it."""
         assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
         kept, finishes = deltas.tokens, deltas.finishes
+        broken: list[Request] = []
         for request, run in zip(requests, runs, strict=True):
             tokens, finish = request.tokens, None
+            if is_cut_short := run[-1] == NO_TOKEN:
+                run = run[:-1]
             if len(run) >= request.committed_limit - len(tokens) or not request.stop_ids.isdisjoint(run):
                 run, finish = _cut(request, run)
             tokens.fromlist(run)
             kept.append(run)
             finishes.append(finish)
+            if is_cut_short and finish is None:
+                broken.append(request)
         self._counters.generation_tokens += sum(map(len, kept))
         deltas.uids.extend([each.uid for each in requests])
         deltas.usages.extend([each.usage for each in requests])
@@ -151,6 +171,17 @@ class Ledger:
                 if finish is not None:
                     request.finish = finish
                     self._queues.close(request)
+        for request in broken:
+            self._fail(request)
+
+    def _fail(self, request: Request) -> None:
+        """End a request whose logits are not finite. What it would leave to others in the prefix cache is not kept."""
+        text = NOT_FINITE.format(len(request.tokens))
+        request.finish, request.is_broken = Finish(FinishKind.ABORT, message=text), True
+        self._queues.close(request)
+        self._counters.not_finite += 1
+        self._failed.append(Refused(request.uid, ErrorCode.NOT_FINITE, text))
+        log.error("request %d: %s", request.uid, text)
 
 
 def _unfinished(requests: Sequence[Request], result: StepResult) -> tuple[Sequence[Request], StepResult]:

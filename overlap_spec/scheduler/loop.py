@@ -24,6 +24,7 @@ from overlap_spec.messages import (
     PrepareGrammar,
     Refused,
     Shutdown,
+    Started,
     StepResult,
     StopSpeculating,
     ToScheduler,
@@ -66,6 +67,7 @@ class Scheduler:
         self.inflight: deque[Step] = deque()
         self.outbox: list[ToTokenizer] = []
         self.stopping = False
+        self.tells_started = False  # the tokenizer is to know which requests have a slot
         self._num_arrived = 0
         self._num_flushes = 0  # asked for and not answered
 
@@ -105,6 +107,8 @@ class Scheduler:
         """Send the tokenizer what the last events left for it, and a report if one is due."""
         self._reply(self.reporter.poll())
         self.outbox += self.queues.audits.given_up()
+        if started := self.queues.take_started():
+            self._reply(Started(started) if self.tells_started else None)
         if self.outbox:
             self.empty_outbox()
 
@@ -154,6 +158,7 @@ class Scheduler:
             self.outbox += self.queues.audits.settle(step.plan, result)
         else:
             self._reply(self.ledger.settle(step, result))
+            self.outbox += self.ledger.take_failed()
         if self._num_flushes:
             self._flush()
 
@@ -165,13 +170,14 @@ class Scheduler:
         if reason := why_refused(admit, self.limits):
             self._reply(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
-        self.planner.counters.requests += 1
+        self.planner.counters.requests += admit.resumed is None
         request = Request(admit, 0, self.queues.memory.cache.root)
         if admit.sampling.grammar is None:
             self._enqueue(request)
         else:
             self.queues.prepare(request)
-            self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar))
+            output = b"" if admit.resumed is None else admit.resumed.output
+            self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar, output))
 
     def _audit(self, audit: Audit) -> None:
         grammar = self.queues.audits.add(audit)

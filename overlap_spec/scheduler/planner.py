@@ -53,6 +53,10 @@ class Planner:
         """Plan one more step, or None if nothing can run before a result arrives."""
         return self._audit(idle=False) or self._serve() or self._audit(idle=self._queues.idle)
 
+    def number_from(self, step_id: int) -> None:
+        """Give the next step the id after this one."""
+        self._next_step_id = step_id
+
     def decode_plainly(self) -> None:
         """Let every later decode step be one column wide."""
         self.widths.policy = FixedWidth(1)

@@ -28,6 +28,7 @@ class RequestQueues:
         self.audits = audits
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
         self.preparing: dict[int, Request] = {}  # by uid: their grammars are being compiled
+        self._started: list[int] = []  # uids of requests that have got a slot
         self._ended: list[int] = []  # uids of requests with a grammar that are gone
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -67,6 +68,7 @@ class RequestQueues:
         request.slot = self.free_slots.pop()
         request.running = True
         self.num_limited += request.is_limited
+        self._started.append(request.uid)
         insort(self.running, request, key=ARRIVAL)
         insort(self.unfinished, request, key=ARRIVAL)
         return request
@@ -95,6 +97,13 @@ class RequestQueues:
         """Requests with a grammar that are gone since the last call; the worker is to be told."""
         ended, self._ended = self._ended, []
         return ended + self.audits.take_ended()
+
+    def take_started(self) -> list[int]:
+        """Requests that have got a slot since the last call."""
+        if not self._started:
+            return self._started
+        started, self._started = self._started, []
+        return started
 
     def step_settled(self, request: Request) -> None:
         """Free the slot and pages of a leaving request if that was its last step in flight."""

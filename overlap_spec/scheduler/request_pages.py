@@ -125,7 +125,7 @@ class RequestPages:
     def release(self, request: Request) -> None:
         """Give back all pages of a request that no step in flight touches; its valid prefix stays cached."""
         assert request.in_flight == 0, "a step in flight may still write these pages"
-        num_valid = self._num_valid(request)
+        num_valid = request.num_shared if request.is_broken else self._num_valid(request)
         self.cache.insert(request.tokens, request.pages[:num_valid])
         self.cache.unlock(request.node)
         self.pool.drop(reversed(request.pages))

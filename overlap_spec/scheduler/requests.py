@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Admit, Finish, ResetSlot, SlotWork, StepPlan, Usage
+from overlap_spec.messages import Admit, Finish, ResetSlot, Resumed, SlotWork, StepPlan, Usage
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -34,7 +34,7 @@ class Request:
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
         "most_steps", "node", "num_shared", "order", "pages", "passed", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
-        "uid", "unabsorbed", "verify_steps", "is_limited", "is_plain", "is_reported",
+        "uid", "unabsorbed", "verify_steps", "is_broken", "is_limited", "is_plain", "is_reported",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, order: int, root: Node) -> None:
@@ -57,13 +57,23 @@ class Request:
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
+        self.is_broken = False  # its logits were not finite: its KV is nothing for others
         self.passed = 0  # how many younger requests went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
+        if admit.resumed is not None:
+            self._resume(admit.resumed)
         # Steps in flight: how many, and how many tokens they commit at least and at most.
         self.in_flight = 0
         self.pending_min = 0
         self.pending_max = 0
         self.vacate(root)
+
+    def _resume(self, resumed: Resumed) -> None:
+        """Be where the request was in the scheduler before this one: as after a preemption."""
+        self.tokens.frombytes(resumed.output)
+        self.cached_tokens = resumed.cached_tokens
+        self.verify_steps = resumed.verify_steps
+        self.scored_len = self.prompt_len - 1
 
     def vacate(self, root: Node) -> None:
         """Forget slot and pages: back to the state of a request that waits."""

@@ -10,6 +10,8 @@ from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links
 
+STEPS_OF_A_GENERATION = 10**12  # more than one scheduler plans: what requests report of their steps stays unambiguous
+
 
 async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
@@ -26,6 +28,8 @@ async def main(context: ActorContext) -> None:
     settings = context.settings
     scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
     scheduler.queues.audits.share = share_of(settings.audit.rate)
+    scheduler.tells_started = settings.recovery.enabled
+    scheduler.planner.number_from(context.generation * STEPS_OF_A_GENERATION)
     links.tokenizer.send(scheduler.limits.engine_limits())
     links.tokenizer.send(scheduler.reporter.snapshot())
     context.ready(_facts(scheduler.limits, settings.cache.prefix_cache))

@@ -42,6 +42,7 @@ class Counters:
     requests: int = 0
     aborted: int = 0
     preempted: int = 0
+    not_finite: int = 0  # requests that ended because the target could draw no token
     steps: int = 0
     # Seconds of the device. A gap counts if the step before it left work to do; only decode steps have a floor.
     gpu_time: float = 0.0
@@ -236,6 +237,7 @@ class Reporter:
             decode_steps_total=counters.decode_steps,
             decode_floor_total=counters.decode_floor,
             decode_time_total=counters.decode_time,
+            not_finite_total=counters.not_finite,
         )
 
     def _write_log(self, now: float) -> None:

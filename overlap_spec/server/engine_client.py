@@ -53,7 +53,8 @@ class DeltaLike(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, ActorDied."""
+    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, RequestFailed,
+    ActorDied."""
 
     def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed
 from overlap_spec.server.access_log import note_reason
 
 RETRY_AFTER_S = 1
@@ -76,6 +76,8 @@ def as_problem(error: Exception) -> Problem:
             return Problem(400, str(error), error.field or None, code)
         case Overloaded():
             return Problem(503, str(error), code="overloaded")
+        case RequestFailed():
+            return Problem(500, str(error), code=error.code)
         case ActorDied():
             return Problem(500, f"the engine has failed: {error}", code="engine_failed")
         case RequestAborted():
@@ -111,6 +113,7 @@ HANDLERS: dict[Any, Any] = {
     RequestError: on_error,
     Overloaded: on_error,
     RequestAborted: on_error,
+    RequestFailed: on_error,
     ActorDied: on_error,
     HTTPException: on_http_error,
     ClientGone: on_client_gone,

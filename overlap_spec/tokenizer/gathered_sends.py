@@ -28,6 +28,11 @@ class GatheredSends:
         else:
             self._held.append(message)
 
+    def renew(self, outlet: BatchOutlet[ToScheduler]) -> None:
+        """Send over another link from now on. What is held was for the reader of the old one."""
+        self._outlet = outlet
+        self._held.clear()
+
     def hold(self) -> None:
         """Hold messages from now on. The next `hold` or `release` after MOST_S sends them."""
         if self._until is not None and self._clock() >= self._until:

@@ -19,11 +19,16 @@ class RequestLogProbs:
         self._name = name
         self._num_others = asked.top + len(asked.token_ids)
         first = asked.prompt_from
-        self._prompt = [] if first is None else [PAIR.pack(NO_LOG_PROB, prompt[first]) + NO_PAIR * self._num_others]
+        self._first = [] if first is None else [PAIR.pack(NO_LOG_PROB, prompt[first]) + NO_PAIR * self._num_others]
+        self._prompt = list(self._first)
 
     def add_prompt(self, records: bytes) -> None:
         """Keep what a chunk has scored."""
         self._prompt.append(records)
+
+    def forget_prompt(self) -> None:
+        """Drop what chunks have scored: all of them will be computed again."""
+        self._prompt = list(self._first)
 
     def take_prompt(self) -> LogProbs | None:
         """All prompt records, once; None if there are none, or none left."""

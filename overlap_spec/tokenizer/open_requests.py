@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import SamplingParams, Usage
+from overlap_spec.messages import Admit, SamplingParams, Usage
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
+from overlap_spec.tokenizer.replays import Replay
 
 
 @dataclass(slots=True)
@@ -25,12 +26,19 @@ class OpenRequest:
     output: Output | None = None
     transcript: Transcript | None = None
     log_probs: RequestLogProbs | None = None  # where they are asked for
+    replay: Replay | None = None  # of an admitted request, where recoveries are enabled
     opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
 
     def opened(self, text: str) -> str:
         """The next text of the answer, after what it opens with."""
         opening, self.opening = self.opening, ""
         return opening + text
+
+    def readmission(self, replay: Replay) -> Admit:
+        """Admits it to a new scheduler. Prompt log-probs that have come and not left come again."""
+        if self.log_probs is not None and not replay.output:
+            self.log_probs.forget_prompt()
+        return replay.admission(self.usage)
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

@@ -12,13 +12,13 @@ from overlap_spec.messages import (
     FlushDone,
     Flushed,
     GetStats,
-    Stats,
     StatsReply,
     Tokenize,
     Tokenized,
 )
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.prompts import PromptReader
+from overlap_spec.tokenizer.replays import Recoveries
 from overlap_spec.tokenizer.request_checks import RequestChecks
 
 Query = Tokenize | Detokenize | Flush | GetStats
@@ -28,13 +28,18 @@ class Queries:
     """Answers clients; the scheduler flushes its cache, and its last report has the statistics."""
 
     def __init__(
-        self, prompts: PromptReader, checks: RequestChecks, scheduler: GatheredSends, clients: ClientLink
+        self,
+        prompts: PromptReader,
+        checks: RequestChecks,
+        scheduler: GatheredSends,
+        clients: ClientLink,
+        recoveries: Recoveries,
     ) -> None:
         self._prompts = prompts
         self._checks = checks
         self._scheduler = scheduler
         self._clients = clients
-        self._stats = Stats()
+        self._recoveries = recoveries
         self._flushing: deque[tuple[int, str]] = deque()  # client and request id, in the order of answers
 
     async def answer(self, client: int, query: Query) -> None:
@@ -50,7 +55,7 @@ class Queries:
                 self._flushing.append((client, query.request_id))
                 self._scheduler.send(FlushCache())
             case GetStats():
-                self._clients.send(client, StatsReply(query.request_id, self._stats))
+                self._clients.send(client, StatsReply(query.request_id, self._recoveries.stats))
             case _:
                 assert_never(query)
 
@@ -59,6 +64,7 @@ class Queries:
         client, request_id = self._flushing.popleft()
         self._clients.send(client, FlushDone(request_id, message.success))
 
-    def reported(self, stats: Stats) -> None:
-        """Keep the scheduler's newest report."""
-        self._stats = stats
+    def ask_again(self) -> None:
+        """Ask a new scheduler what the one before it has not answered."""
+        for _ in self._flushing:
+            self._scheduler.send(FlushCache())

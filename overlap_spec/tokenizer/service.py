@@ -38,9 +38,11 @@ from overlap_spec.messages import (
     Ping,
     Pong,
     Prompt,
+    Recover,
     Refused,
     Rejected,
     Shutdown,
+    Started,
     Stats,
     TextDeltas,
     TokenDeltas,
@@ -64,9 +66,12 @@ from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
+from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
+
+RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +96,21 @@ class TokenizerService:
         self.report_alive: Callable[[], None] = lambda: None  # so too
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
         self._prompts = PromptReader(codec, checks.trusts_templates)
-        self._queries = Queries(self._prompts, checks, self._scheduler, clients)
+        self.recoveries = Recoveries()
+        self.renew: RenewLinks = _no_links  # an actor replaces it
+        self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
         self._requests = OpenRequests()
         self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
 
+    def send_scheduler(self, message: ToScheduler) -> None:
+        """Send the scheduler that runs now a message."""
+        self._scheduler.send(message)
+
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
         """Run both loops until Shutdown. Cancellation: both end; open requests get no answer."""
-        loops = [asyncio.create_task(self._serve_engine(inbox)), asyncio.create_task(self._serve_clients())]
+        self._inbox = inbox
+        loops = [asyncio.create_task(self._serve_engine()), asyncio.create_task(self._serve_clients())]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
@@ -112,15 +124,18 @@ class TokenizerService:
 
     # --- the engine's side ---
 
-    async def _serve_engine(self, inbox: Inbox[ToTokenizer]) -> None:
+    async def _serve_engine(self) -> None:
         while not self._stopped:
+            inbox = self._inbox
             steps: list[TokenDeltas] = []
             for message in inbox.drain() or (await inbox.recv(),):
                 if isinstance(message, TokenDeltas):
                     steps.append(message)
-                else:
-                    self._add_steps(steps)
-                    self._from_engine(message)
+                    continue
+                self._add_steps(steps)
+                self._from_engine(message)
+                if self._inbox is not inbox:
+                    break  # what else it held is of a scheduler that is gone
             self._add_steps(steps)
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
@@ -132,12 +147,17 @@ class TokenizerService:
                 self._checks.limits = message
                 self._prompts.max_len = message.max_len
                 self.auditor.num_slots = message.audit_slots
+                self.recoveries.warm()
+            case Started():
+                self._note_started(message.uids)
+            case Recover():
+                self._recover(message)
             case Refused():
                 self._refused(message)
             case Flushed():
                 self._queries.flushed(message)
             case Stats():
-                self._queries.reported(message)
+                self.recoveries.reported(message)
             case Audited():
                 self.auditor.audited(message)
             case LivenessProbe():
@@ -168,6 +188,8 @@ class TokenizerService:
                 continue
             if request.transcript is not None:
                 self._keep(request, request.transcript, run, piece)
+            if request.replay is not None:
+                request.replay.output.extend(piece.token_ids)
             request.usage = _counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
@@ -215,6 +237,39 @@ class TokenizerService:
         if request is not None:
             self._close(request)
             self._clients.send(request.client, Rejected(request.request_id, message.code, message.message))
+
+    # --- a new scheduler and worker ---
+
+    def _note_started(self, uids: list[int]) -> None:
+        for uid in uids:
+            request = self._requests.by_uid(uid)
+            if request is not None and request.replay is not None:
+                request.replay.is_started = True
+
+    def _recover(self, message: Recover) -> None:
+        """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
+        self.recoveries.begin(message)
+        self._inbox, outlet = self.renew(message.generation)
+        self._scheduler.renew(outlet)
+        admitted = [(request, request.replay) for request in self._requests if request.replay is not None]
+        poisonous = [request for request, replay in admitted if replay.died(message.actor)]
+        for request in poisonous:
+            self._end_poisonous(request, message)
+        again = [(request, replay) for request, replay in admitted if request in self._requests]
+        for request, replay in again:
+            self._scheduler.send(request.readmission(replay))
+        self.recoveries.replayed(len(again), len(poisonous))
+        self._queries.ask_again()
+        self.auditor.restarted()
+
+    def _end_poisonous(self, request: OpenRequest, message: Recover) -> None:
+        text = (
+            f"the worker has died {MOST_DEATHS} times while request {request.request_id!r} was running: it is not run"
+            f" again ({message.error})"
+        )
+        log.error("%s", text)
+        self._close(request)
+        self._clients.send(request.client, Rejected(request.request_id, ErrorCode.FAILED, text))
 
     def _shut_down(self, drain: bool) -> None:
         self._checks.draining = True
@@ -317,6 +372,7 @@ class TokenizerService:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
             admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at)
             request.transcript = self.auditor.opened(request.request_id, admit)
+            request.replay = Replay(admit) if self.recoveries.enabled else None
             self._scheduler.send(admit)
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
@@ -381,6 +437,10 @@ class TokenizerService:
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:
             self._tell_supervisor(Drained())
+
+
+def _no_links(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
+    raise AssertionError("this tokenizer's links are never renewed")
 
 
 def _continues(prompt: Prompt) -> bool:

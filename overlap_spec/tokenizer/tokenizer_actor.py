@@ -1,11 +1,13 @@
 """The tokenizer process: loads the codec, binds both links, and serves."""
 
 import secrets
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from overlap_spec.config import Settings
 from overlap_spec.grammar import GrammarVocabulary
-from overlap_spec.ipc.transport import BatchOutlet, Outlet
+from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.audit.auditor import Auditor
@@ -29,7 +31,9 @@ async def main(context: ActorContext) -> None:
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.report_alive = context.report_alive
-        service.auditor = make_auditor(settings, scheduler)
+        service.auditor = make_auditor(settings, service.send_scheduler)
+        service.recoveries.enabled = settings.recovery.enabled
+        service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
 
@@ -42,11 +46,17 @@ def make_codec(settings: Settings) -> Codec:
     return load_codec(Path(directory), settings.model.files.chat_template)
 
 
-def make_auditor(settings: Settings, scheduler: Outlet[ToScheduler]) -> Auditor:
+def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
+    """Links to a new scheduler; messages of the old one are lost."""
+    context.renew(generation)
+    return context.inbox(ToTokenizer), context.outlet("scheduler")
+
+
+def make_auditor(settings: Settings, send: Callable[[ToScheduler], None]) -> Auditor:
     """The audit that the flags ask for."""
     audit, seed = settings.audit, settings.scheduler.seed
     noise = BatchNoise(FLOORS[settings.model.dtype])
-    auditor = Auditor(audit, noise, FaultFile(audit.file, settings), scheduler.send)
+    auditor = Auditor(audit, noise, FaultFile(audit.file, settings), send)
     auditor.key = secrets.token_bytes(8) if seed is None else seed.to_bytes(8, "little")
     return auditor
 

@@ -10,6 +10,7 @@ preempted request finds it as far as its output is. A grammar has one task at a 
 from __future__ import annotations
 
 import os
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -165,4 +166,7 @@ class Grammars:
         matcher: Matcher = compiled
         if (thinking := message.grammar.thinking) is not None:
             matcher = ReasonedMatcher(compiled, thinking, self._eos, self.vocabulary.vocab_size)
-        return RequestGrammar(matcher, self._eos, partial(self._compiler.give_back, message.grammar, compiled))
+        grammar = RequestGrammar(matcher, self._eos, partial(self._compiler.give_back, message.grammar, compiled))
+        if message.output:
+            grammar.advance(array("i", message.output))
+        return grammar

@@ -11,6 +11,8 @@ from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.worker.devices import DeviceEvent, Download
 from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
 
+PADDING = -1  # of published runs
+
 
 @dataclass(slots=True)
 class HostTimes:
@@ -76,8 +78,8 @@ class StepHandle:
         )
 
     def tokens(self) -> list[list[int]]:
-        """What the step committed, once it is ready; may be asked before `wait` too."""
-        return self._runs(self.download.rows())
+        """What the step committed, without `NO_TOKEN`, once it is ready; may be asked before `wait` too."""
+        return [[token for token in run if token >= 0] for run in self._runs(self.download.rows())]
 
     def _runs(self, rows: list[list[int]]) -> list[list[int]]:
         runs = _runs(rows, self.columns)
@@ -101,7 +103,7 @@ class StepHandle:
 
 def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:
     run = columns.tokens
-    return [[token for token in row[run] if token >= 0] for row in rows]
+    return [[token for token in row[run] if token != PADDING] for row in rows]
 
 
 def _leads(rows: list[list[int]]) -> list[float]:

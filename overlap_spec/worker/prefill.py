@@ -124,10 +124,11 @@ class PrefillStep:
         lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
         context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None], of_target=True)
-        drawn = draw_after(lazy_logits, context).squeeze(1)
+        published_tokens = draw_after(lazy_logits, context).squeeze(1)
+        drawn = published_tokens.clamp(min=0)  # the slot of a request that ends with `NO_TOKEN` runs until it is freed
         self._slots.start(batch, drawn)
         prefilled.drawn.copy_(drawn)
-        published.tokens.copy_(drawn.masked_fill(inputs.finals == self._slots.dummy, -1)[:, None])
+        published.tokens.copy_(published_tokens.masked_fill(inputs.finals == self._slots.dummy, -1)[:, None])
         published.num_guesses.zero_()
         if not sampling.log_probs:
             return published

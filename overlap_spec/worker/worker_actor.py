@@ -8,6 +8,7 @@ import torch
 from overlap_spec_kernels import load_compiler
 
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
+from overlap_spec.errors import CheckpointError
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
@@ -26,12 +27,14 @@ from overlap_spec.worker.sizing.geometry import (
     memory_facts,
 )
 from overlap_spec.worker.sizing.memory_budget import free_bytes
+from overlap_spec.worker.sizing.not_finite import first_not_finite
 from overlap_spec.worker.sizing.precompile import precompile
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
 from overlap_spec.worker.sizing.warmup import (
     FEW_TOKENS,
     Captures,
     ChunkSize,
+    NotFinite,
     capture_graphs,
     cuda_prompt_lengths,
     run_uncaptured,
@@ -119,7 +122,10 @@ async def main(context: ActorContext) -> None:
         threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     times.end("weights and caches")
-    captures, graph_bytes = _prepare(context, times, executor, geometry)
+    try:
+        captures, graph_bytes = _prepare(context, times, executor, geometry)
+    except NotFinite:
+        raise CheckpointError(_not_finite(settings, models, geometry)) from None
     measured = start_costs(settings, executor, geometry)
     ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
     executor.forget()  # the tokens of the warm-up
@@ -155,6 +161,15 @@ async def main(context: ActorContext) -> None:
     worker.run()
     tracer.finish()
     executor.close()
+
+
+def _not_finite(settings: Settings, models: LoadedModels, geometry: Geometry) -> str:
+    part = first_not_finite(models.target, geometry.page_size)
+    return (
+        f"{settings.model.files.weights}: the logits of a prompt at the start are NaN or infinite; hidden states are so"
+        f" from {part} on, in {settings.model.dtype}: weights or values of config.json are not this model's, or exceed"
+        " that type's range"
+    )
 
 
 def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geometry: Geometry) -> tuple[Captures, int]:

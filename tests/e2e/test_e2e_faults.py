@@ -1,5 +1,6 @@
 """What happens to open streams, processes and files when a process is killed or told to stop."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from support.command_line import Service, wait_until_gone
+
+from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec.errors import ActorDied
+from overlap_spec.messages import EngineState
+from overlap_spec.runtime.actor import ROLES
 
 END_S = 2.0
 BODY = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, "ignore_eos": True, "temperature": 0}
@@ -53,7 +59,14 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
-def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service, role: str) -> None:
+def test_a_killed_actor_ends_everything_within_two_seconds(
+    tmp_path: Path, tiny_flags: tuple[str, ...], role: str
+) -> None:
+    with Service(tmp_path, *tiny_flags, "--no-recover") as own_service:
+        ends_within_two_seconds(own_service, role)
+
+
+def ends_within_two_seconds(own_service: Service, role: str) -> None:
     assert sorted(own_service.children) == ["scheduler", "tokenizer", "worker"]
     streams = [Stream(own_service.url, max_tokens=8000) for _ in range(2)]
     began = time.monotonic()
@@ -75,8 +88,7 @@ def test_a_killed_actor_ends_everything_within_two_seconds(own_service: Service,
     assert own_service.leftovers() == []
 
 
-@pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_refuses_new_requests_and_finishes_open_ones(own_service: Service, number: signal.Signals) -> None:
     stream = Stream(own_service.url, max_tokens=800)
     own_service.process.send_signal(number)
@@ -158,6 +170,31 @@ def test_an_actor_that_is_stopped_is_named_and_given_up(tmp_path: Path, tiny_fla
             assert "worker: hung: " in stream.events[-1]["error"]["message"]
         assert service.logs(" s (--watchdog-timeout): the process is stopped, so it cannot write its stack")
         assert service.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.full_but_every(2)
+@pytest.mark.parametrize(
+    ("worker", "why", "stack"),
+    [
+        ("hanging_worker", "no sign of life for ", "in start_or_hang"),
+        ("hanging_device", "a step has been in flight for ", "in wait"),  # its loop is well
+    ],
+)
+def test_a_worker_that_hangs_ends_its_streams_and_its_stack_is_logged(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str], worker: str, why: str, stack: str
+) -> None:
+    given = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
+    config = EngineConfig(**given, watchdog_timeout=3)
+
+    async def scenario() -> None:
+        async with Engine(config, roles=ROLES | {"worker": f"support.actors.{worker}"}) as engine:
+            with pytest.raises(ActorDied, match=f"worker: hung: {why}"):
+                await engine.client.complete("The sky", SamplingParams(max_new_tokens=500, ignore_eos=True))
+            assert (engine.health.state, engine.health.actor) == (EngineState.FAILED, "worker")
+
+    asyncio.run(scenario())
+    assert stack in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ KERNELS: list[tuple[str, int, dict[str, Any]]] = [
     ("_filter_kernels.narrow_bracket_kernel", 1, {"PARTS": 32, "PIVOTS": 8, "FEW": 1024}),
     ("_filter_kernels.gather_bracket_kernel", 8, {"PART": 4096, "CAPACITY": 8192}),
     ("_filter_kernels.select_cutoff_kernel", 8, {"CAPACITY": 8192, "BLOCK": 1024}),
-    ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True}),
+    ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True, "NOTHING": -2}),
+    ("gumbel_argmax._best_of_row_kernel", 4, {"BLOCK": 128, "NOTHING": -2}),
 ]
 
 

@@ -59,7 +59,7 @@ class Service:
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
             if self.lines[-1] == "ready":
-                self.children = {role: pid for pid, role in actors_of(self.process.pid)}
+                self.children = self.actors()
                 return self
         raise AssertionError(f"serve did not start: {self.lines} {self.log()}")
 
@@ -72,6 +72,10 @@ class Service:
         if self.process.stdout is not None:
             self.process.stdout.close()
         self._log.close()
+
+    def actors(self) -> dict[str, int]:
+        """Process numbers by role, as they are now: a recovery starts others."""
+        return {role: pid for pid, role in actors_of(self.process.pid)}
 
     @property
     def url(self) -> str:

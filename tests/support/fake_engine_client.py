@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed
 from overlap_spec.messages import (
     READY,
     AuditReport,
@@ -119,6 +119,8 @@ class FakeClient:
                 await abort.wait()
             if word == "fail" and count > 1:
                 raise ActorDied("worker", "killed by signal 9")
+            if word == "nan" and count > 1:
+                raise RequestFailed("not_finite", "the model's logits are NaN")
             if word == "mute" and count > 1:
                 return
             await asyncio.sleep(self.step_s)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,12 @@ class Held:
 
 
 def held_by(service: Service) -> dict[str, Held]:
-    """By role; the HTTP server is `main`."""
-    return {role: held(pid) for role, pid in {"main": service.process.pid, **service.children}.items()}
+    """By role; the HTTP server is `main`. A process that ends meanwhile is left out."""
+    found: dict[str, Held] = {}
+    for role, pid in {"main": service.process.pid, **service.actors()}.items():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[role] = held(pid)
+    return found
 
 
 def held(pid: int) -> Held:

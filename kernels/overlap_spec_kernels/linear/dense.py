@@ -28,6 +28,7 @@ from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
 from overlap_spec_kernels.linear.whole_rows_linear import whole_rows_for
 from overlap_spec_kernels.linear.wide_linear import Wide, wide_for
+from overlap_spec_kernels.logits.columns import largest_columns
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
@@ -91,8 +92,7 @@ def linear_add_reference(x: Tensor, weight: Tensor, residual: Tensor, norm: Norm
 
 
 def linear_argmax_reference(x: Tensor | Normed, weight: Tensor, ids: Tensor | None) -> Tensor:
-    columns = linear_logits_reference(x, weight).argmax(-1)
-    return columns if ids is None else ids[columns]
+    return largest_columns(linear_logits_reference(x, weight), ids)
 
 
 def cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require
+from overlap_spec_kernels.limits import NO_TOKEN
 from overlap_spec_kernels.linear.call import Call
 from overlap_spec_kernels.linear.fused_linear import require_linear
 from overlap_spec_kernels.linear.operand import LinearOperand
@@ -32,6 +33,7 @@ class Cut(Protocol):
 def linear_argmax(x: Tensor | Normed, weight: LinearOperand, ids: Tensor | None = None) -> Tensor:
     """`(x @ weight.T).argmax(1)` of the normalised rows, the first of equal logits; mapped through `ids` if given.
 
+    Where the largest logit is NaN or infinite: `NO_TOKEN`, or some id of `ids` (`largest_columns`).
     Logits are float32, or as wide as x. Shapes: x [T, H], weight [V, H], ids [V] i64 -> [T] i64.
     Raises: ValueError naming the argument. Sync: never.
     """
@@ -58,6 +60,7 @@ def argmax_of_programs(rows: Tensor, weight: Tensor, ids: Tensor | None, cut: Cu
         programs,
         *best.stride(),
         MAPPED=ids is not None,
+        NOTHING=NO_TOKEN,
         BLOCK=next_power_of_2(programs),
         num_warps=4,
         **dependent_launch(rows.device),
@@ -82,6 +85,7 @@ def _best_kernel(
     program_step: int,
     row_step: int,
     MAPPED: tl.constexpr,
+    NOTHING: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -93,7 +97,10 @@ def _best_kernel(
     place = program * program_step + tl.program_id(0) * row_step
     best = tl.load(best_ptr + place, mask=program < num_programs, other=float("-inf"))
     at = tl.load(best_at_ptr + place, mask=program < num_programs, other=2147483647)
-    column = tl.min(tl.where(best == tl.max(best, axis=0), at, 2147483647), axis=0).to(tl.int64)
+    highest = tl.max(best, axis=0)
+    column = tl.min(tl.where(best == highest, at, 2147483647), axis=0).to(tl.int64)
+    # Of NaN alone no program has found a column: what it has left as one may be none.
+    column = tl.where((highest > float("-inf")) & (highest < float("inf")), column, NOTHING)
     if MAPPED:
-        column = tl.load(ids_ptr + column)
+        column = tl.load(ids_ptr + tl.maximum(column, 0))
     tl.store(out_ptr + tl.program_id(0), column)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from overlap_spec_kernels.logits.columns import largest_columns
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed
 from overlap_spec_kernels.norm.silu_mul import silu_mul
@@ -50,7 +51,6 @@ class LinearOperand(ABC):
     def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
         """The column of each row's largest logit, the first of equals, mapped through `ids` if given.
 
-        Shapes: x [T, I], ids [O] i64 -> [T] i64.
+        What `largest_columns` gives where that logit is not finite. Shapes: x [T, I], ids [O] i64 -> [T] i64.
         """
-        columns = self.logits(x).argmax(-1)
-        return columns if ids is None else ids[columns]
+        return largest_columns(self.logits(x), ids)

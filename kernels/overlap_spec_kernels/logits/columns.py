@@ -3,6 +3,19 @@
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.limits import NO_TOKEN
+
+
+def largest_columns(logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """The column of each row's largest logit, of equal ones the first; `NO_TOKEN` where that is NaN or infinite.
+
+    With `ids` its id instead, and some id where it has none: what guesses with it is wrong, and nothing else is.
+    Shapes: logits [.., N], ids [N] i64 -> [..] i64. Sync: never.
+    """
+    values, columns = logits.max(-1)
+    columns = torch.where(values.abs() < torch.inf, columns, NO_TOKEN)
+    return columns if ids is None else ids[columns.clamp(min=0)]
+
 
 def columns_of(tokens: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
     """The column of each token, N of what is no token and has none. Sync: never.

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.limits import NO_TOKEN
+from overlap_spec_kernels.logits.columns import largest_columns
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, kept_columns
 from overlap_spec_kernels.logits.noise import gumbel
 
@@ -37,6 +39,8 @@ def gumbel_argmax(
 ) -> Tensor:
     """The column that each row draws for its position, of those that `cutoff` keeps; of equal ones the first.
 
+    `NO_TOKEN` where the largest logit is NaN or infinite, or nothing is kept. (Of a row with other numbers beside NaN
+    the kernels may draw one of those.)
     `token_ids`: of the columns.
 
     Shapes: logits [B, R, N], positions [B, R] i64, temperature [B] f64 (0: greedy), seed [B] i64, token_ids [N] i64
@@ -69,8 +73,8 @@ def gumbel_argmax_reference(
             kept = kept_columns(logits[part], Cutoff(*(values[part] for values in cutoff)))
             scaled = scaled.masked_fill(~kept, -torch.inf)
         noise = gumbel(seed[part].repeat_interleave(rows), positions[part].reshape(-1), token_ids)
-        drawn.append((scaled + noise.view_as(scaled)).argmax(-1))
-    return torch.where(temperature[:, None] > 0, torch.cat(drawn), logits.argmax(-1))
+        drawn.append(largest_columns(scaled + noise.view_as(scaled)))
+    return torch.where(temperature[:, None] > 0, torch.cat(drawn), largest_columns(logits))
 
 
 def _gumbel_argmax_triton(
@@ -101,6 +105,7 @@ def _gumbel_argmax_triton(
         PART=_PART,
         GROUP=group,
         CUT=cutoff is not None,
+        NOTHING=NO_TOKEN,
         num_warps=_NUM_WARPS,
         **launch,
     )
@@ -114,6 +119,7 @@ def _gumbel_argmax_triton(
         out,
         *sizes,
         BLOCK=next_power_of_2(num_parts),
+        NOTHING=NO_TOKEN,
         num_warps=1 if num_parts <= 64 else 4,
         **launch,
     )
@@ -141,9 +147,13 @@ def _best_of_part_kernel(
     PART: tl.constexpr,
     GROUP: tl.constexpr,
     CUT: tl.constexpr,
+    NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (rows, part): the column of the part that each of GROUP rows would draw; -1 where it has none."""
+    """Program (rows, part): the column of the part that each of GROUP rows would draw; -1 where it has none.
+
+    Of an infinite logit NOTHING; of NaN, as of what is not kept, -1.
+    """
     part = tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     inside = column < columns
@@ -170,6 +180,7 @@ def _best_of_part_kernel(
                 at = _drawn_of_part(logits, largest, temperature, _mix64(row_key ^ token_keys), column)
             else:
                 at = tl.min(tl.where(logits == largest, column, columns), axis=0)
+            at = tl.where(largest < float("inf"), at, NOTHING)
         tl.store(at_ptr + row * num_parts + part, at)
 
 
@@ -215,9 +226,10 @@ def _best_of_row_kernel(
     temperature_stride: int,
     seed_stride: int,
     BLOCK: tl.constexpr,
+    NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per row: the best of what its parts would draw, in float64."""
+    """One program per row: the best of what its parts would draw, in float64; NOTHING if none would, or one cannot."""
     row = tl.program_id(0).to(tl.int64)
     slot = row // rows
     part = tl.arange(0, BLOCK)
@@ -235,7 +247,8 @@ def _best_of_row_kernel(
         value = _value(logits, temperature, _mix64(row_key ^ token_keys))
     drawn = (value == tl.max(value, axis=0)) & (at >= 0)
     first = tl.min(tl.where(drawn, at, 0x7FFFFFFF), axis=0)
-    tl.store(out_ptr + row, tl.where(first < columns, first, 0).to(tl.int64))
+    has_drawn = (first < columns) & (tl.min(at, axis=0) > NOTHING)
+    tl.store(out_ptr + row, tl.where(has_drawn, first, NOTHING).to(tl.int64))
 
 
 @TritonKernel

@@ -66,6 +66,7 @@ def _wide_top_of_part_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     logits = tl.load(logits_ptr + row * row_stride + column, mask=left, other=float("-inf"))
+    logits = tl.where(logits == logits, logits, float("-inf"))
     highest = tl.maximum(tl.max(logits, axis=0), -1.0e300)  # finite even if all logits are -inf
     tl.store(sums_ptr + part * 2, highest)
     tl.store(sums_ptr + part * 2 + 1, tl.sum(tl.exp(logits - highest), axis=0))
@@ -107,7 +108,7 @@ def _wide_top_of_row_kernel(
     tl.store(log_totals_ptr + row, log_total)
     for i in range(K):
         best, at = _first_of_largest(value, column, left)
-        tl.store(logs_ptr + row * K + i, best - log_total)
+        tl.store(logs_ptr + row * K + i, tl.where(log_total > float("-inf"), best - log_total, float("-inf")))
         tl.store(columns_ptr + row * K + i, at.to(tl.int64))
         left = left & (column != at)
 

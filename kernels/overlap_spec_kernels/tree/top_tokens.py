@@ -37,7 +37,8 @@ class TopTokens(NamedTuple):
 def top_tokens(logits: Tensor, k: int) -> TopTokens:
     """log_softmax of each row, and its k largest values with their columns.
 
-    Logits are numbers or -inf (not all of a row); sums are float32 (float64 for float64).
+    NaN counts as -inf, so that every column exists; of a row of -inf alone all log-probs are -inf. Sums are float32
+    (float64 for float64).
     Shapes: logits [R, V] -> [R, k], [R, k], [R]; 1 <= k <= 20, k <= V <= 2^18. Raises: ValueError naming the argument.
     Sync: never.
     """
@@ -52,6 +53,7 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens:
 def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
     """`topk` does not specify which of equal values it takes, so ties at the smallest value are broken here."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits.masked_fill(logits.isnan(), -torch.inf)
     least = logits.topk(k).values[:, -1:]
     larger, equal = logits > least, logits == least
     chosen = larger | (equal & (equal.cumsum(1) <= k - larger.sum(1, keepdim=True)))
@@ -60,7 +62,8 @@ def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
     columns = size - torch.where(chosen, from_last, 0).topk(k).values  # ascending
     values, order = torch.sort(logits.gather(1, columns), dim=1, descending=True, stable=True)
     log_totals = logits.logsumexp(1)
-    return TopTokens(values - log_totals[:, None], columns.gather(1, order), log_totals)
+    log_probs = torch.where(log_totals[:, None] > -torch.inf, values - log_totals[:, None], -torch.inf)
+    return TopTokens(log_probs, columns.gather(1, order), log_totals)
 
 
 def _top_tokens_triton(logits: Tensor, k: int) -> TopTokens:
@@ -127,6 +130,7 @@ def _top_of_part_kernel(
         tl.extra.cuda.gdc_wait()
     logits_ptr += row * row_stride
     logits = tl.load(logits_ptr + column, mask=column < size, other=float("-inf")).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("-inf"))
     largest = tl.max(logits, axis=1)
     highest = tl.maximum(tl.max(largest, axis=0), -3.0e38)  # finite even if all logits are -inf
     tl.store(sums_ptr + part * 2, highest)
@@ -141,6 +145,7 @@ def _top_of_part_kernel(
     chosen = (rank < K)[:, None]
     column = begin + best_groups[:, None] * GROUP + inner[None, :]
     logits = tl.load(logits_ptr + column, mask=chosen & (column < size), other=float("-inf")).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("-inf"))
     column = tl.reshape(tl.where(chosen, column, 0x7FFFFFFF), [BLOCK_K * GROUP])
     value = _ordered_float(tl.reshape(logits, [BLOCK_K * GROUP]))
     for i in tl.static_range(K):
@@ -180,7 +185,8 @@ def _top_of_row_kernel(
     for i in range(K):
         best = tl.max(key, axis=0)
         logit = _ordered((best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        tl.store(log_probs_ptr + row * K + i, logit - log_total)
+        log_prob = tl.where(log_total > float("-inf"), logit - log_total, float("-inf"))
+        tl.store(log_probs_ptr + row * K + i, log_prob)
         tl.store(columns_ptr + row * K + i, 0x7FFFFFFF - (best & 0xFFFFFFFF))
         key = tl.where(key == best, -0x8000000000000000, key)
 

@@ -77,6 +77,7 @@ def judge_tree_kernel(
     tl.store(published_ptr + depth, deepest.to(tl.int64))
     tl.store(published_ptr + depth + 1, last_guess.to(tl.int64))
     tl.store(published_ptr + depth + 1 + step, accepted, mask=inside & (step > 0))
+    tokens = tl.where(tokens < -1, 0, tokens)
     tl.store(tokens_ptr + row * depth + step, tokens, mask=inside)
     tl.store(follow_ptr + row * depth + step, tl.maximum(tokens, 0), mask=inside)
     tl.store(path_ptr + row * depth + step, path.to(tl.int64), mask=inside)
@@ -86,7 +87,7 @@ def judge_tree_kernel(
         run = inside & (step <= walked)
         store_token_run(pool_ptr, page_table_ptr + row * table_stride, length + 1 + step, tokens, run, PAGE_SIZE)
     tl.store(length_ptr + slot, tl.where(slot == dummy, 0, new_length))
-    root = tl.where(slot == dummy, 0, tl.load(drawn_ptr + node))
+    root = tl.where(slot == dummy, 0, tl.maximum(tl.load(drawn_ptr + node), 0))
     window_column = tl.arange(0, BLOCK_N)
     window_ptr += slot * window_stride + window_column
     tl.store(window_ptr, tl.where(window_column == 0, root, -1), mask=window_column < window_columns)

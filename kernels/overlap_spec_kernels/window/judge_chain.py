@@ -18,7 +18,7 @@ from overlap_spec_kernels.window.store_tokens import (
     store_token_run,
     store_tokens_reference,
 )
-from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
+from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict, without_marks
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,6 +38,8 @@ def judge_chain(
 ) -> Verdict:
     """Accept guesses while window_tokens[:, 1:] == drawn[:, :-1], and advance the slots by what is committed.
 
+    A token of `NO_TOKEN`, for which the target's logits were not finite, equals no guess. It is published, so that the
+    host ends its request; everywhere else 0 takes its place.
     In place: length[slot] becomes the new length; window[slot] the bonus, then -1. Only the slot `dummy`, which pads
     a batch and may be in it several times, is put back to length 0 and root 0. No other slot may occur twice.
     `accept_len` is for a benchmark of synthetic acceptance: so many guesses are accepted whatever was drawn, at most as
@@ -85,8 +87,9 @@ def judge_chain_reference(
     # Accepted guesses equal the drawn tokens, unless accept_len was given.
     tokens = torch.where(columns < accept_len[:, None], torch.cat((guesses, drawn[:, -1:]), 1), drawn)
     tokens = tokens.masked_fill(columns > accept_len[:, None], -1)
+    published, tokens = tokens, without_marks(tokens)
     new_lengths = lengths + accept_len + 1
-    bonus = drawn.gather(1, accept_len[:, None]).squeeze(1)
+    bonus = drawn.gather(1, accept_len[:, None]).squeeze(1).clamp(min=0)
     resting = slots == dummy
     length[slots] = new_lengths.masked_fill(resting, 0)
     window[slots, 0] = bonus.masked_fill(resting, 0)
@@ -98,7 +101,7 @@ def judge_chain_reference(
     out.follow.copy_(tokens.clamp(min=0).reshape(-1))
     out.accept_len.copy_(accept_len)
     out.next_positions.copy_(columns[:, None] + new_lengths)
-    out.published.tokens.copy_(tokens)
+    out.published.tokens.copy_(published)
     out.published.num_guesses.copy_(num_proposed)
     return out
 
@@ -199,11 +202,12 @@ def _judge_chain_kernel(
     else:  # the first guess that differs from the drawn token ends the run
         accept_len = tl.min(tl.where(guessed & (guess != before), column - 1, width - 1), axis=0).to(tl.int64)
     tokens = tl.where(column < accept_len, accepted, tl.where(column == accept_len, drawn, -1))
-    bonus = tl.sum(tl.where(column == accept_len, drawn, 0), axis=0)
+    bonus = tl.maximum(tl.sum(tl.where(column == accept_len, drawn, 0), axis=0), 0)
     new_length = length + accept_len + 1
     published_ptr += row * published_stride
     tl.store(published_ptr + column, tokens, mask=inside)
     tl.store(published_ptr + width, num_proposed)
+    tokens = tl.where(tokens < -1, 0, tokens)
     tl.store(tokens_ptr + row * width + column, tokens, mask=inside)
     tl.store(follow_ptr + row * width + column, tl.maximum(tokens, 0), mask=inside)
     tl.store(accept_len_ptr + row, accept_len)

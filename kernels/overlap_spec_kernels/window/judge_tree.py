@@ -14,7 +14,7 @@ from overlap_spec_kernels.launch import dependent_launch, next_power_of_2, requi
 from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.window._judge_tree_kernel import judge_tree_kernel
 from overlap_spec_kernels.window.store_tokens import TokenRows, require_token_rows, store_tokens_reference
-from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict
+from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict, without_marks
 
 
 def judge_tree(
@@ -42,8 +42,9 @@ def judge_tree(
     there is one; the guesses on it are committed, then what was drawn after the last. With `store`, what is committed
     is written into the token pool too, at positions lengths + 1, .. in a row.
     The published path tells what narrower windows would have committed: those of its columns that they have, if there
-    was a guess as far as `last_guess`. `out`: where to write the verdict; published columns after the path are left
-    alone.
+    was a guess as far as `last_guess`.
+    `NO_TOKEN` in `drawn` means what it means to `judge_chain`.
+    `out`: where to write the verdict; published columns after the path are left alone.
     Shapes: drawn, window_tokens, parents [B, W] i64, W <= 64, slots, lengths [B] i64 (of `gather_tree`), length [S]
     i64, window [S, N] i64, accept_len [B] i64. Raises: ValueError naming the argument. Sync: never.
     """
@@ -90,8 +91,9 @@ def judge_tree_reference(
         following = window_tokens.gather(1, path)[:, 1:]
         tokens[:, :-1] = torch.where(step[:-1] < walked[:, None], following, tokens[:, :-1])
     tokens = tokens.masked_fill(step > walked[:, None], -1)
+    published, tokens = tokens, without_marks(tokens)
     new_lengths = lengths + walked + 1
-    bonus = drawn.gather(1, path.gather(1, walked[:, None])).squeeze(1)
+    bonus = drawn.gather(1, path.gather(1, walked[:, None])).squeeze(1).clamp(min=0)
     deepest = _depths(window_tokens, parents, depth).amax(1)
     resting = slots == dummy
     length[slots] = new_lengths.masked_fill(resting, 0)
@@ -106,7 +108,7 @@ def judge_tree_reference(
     out.path.copy_(path)
     out.accept_len.copy_(walked)
     out.next_positions.copy_(step[:, None] + new_lengths)
-    out.published.tokens.copy_(tokens)
+    out.published.tokens.copy_(published)
     out.published.num_guesses.copy_(deepest)
     out.published.last_guess.copy_(torch.where(window_tokens >= 0, column, 0).amax(1))
     out.published.path.copy_(path.masked_fill(step > walked[:, None], -1)[:, 1:])

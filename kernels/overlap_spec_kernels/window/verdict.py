@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.limits import NO_TOKEN
+
 
 class PublishedColumns(NamedTuple):
     """Where each column of a published row is. D = longest: tokens that a step can commit."""
@@ -29,7 +31,7 @@ class PublishedColumns(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Committed tokens, padded with -1."""
+        """Committed tokens, padded with -1; the last is `NO_TOKEN` where the target could draw none."""
         return slice(0, self.longest)
 
     @property
@@ -51,6 +53,11 @@ class PublishedColumns(NamedTuple):
     def lookahead(self) -> slice:
         """The three columns of `ngram_lookahead`: levels, strength, next column."""
         return slice(self.row_size - 3, self.row_size)
+
+
+def without_marks(tokens: Tensor) -> Tensor:
+    """0 in place of `NO_TOKEN`, so that it can be looked up; -1 remains. Shapes: any, i64."""
+    return tokens.masked_fill(tokens == NO_TOKEN, 0)
 
 
 class Published(NamedTuple):

@@ -18,6 +18,7 @@ from overlap_spec.config import (
     Machine,
     ModelFiles,
     ModelSettings,
+    RecoverySettings,
     SchedulerSettings,
     ServerSettings,
     Settings,
@@ -92,9 +93,22 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         attention=attention,
         logit_processor=config.logit_processor,
         audit=resolve_audit(config, spec),
+        recovery=_resolve_recovery(config),
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
     )
     return settings, notes
+
+
+def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
+    """Raises: ConfigError for a limit of what is off."""
+    if not config.recover:
+        if config.max_recoveries is not None:
+            raise ConfigError("max_recoveries", "has no effect without --recover; leave it out")
+        return RecoverySettings()
+    recovery = RecoverySettings(enabled=True)
+    if config.max_recoveries is None:
+        return recovery
+    return msgspec.structs.replace(recovery, most=config.max_recoveries)
 
 
 def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
@@ -281,6 +295,8 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "context_length": settings.model.max_len,
         "mem_fraction_static": settings.cache.mem_fraction,
         "audit_rate": settings.audit.rate,
+        "recover": settings.recovery.enabled,
+        "max_recoveries": settings.recovery.most if settings.recovery.enabled else None,
         "max_running_requests": settings.scheduler.max_running_requests,
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,

@@ -17,6 +17,7 @@ from overlap_spec_kernels import (
     Normed,
     add_rms_norm,
     fused_linear,
+    largest_columns,
     linear_add,
     linear_argmax,
     linear_logits,
@@ -92,9 +93,11 @@ class AnyLinear(ABC):
         return y.float() if y.element_size() == 2 else y
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
-        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [O] i64 -> [T] i64."""
-        columns = self.logits(x).argmax(-1)
-        return columns if ids is None else ids[columns]
+        """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [O] i64 -> [T] i64.
+
+        `NO_TOKEN` where that is not finite, or some id of `ids`.
+        """
+        return largest_columns(self.logits(x), ids)
 
 
 @dataclass(frozen=True, slots=True)

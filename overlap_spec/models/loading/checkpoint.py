@@ -4,6 +4,7 @@ Canonical names are Hugging Face's without the leading `model.`: `layers.0.self_
 `embed_tokens.weight`, `norm.weight`, `lm_head.weight`.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.loading.finite import FiniteSums, damage_in
 
 Shape = tuple[int, ...]
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+log = logging.getLogger(__name__)
 
 
 class TensorSource(Protocol):
@@ -69,7 +74,7 @@ class Weights(Protocol):
         ...
 
     def finish(self) -> None:
-        """Raises: CheckpointError naming the tensors that the model has no place for."""
+        """Raises: CheckpointError naming tensors that the model has no place for, or the first that is not finite."""
         ...
 
 
@@ -91,6 +96,7 @@ class Checkpoint:
         self._shapes = source.shapes()
         self._names = _canonical_names(source, self._shapes, canonical)
         self._taken: set[str] = set()
+        self._sums = FiniteSums()
 
     @property
     def origin(self) -> str:
@@ -117,7 +123,9 @@ class Checkpoint:
 
         Raises: CheckpointError naming file, tensor, found and expected.
         """
-        return self.take_raw(name, shape).to(device=self._device, dtype=self._dtype).contiguous()
+        tensor = self.take_raw(name, shape).to(device=self._device, dtype=self._dtype).contiguous()
+        self._sums.add(name, tensor)
+        return tensor
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU."""
@@ -135,13 +143,28 @@ class Checkpoint:
         self._progress(len(self._taken), len(self._names))
 
     def finish(self) -> None:
-        """Raises: CheckpointError naming the tensors that the model has no place for."""
+        """Raises: CheckpointError naming tensors that the model has no place for, or the first that is not finite."""
+        self._refuse_damaged()
         if left := sorted(self._names[name] for name in self._names.keys() - self._taken):
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(
                 f"{self._source.file_of(left[0])}: unexpected tensor {', '.join(left[:3])}{more}:"
                 " the config does not ask for it, so results would differ from the model's"
             )
+
+    def _refuse_damaged(self) -> None:
+        """Rows of the embedding that no head shares are reached by their own tokens alone: those are named in the log.
+
+        A request that has one of them ends with an error, and the others go on.
+        """
+        for name in self._sums.suspects():
+            actual = self._names[name]
+            place = f"{self._source.file_of(actual)}: tensor {actual}: "
+            damage = damage_in(self._source.read(actual), self._dtype, place.__add__)
+            if damage is not None and (name != EMBEDDING or HEAD not in self._names):
+                raise CheckpointError(damage)
+            if damage is not None:
+                log.warning("%s; requests with a token of such a row will end with an error", damage)
 
     def _actual(self, name: str, shape: Shape | None = None) -> str:
         if (actual := self._names.get(name)) is None:

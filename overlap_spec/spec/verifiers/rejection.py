@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from overlap_spec_kernels import gumbel, stream, uniform
+from overlap_spec_kernels import gumbel, largest_columns, stream, uniform
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
@@ -148,13 +148,13 @@ class ResidualVerifier:
         weights = torch.cat((torch.where(guessed[:, :, None], residual, p[:, :-1]), p[:, -1:]), 1)
         seeds = stream(seed, RESIDUAL).expand(-1, width).reshape(-1)
         noise = gumbel(seeds, positions.reshape(-1), self._token_ids).view_as(weights)
-        return (weights.log() + noise).argmax(2), accept_len
+        return largest_columns(weights.log() + noise), accept_len
 
     def _with_greedy(
         self, window: Window, logits: Tensor, sampling: Sampling, tokens: Tensor, accept_len: Tensor
     ) -> Drawn:
         """Greedy slots of the batch by matching, as if they were alone."""
-        largest = logits.argmax(2)
+        largest = largest_columns(logits)
         matching = (window.tokens[:, 1:] == largest[:, :-1]).long().cumprod(1).sum(1)
         sampled = sampling.temperature > 0
         return Drawn(torch.where(sampled[:, None], tokens, largest), torch.where(sampled, accept_len, matching))

@@ -8,7 +8,7 @@ Greedy requests are judged by matching.
 """
 
 import torch
-from overlap_spec_kernels import gumbel, stream, uniform
+from overlap_spec_kernels import gumbel, largest_columns, stream, uniform
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
@@ -32,7 +32,7 @@ class TreeThresholdVerifier:
             return Drawn(draw_after(lazy_logits, context))
         logits = processed_logits(lazy_logits, context)
         drawn = torch.cat([self._draw(window, logits, context.positions, batch, part) for part in slices(logits)])
-        return Drawn(torch.where(batch.sampling.temperature[:, None] > 0, drawn, logits.argmax(2)))
+        return Drawn(torch.where(batch.sampling.temperature[:, None] > 0, drawn, largest_columns(logits)))
 
     def _draw(self, window: Window, logits: Tensor, positions: Tensor, batch: SlotBatch, part: slice) -> Tensor:
         """Shapes: logits [B, W, V], positions [B, W] -> [b, W] i64, for the slots in `part`."""
@@ -52,7 +52,7 @@ class TreeThresholdVerifier:
         residual = self._residual(p, place, guessed)
         seeds = stream(seed, RESIDUAL).expand(-1, width).reshape(-1)
         noise = gumbel(seeds, positions.reshape(-1), self._token_ids).view_as(p)
-        drawn = (residual.log() + noise).argmax(2)
+        drawn = largest_columns(residual.log() + noise)
         return torch.where(first < width, tokens.gather(1, first.clamp(max=width - 1)), drawn)
 
     def _accepts(self, coins: Tensor, p_guess: Tensor, parents: Tensor, column: Tensor) -> Tensor:

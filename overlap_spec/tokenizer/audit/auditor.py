@@ -37,6 +37,7 @@ from overlap_spec.tokenizer.audit.transcripts import Transcript
 
 MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts
+LOST = "the worker or the scheduler died meanwhile"
 NOT_FINISHED = "aborted or failed before its end"
 CONTROL_EVERY = 16
 RECENT = 1000  # differences that the report holds, of each kind
@@ -126,6 +127,14 @@ class Auditor:
     def not_finished(self) -> None:
         """A chosen request was aborted, or has failed."""
         self._skipped[NOT_FINISHED] += 1
+
+    def restarted(self) -> None:
+        """Scheduler and worker were started again: what ran is lost, the rest goes on."""
+        self._dropped.update([LOST] * len(self._running))
+        self._running.clear()
+        if not self._figures.speculating:
+            self._send(StopSpeculating())
+        self._start()
 
     def _chooses(self, uid: int) -> bool:
         digest = hashlib.blake2b(uid.to_bytes(8, "little"), digest_size=8, key=self.key).digest()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from overlap_spec.messages import (
+    NO_TOKEN,
     LogProbParams,
     Phase,
     PrefillCosts,
@@ -64,6 +65,10 @@ EVERYTHING = SamplingParams(
 )  # compiles the kernels of every other kind of sampling too
 
 
+class NotFinite(Exception):
+    """The target's logits are NaN or infinite. `not_finite.py` finds out where they become so."""
+
+
 def warm_up(
     executor: Executor,
     geometry: Geometry,
@@ -75,15 +80,22 @@ def warm_up(
 
     `prompt_lengths`: greedy prompts that are run before. `num_tokens`: the length of the prompts of the variants.
     `decodes`: False where `capture_graphs` follows, which runs every decode step once.
+    Raises: NotFinite if the target's logits after one of the prompts are NaN or infinite.
     """
     for length in prompt_lengths:
-        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=min(length, geometry.max_len - 1)))
+        _run_prompt(executor, geometry, GREEDY, length)
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
-        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1)))
+        _run_prompt(executor, geometry, sampling, num_tokens)
         if decodes:
             _warm_up_decoding(executor, geometry, sampling)
     if executor.masking is not None:
         executor.masking.warm_up()
+
+
+def _run_prompt(executor: Executor, geometry: Geometry, sampling: SamplingParams, num_tokens: int) -> None:
+    plan = _prefill(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1))
+    if any(NO_TOKEN in run for run in executor.launch(plan).wait().tokens):
+        raise NotFinite
 
 
 def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: SamplingParams) -> None:

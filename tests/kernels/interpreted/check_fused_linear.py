@@ -49,7 +49,8 @@ def test_the_first_of_the_best_wins(programs: int, by_row: bool) -> None:
     ids, out = torch.randperm(programs * 4), torch.empty(4, dtype=torch.int64)
     if by_row:  # as many programs leave them
         best, best_at = best.t().contiguous().t(), best_at.t().contiguous().t()
-    _best_kernel[(4,)](best, best_at, ids, out, programs, *best.stride(), MAPPED=True, PDL=False, BLOCK=256)
+    options = {"MAPPED": True, "NOTHING": -2, "PDL": False, "BLOCK": 256}
+    _best_kernel[(4,)](best, best_at, ids, out, programs, *best.stride(), **options)
     for row in range(4):
         highest = best[:, row].max()
         assert out[row] == ids[best_at[best[:, row] == highest, row].min().long()]

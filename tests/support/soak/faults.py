@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import signal
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -17,26 +18,30 @@ import zmq
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import Generate, SamplingParams, TokenPrompt
 from support.command_line import Service
-from support.soak.clients import CUT
+from support.soak.clients import BROKEN, CUT
 from support.soak.requests import prompt
+from support.soak.spoiler import FILE, LONG_RUN, NAN_DRAFT, NAN_TARGET, OTHER_STEP
 
 HELD_S = 1.0  # of a fault that lasts
+RECOVERED_S = 60.0  # that a recovery may take on a busy machine
+A_LONG_RUN, ANOTHER_STEP = "a step result with a long run", "a step result of another step"
 NO_TROUBLE: frozenset[str] = frozenset()
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 @dataclass
 class Scene:
-    """What a fault may touch. `num_sent`: whole requests that faults have sent."""
+    """What a fault may touch. Counted: whole requests that faults have sent, and recoveries they have caused."""
 
     service: Service
     http: httpx.AsyncClient
     random: Random
     num_sent: int = 0
+    num_recoveries: int = 0
 
     @property
     def pids(self) -> list[int]:
-        return [self.service.process.pid, *self.service.children.values()]
+        return [self.service.process.pid, *self.service.actors().values()]
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,52 @@ async def junk_frames(scene: Scene) -> AsyncIterator[None]:
     await asyncio.to_thread(context.term)
 
 
+def ended(role: str, number: int) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
+    """A process gets a signal; the engine recovers, and takes requests again."""
+
+    @asynccontextmanager
+    async def happen(scene: Scene) -> AsyncIterator[None]:
+        before = scene.service.actors()
+        os.kill(before[role], number)
+        yield
+        await recovered(scene, before)
+
+    return happen
+
+
+def spoils(what: str, held_s: float) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
+    """The worker's module for faults does that; `held_s` 0: once, and the engine recovers."""
+
+    @asynccontextmanager
+    async def happen(scene: Scene) -> AsyncIterator[None]:
+        file, before = scene.service.tmp_path / FILE, scene.service.actors()
+        file.write_text(what)
+        yield
+        await asyncio.sleep(held_s)
+        if held_s:
+            file.unlink()
+        else:
+            await recovered(scene, before)
+
+    return happen
+
+
+async def recovered(scene: Scene, before: dict[str, int]) -> None:
+    """Wait until other processes are there and healthy, and then for a moment."""
+    scene.num_recoveries += 1
+    async with asyncio.timeout(RECOVERED_S):
+        while not await is_recovered(scene, before):
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(HELD_S)
+
+
+async def is_recovered(scene: Scene, before: dict[str, int]) -> bool:
+    now = scene.service.actors()
+    if any(now.get(role, before[role]) == before[role] for role in ("scheduler", "worker")):
+        return False
+    return (await scene.http.get("/health")).status_code == 200
+
+
 FAULTS = [
     Fault("full disk", full_disk),
     Fault("refused sockets", refused_sockets, frozenset({CUT})),
@@ -179,4 +230,14 @@ FAULTS = [
     Fault("a flood", flood),
     Fault("flushes", flushes),
     Fault("junk frames", junk_frames),
+    Fault("NaN of the draft", spoils(NAN_DRAFT, HELD_S)),
+    Fault("NaN of the target", spoils(NAN_TARGET, HELD_S / 20), frozenset({BROKEN})),
+]
+HARSH = [  # the engine starts scheduler and worker again, and requests go on
+    Fault("the worker is killed", ended("worker", signal.SIGKILL)),
+    Fault("the scheduler stops", ended("scheduler", signal.SIGSTOP)),
+    Fault(A_LONG_RUN, spoils(LONG_RUN, 0.0)),
+    Fault("the worker stops", ended("worker", signal.SIGSTOP)),
+    Fault("the scheduler is killed", ended("scheduler", signal.SIGKILL)),
+    Fault(ANOTHER_STEP, spoils(OTHER_STEP, 0.0)),
 ]

@@ -13,6 +13,7 @@ MOST_POINTS = 120  # of a fit: its cost is quadratic
 WARM_SHARE = 0.4  # of a process's requests, after which caches and pools have their size
 ENOUGH = 2000  # requests after that, below which a slope says little
 MOST_GROWTH = 1.0  # MB per 1,000 requests
+MOST_GROWN_MB = 16.0  # of a process that has served less than that
 
 
 @dataclass(frozen=True)
@@ -24,21 +25,20 @@ class Sample:
 
 
 class Memory:
-    """Samples of every process of a service, by role and process number."""
+    """Samples of every process of a service, by role."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._samples: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
+        self._samples: defaultdict[str, list[Sample]] = defaultdict(list)
 
     def sample(self, requests: int) -> None:
         """Look at every process after so many requests."""
-        pids = {"main": self._service.process.pid, **self._service.children}
         for role, held in held_by(self._service).items():
-            self._samples[role, pids[role]].append(Sample(requests, held.rss))
+            self._samples[role].append(Sample(requests, held.rss))
 
     def report(self) -> list[dict[str, Any]]:
         """One row per process: its slope after its warm-up, and what it held at the ends."""
-        return [_row(role, samples) for (role, _), samples in sorted(self._samples.items()) if len(samples) > 2]
+        return [_row(role, samples) for role, samples in sorted(self._samples.items()) if len(samples) > 2]
 
 
 def _row(role: str, samples: list[Sample]) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def _row(role: str, samples: list[Sample]) -> dict[str, Any]:
     slope = slope_mb(warm)
     span = warm[-1].requests - warm[0].requests
     ends = {"mb_at_first": round(samples[0].rss / 1e6, 1), "mb_at_last": round(samples[-1].rss / 1e6, 1)}
-    return {"process": role, "requests": span, "mb_per_1000_requests": slope, **ends}
+    grown = round((warm[-1].rss - warm[0].rss) / 1e6, 1)
+    return {"process": role, "requests": span, "mb_per_1000_requests": slope, "mb_grown": grown, **ends}
 
 
 def slope_mb(samples: list[Sample]) -> float:
@@ -59,5 +60,9 @@ def slope_mb(samples: list[Sample]) -> float:
 
 
 def growing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows whose process grows, of those that have served enough to tell."""
-    return [row for row in rows if row["requests"] >= ENOUGH and row["mb_per_1000_requests"] > MOST_GROWTH]
+    """The rows whose process grows: by its slope, if it has served enough to tell."""
+    return [
+        row
+        for row in rows
+        if (row["mb_per_1000_requests"] > MOST_GROWTH if row["requests"] >= ENOUGH else row["mb_grown"] > MOST_GROWN_MB)
+    ]

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.fake_settings import fake_settings
 
-from overlap_spec.config import Settings, SupervisorSettings
+from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
@@ -110,6 +111,55 @@ def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> Non
     asyncio.run(scenario())
 
 
+def recovering(most: int) -> Settings:
+    return replace(fake_settings(), recovery=RecoverySettings(enabled=True, most=most))
+
+
+async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL) -> dict[str, int]:
+    """Kill an actor and wait until all are ready again. Returns their processes."""
+    before = supervisor.pids
+    os.kill(before[role], number)
+    while supervisor.recovering is None:
+        await asyncio.sleep(0.001)
+    while supervisor.recovering is not None:
+        await asyncio.sleep(0.001)
+    assert supervisor.pids["tokenizer"] == before["tokenizer"]
+    assert all(supervisor.pids[role] != before[role] for role in ("scheduler", "worker"))
+    assert not any(is_running(before[role]) for role in ("scheduler", "worker"))
+    return supervisor.pids
+
+
+def test_scheduler_and_worker_are_started_again_up_to_a_limit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            await supervisor.start(recovering(most=2))
+            await again(supervisor, "worker")
+            os.kill(supervisor.pids["worker"], signal.SIGSTOP)  # a stopped one is killed all the same
+            pids = await again(supervisor, "scheduler")
+            assert await supervisor.drain(5), "the tokenizer is told over its new link"
+            os.kill(pids["worker"], signal.SIGKILL)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 2)
+            assert error.actor == "worker" and "SIGKILL" in str(error)
+
+    asyncio.run(scenario())
+
+
+def test_a_death_while_they_are_started_again_counts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            await supervisor.start(recovering(most=2))
+            os.kill(supervisor.pids["worker"], signal.SIGKILL)
+            while supervisor.recovering is None:
+                await asyncio.sleep(0.001)
+            while "worker" not in supervisor.pids:
+                await asyncio.sleep(0.001)
+            await again(supervisor, "worker")
+            supervisor.actor_died(ActorDied("scheduler", "does not answer"))
+            assert supervisor.failed.done()
+
+    asyncio.run(scenario())
+
+
 def with_timeout(seconds: float) -> Settings:
     return msgspec.structs.replace(fake_settings(), supervisor=SupervisorSettings(watchdog_timeout_s=seconds))
 
@@ -132,7 +182,7 @@ def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
     assert "its stack follows" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_actor_that_was_stopped_cannot_write_its_stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path) as supervisor:

@@ -10,9 +10,9 @@ CHAIN, TREE = (4, False), (8, True)
 PROCESSED = [work for work in SAMPLING_WORK if work.processed]
 # Judge part, draws of a draft. Steps without parameters launch nothing for them.
 WITHOUT = {
-    SamplingWork(False, False, False): {CHAIN: (4, 6), TREE: (4, 10)},
-    SamplingWork(True, False, False): {CHAIN: (8, 15), TREE: (8, 223)},
-    SamplingWork(True, True, False): {CHAIN: (18, 45), TREE: (18, 277)},
+    SamplingWork(False, False, False): {CHAIN: (3, 6), TREE: (3, 10)},
+    SamplingWork(True, False, False): {CHAIN: (7, 15), TREE: (7, 223)},
+    SamplingWork(True, True, False): {CHAIN: (17, 45), TREE: (17, 277)},
 }
 # Counts of tokens (2), guesses before the rows, positions, one pass over the logits, masks of grammars.
 APPLIED = 6
@@ -43,9 +43,9 @@ def test_parameters_cost_a_few_launches(work: SamplingWork, shape: tuple[int, bo
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_grammar_costs_the_logits_and_a_pass(sampled: bool, shape: tuple[int, bool]) -> None:
-    """Its request's draft is that of a request without."""
+    """And where it is greedy, three small ones that check the largest logit. Its draft is that of others."""
     step = DrawingStep(SamplingWork(sampled, False, False, masked=True), *shape)
     judge, draft = WITHOUT[SamplingWork(sampled, False, False)][shape]
     parts = {"apply": step.apply(), "judge": step.judge()}
-    assert parts["apply"].total() == 1 and parts["judge"].total() <= judge + 3, table(parts)
+    assert parts["apply"].total() == 1 and parts["judge"].total() <= judge + (1 if sampled else 5), table(parts)
     assert DrawingStep(SamplingWork(sampled, False, False), *shape).draft().total() == draft

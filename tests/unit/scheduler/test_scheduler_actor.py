@@ -37,6 +37,7 @@ class MemoryContext:
         self.links["tokenizer"] = MemoryLink(ToTokenizer)
         self.facts: SchedulerFacts | None = None
         self.trace = NO_TRACE
+        self.generation = 0
 
     def step_inbox(self, union):
         assert union == ToScheduler

@@ -257,6 +257,15 @@ def test_an_error_after_the_first_token_is_the_last_event() -> None:
     assert ask(client, "POST", COMPLETIONS, json={"prompt": "one fail three"}).status_code == 500
 
 
+def test_a_request_that_alone_has_failed_has_a_code_of_its_own() -> None:
+    client = FakeClient()
+    error = {"message": "the model's logits are NaN", "type": "server_error", "param": None, "code": "not_finite"}
+    streamed = ask(client, "POST", COMPLETIONS, json={"prompt": "one nan three", "stream": True})
+    assert json.loads(events_of(streamed)[-1]) == {"error": error}
+    whole = ask(client, "POST", COMPLETIONS, json={"prompt": "one nan three"})
+    assert (whole.status_code, whole.json()) == (500, {"error": error})
+
+
 def test_a_bug_is_a_500_without_details_or_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
     async def inner(streamed: bool) -> httpx.Response:
         transport = httpx.ASGITransport(create_app(FakeClient(), INFO, healthy), raise_app_exceptions=False)

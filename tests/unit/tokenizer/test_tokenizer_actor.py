@@ -85,6 +85,7 @@ class Process:
             "tokenizer",
             module,
             str(directory),
+            "0",
             str(os.getpid()),
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)

@@ -1,0 +1,108 @@
+"""What goes on when scheduler and worker are started again: open requests, from their next token.
+
+The tokenizer keeps of a request what it has sent to the scheduler and which tokens have come back. Draws are keyed by
+seed and position, so the tokens that follow are those that would have followed anyway.
+
+    died -> [ old links dropped ] -> Recover -> open requests, flushes -> [ worker loads ] -> EngineLimits: recovered
+"""
+
+import logging
+import time
+from array import array
+
+from msgspec.structs import replace
+
+from overlap_spec.client.link import pack_ids
+from overlap_spec.messages import Admit, Recover, Resumed, Stats, Usage
+
+MOST_DEATHS = 2  # of workers that had a request in the batch: then it is not run again
+KILLER = "worker"  # the actor whose deaths are counted
+
+log = logging.getLogger(__name__)
+
+
+class Replay:
+    """One request: as it was admitted, and what it has been given since."""
+
+    __slots__ = ("admit", "is_started", "num_deaths", "output")
+
+    def __init__(self, admit: Admit) -> None:
+        self.admit = admit
+        self.output = array("i")
+        self.is_started = False  # it has a slot
+        self.num_deaths = 0  # of workers, while it had one
+
+    def admission(self, usage: Usage) -> Admit:
+        """Admits it again, to go on at its next token; `usage` is the last that it has reported."""
+        if not self.output:
+            return self.admit
+        resumed = Resumed(pack_ids(self.output), usage.cached_tokens, usage.spec_verify_ct)
+        return replace(self.admit, resumed=resumed)
+
+    def died(self, actor: str) -> bool:
+        """Note that an actor has died while the request was open. Returns whether the worker has too often."""
+        self.num_deaths += self.is_started and actor == KILLER
+        self.is_started = False
+        return self.num_deaths >= MOST_DEATHS
+
+
+class Recoveries:
+    """Counts recoveries, times them, and adds the figures of the schedulers that are gone to those of the last."""
+
+    def __init__(self) -> None:
+        self.enabled = False  # requests are kept for a replay
+        self.under_way: Recover | None = None
+        self._own = Stats()  # what is counted here
+        self._gone = Stats()  # totals of the schedulers that are gone
+        self._last = Stats()
+
+    def begin(self, message: Recover) -> None:
+        """Scheduler and worker are being started again."""
+        self.under_way = message
+        self._gone, self._last = _added(self._last, self._gone), Stats()
+        self._own = replace(self._own, recoveries_total=self._own.recoveries_total + 1)
+
+    def replayed(self, num_requests: int, num_poisonous: int) -> None:
+        """So many open requests were admitted again, and so many were not."""
+        own = self._own
+        self._own = replace(
+            own,
+            replayed_total=own.replayed_total + num_requests,
+            poisonous_total=own.poisonous_total + num_poisonous,
+        )
+        log.info("%d open requests go on when the engine is warm again", num_requests)
+
+    def warm(self) -> None:
+        """The engine is warm, for the first time or again."""
+        if self.under_way is not None:
+            seconds = time.monotonic() - self.under_way.died_at
+            self._own = replace(self._own, last_recovery=seconds)
+            log.info("recovered from the death of the %s in %.1f s", self.under_way.actor, seconds)
+            self.under_way = None
+
+    def reported(self, stats: Stats) -> None:
+        """Keep the scheduler's newest report."""
+        self._last = stats
+
+    @property
+    def stats(self) -> Stats:
+        """The newest report, with what was done before this scheduler."""
+        return _added(_added(self._last, self._gone), self._own) if self._own.recoveries_total else self._last
+
+
+def _added(stats: Stats, before: Stats) -> Stats:
+    """`stats` with the totals of both; what is no total is the newer one's, if it has any."""
+    totals = {
+        name: _sum(getattr(stats, name), getattr(before, name))
+        for name in Stats.__struct_fields__
+        if name.endswith("_total")
+    }
+    return replace(stats, **totals, last_recovery=stats.last_recovery or before.last_recovery)
+
+
+def _sum(one: float | tuple[int, ...], other: float | tuple[int, ...]) -> float | tuple[int, ...]:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+        return tuple(a + b for a, b in zip(longer, (*shorter, *[0] * (len(longer) - len(shorter))), strict=True))
+    assert not isinstance(one, tuple) and not isinstance(other, tuple)
+    return one + other

@@ -1,0 +1,91 @@
+"""Requests that another scheduler had begun, which is gone: they go on at the next token."""
+
+import random
+
+import pytest
+from msgspec.structs import replace
+from support.fake_device import Bench, make_admit, make_ready
+
+from overlap_spec.client.link import pack_ids
+from overlap_spec.messages import FinishKind, PrepareGrammar, Resumed, Started, Usage
+from overlap_spec.messages.request import Grammar, GrammarKind
+
+
+def killed(bench: Bench, rng: random.Random) -> None:
+    """Run for a random while, then stop as a killed process does."""
+    for _ in range(rng.randrange(1, 60)):
+        if bench.results and (not bench.plans or rng.random() < 0.5):
+            bench.deliver_result()
+        elif bench.plans:
+            bench.run_device()
+
+
+def successor(old: Bench, depth: int, seed: int) -> Bench:
+    """Another scheduler and another device, with everything that was open."""
+    bench = Bench(make_ready(), depth, seed)
+    for uid, admit in old.admits.items():
+        if uid not in old.finishes:
+            usage, output = old.usages.get(uid, Usage(0, 0, 0, 0)), old.tokens[uid]
+            resumed = Resumed(pack_ids(output), usage.cached_tokens, usage.spec_verify_ct)
+            bench.admit(replace(admit, resumed=resumed if output else None))
+            bench.tokens[uid] = list(output)
+    return bench
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_and_counts_are_those_of_an_undisturbed_run(depth: int) -> None:
+    for seed in range(25):
+        rng = random.Random(seed)
+        bench = Bench(make_ready(), depth, seed)
+        for uid in range(1, 13):
+            prompt = [rng.randrange(90) for _ in range(rng.randrange(1, 40))]
+            bench.admit(make_admit(uid, prompt, rng.randrange(1, 30), (3, 5), min_new_tokens=rng.choice((0, 1))))
+        begun: dict[int, Usage] = {}
+        for death in range(3):
+            killed(bench, rng)
+            begun |= {uid: usage for uid, usage in bench.usages.items() if uid not in bench.finishes}
+            bench = successor(bench, depth, seed + death)
+        bench.finish_all()
+        bench.check_streams()
+        bench.check_drained()
+        for uid, usage in bench.usages.items():
+            assert usage.prompt_tokens == len(bench.admits[uid].prompt) // 4
+            if uid in begun:
+                assert usage.cached_tokens == begun[uid].cached_tokens
+                assert usage.spec_verify_ct >= begun[uid].spec_verify_ct
+
+
+def test_a_resumed_request_ends_by_its_length_and_counts_once() -> None:
+    bench = Bench(make_ready())
+    admit = make_admit(1, [1, 2, 3], 4)
+    bench.admits[1], bench.tokens[1] = admit, [7, 8, 9]
+    bench.deliver(replace(admit, resumed=Resumed(pack_ids([7, 8, 9]), 0, 2)))
+    bench.finish_all()
+    assert bench.finishes[1].kind is FinishKind.LENGTH and len(bench.tokens[1]) == 4
+    assert bench.usages[1] == Usage(3, 0, 4, 2), "the token after a prefill is no verify step's"
+    assert bench.scheduler.planner.counters.requests == 0
+    (reset,) = [work.reset for plan in bench.all_plans for work in plan.work if work.reset is not None]
+    assert (reset.prompt_len, reset.output_from) == (6, 3)
+
+
+def test_its_grammar_is_prepared_with_the_output_that_it_has_consumed() -> None:
+    bench = Bench(make_ready())
+    admit = make_admit(1, [1, 2, 3], 4, grammar=Grammar(GrammarKind.REGEX, "a+"))
+    resumed = Resumed(pack_ids([7, 8]), 0, 2)
+    bench.scheduler.dispatch(replace(admit, resumed=resumed))
+    (prepared,) = bench.worker.drain()
+    assert isinstance(prepared, PrepareGrammar) and prepared.output == resumed.output
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_tokenizer_is_told_who_is_in_the_batch_where_it_wants_to_know(tells: bool) -> None:
+    bench = Bench(make_ready(num_slots=2))
+    bench.scheduler.tells_started = tells
+    told: list[int] = []
+    bench._receive = lambda message: told.extend(message.uids if isinstance(message, Started) else ())  # type: ignore[method-assign]
+    for uid in (1, 2, 3):
+        bench.admit(make_admit(uid, [1, 2, 3]))
+    assert told == ([1] if tells else []), "the others wait for a step"
+    while bench.plans or bench.results:
+        bench.deliver_result() if bench.results else bench.run_device()
+    assert told == ([1, 2, 3] if tells else [])
