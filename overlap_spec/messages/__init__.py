@@ -59,6 +59,7 @@ from overlap_spec.messages.facts import (
 )
 from overlap_spec.messages.health import READY, EngineHealth, EngineState
 from overlap_spec.messages.request import (
+    ANY_TERMS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -75,6 +76,7 @@ from overlap_spec.messages.request import (
     Prompt,
     Reasoning,
     SamplingParams,
+    Terms,
     TextPrompt,
     Thinking,
     TokenPrompt,
@@ -136,6 +138,7 @@ ToTokenizer = (
 )
 
 __all__ = [
+    "ANY_TERMS",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",
@@ -238,5 +241,6 @@ __all__ = [
     "MetricsLevel",
     "Origin",
     "Speculative",
+    "Terms",
     "Verified",
 ]

@@ -75,7 +75,7 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             text = f"{self.num_bytes} bytes of the body have come: too slowly, or no more within {self._timeout_s:g} s"
-            raise Problem(408, text, code="request_timeout") from None
+            raise Problem(408, text, code="slow_request") from None
         self._is_read = message["type"] != "http.request" or not message.get("more_body", False)
         size = len(message.get("body", b""))
         self.num_bytes += size

@@ -115,7 +115,7 @@ class HttpProtocol(H11Protocol):
         self.connections_of_server.note(f"closed waiting for the {what} of a request")
         if what == "head" and self.conn.trailing_data[0]:
             text = f"the head of the request did not come within {self.limits.header_timeout_s:g} s"
-            self._say(Problem(408, text, code="request_timeout"))
+            self._say(Problem(408, text, code="slow_request"))
         self.transport.close()
 
     def _is_sending(self) -> bool:

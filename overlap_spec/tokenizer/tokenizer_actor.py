@@ -8,7 +8,7 @@ from pathlib import Path
 from overlap_spec.config import Settings
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
-from overlap_spec.messages import TokenizerFacts, ToScheduler, ToTokenizer
+from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.audit.auditor import Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
@@ -65,9 +65,10 @@ def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
     link = settings.link
-    return RequestChecks(
-        eos_token_ids, link.max_open_requests, settings.scheduler.seed, _grammars(settings), link.trusts_templates
-    )
+    seed, grammars = settings.scheduler.seed, _grammars(settings)
+    checks = RequestChecks(eos_token_ids, link.max_queued_requests, seed, grammars, link.trusts_templates)
+    checks.flags = Terms(timeout_s=link.request_timeout_s, first_token_timeout_s=link.first_token_timeout_s)
+    return checks
 
 
 def _grammars(settings: Settings) -> GrammarChecks:

@@ -154,7 +154,7 @@ def wait_for_state(service: Service, state: str, timeout_s: float) -> dict[str, 
 @pytest.mark.slow
 def test_an_actor_that_is_stopped_is_named_and_given_up(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     """One that goes on in time is well again."""
-    with Service(tmp_path, *tiny_flags, "--watchdog-timeout", "4") as service:
+    with Service(tmp_path, *tiny_flags, "--no-recover", "--watchdog-timeout", "4") as service:
         assert said_health(service)[1]["last_sign_s"].keys() == service.children.keys()
         for role in ("tokenizer", "scheduler"):
             os.kill(service.children[role], signal.SIGSTOP)

@@ -10,6 +10,7 @@ from overlap_spec.messages import ChatPrompt
 from overlap_spec.server.anthropic.replies import MessageEvents, MessageHead
 from overlap_spec.server.anthropic.requests import MESSAGES, CountRequest, MessagesRequest, chat_fields
 from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
@@ -38,6 +39,7 @@ class Messages:
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of events."""
         body, group = await self._read(request, MessagesRequest)
+        group = sent_by(request, group)
         head = MessageHead(group.id, self._info.model_name, body.stop_sequences)
         if body.stream:
             events = MessageEvents(head)

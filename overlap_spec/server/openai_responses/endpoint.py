@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
@@ -24,6 +25,7 @@ class Responses:
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of events."""
         body, group = await read_body(request, self._info.max_body_bytes, self._read)
+        group = sent_by(request, group)
         head = ResponseHead(group.id, self._info.model_name, body, group.requests[0].sampling)
         if body.stream:
             events = ResponseEvents(head)

@@ -99,7 +99,7 @@ def test_a_silent_connection_ends(said: bytes, heard: bytes) -> None:
         assert time.monotonic() - began < 2.0
         assert last.startswith(heard)
         if heard:
-            assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+            assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["code"] == "slow_request"
         assert await (await (await connect(server)).says(GET)).status() == 200
 
     with_server(story, SHORT)
