@@ -1,8 +1,8 @@
 """The connections of the HTTP server: how many there may be, which has to go, and the log's line about it.
 
 A connection is *silent* while no request is in progress on it: before its first, or between two. When there are too
-many of an address, or in all, the one that has been silent longest is closed for the new one: silent connections keep no
-client out. If none is silent the new one is refused.
+many of an address, or in all, the one that has been silent longest is closed for the new one: silent connections keep
+no client out. If none is silent the new one is refused.
 """
 
 import logging
