@@ -51,11 +51,6 @@ LLAMA = ("throughput_8b_h200", "throughput_tree_8b_h200")
 SMOLLM2 = ("throughput_h200", "throughput_tree_h200")
 
 
-def _of_soak(results: Results, count: str) -> int:
-    """Over all rounds of the soak under faults."""
-    return sum(int(row[count]) for row in results["soak_cpu"]["soak"]["figures"]["rounds"])
-
-
 def _span(values: Iterator[float]) -> str:
     every = list(values)
     return f"{min(every):.1f} to {max(every):.1f}"
@@ -165,8 +160,6 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",
     "soak-audited": lambda results: f"{results['audit_soak_h200']['audit']['figures']['tokens']:,}",
     "soak-faults": lambda results: str(results["audit_soak_h200"]["audit"]["figures"]["faults"]),
-    "fault-requests": lambda results: f"{_of_soak(results, 'requests'):,}",
-    "fault-recoveries": lambda results: str(_of_soak(results, "recoveries")),
     "fuzzed-requests": lambda results: f"{results['fuzz_cpu']['fuzzed_http']['figures']['cases']:,}",
     "fuzzed-frames": lambda results: f"{results['fuzz_cpu']['fuzzed_frames']['figures']['frames']:,}",
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),

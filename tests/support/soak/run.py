@@ -151,12 +151,12 @@ class Round:
             await self._happen(fault, scene)
 
     async def _faults_in_turn(self, scene: Scene, faults: Sequence[Fault]) -> None:
-        """In another order each time, with a pause after each."""
+        """In another order each time, with a pause before each."""
         while time.monotonic() < self._ends_at:
             for fault in scene.random.sample(faults, len(faults)):
+                await asyncio.sleep(scene.random.uniform(0.3, 1.0))  # requests are open by then
                 if time.monotonic() < self._ends_at:
                     await self._happen(fault, scene)
-                    await asyncio.sleep(scene.random.uniform(0.2, 0.8))
 
     async def _happen(self, fault: Fault, scene: Scene) -> None:
         if fault in HARSH:
