@@ -1,6 +1,7 @@
 """The Starlette app: routes, gate and error shapes together."""
 
 import hmac
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -13,6 +14,7 @@ from overlap_spec.messages import READY
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.access_log import ID_HEADER, AccessLog, note_reason
 from overlap_spec.server.anthropic.endpoints import Messages
+from overlap_spec.server.body_bounds import BodyBounds
 from overlap_spec.server.callers import note_caller
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
@@ -48,8 +50,9 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Star
     ]
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, api_key=info.api_key, health=health)
-    middleware = [Middleware(AccessLog), *_cors(info), gate]
+    middleware = [Middleware(AccessLog), *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    app.state.large_bodies = ThreadPoolExecutor(1, "large-bodies")
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
 
