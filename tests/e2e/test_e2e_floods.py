@@ -52,7 +52,6 @@ def during(service: Service, flood: Callable[[httpx.AsyncClient], Awaitable[None
 
     asyncio.run(run())
     assert "client 1 " not in service.log() and "has failed" not in service.log()  # client 1: the HTTP server
-    return times
 
 
 async def read_stream(http: httpx.AsyncClient) -> int:
