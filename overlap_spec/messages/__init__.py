@@ -57,7 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
-from overlap_spec.messages.health import READY, EngineHealth, EngineState
+from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -136,6 +136,8 @@ ToTokenizer = (
 )
 
 __all__ = [
+    "DraftFigures",
+    "DraftState",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",
