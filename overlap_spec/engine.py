@@ -22,12 +22,14 @@ from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import (
+    ANY_TERMS,
     ActorFacts,
     EngineFacts,
     EngineHealth,
     EngineState,
     SamplingParams,
     SchedulerFacts,
+    Terms,
     TokenizerFacts,
     WorkerFacts,
 )
@@ -137,10 +139,14 @@ class Engine:
         return self.facts.tokenizer.client_endpoint
 
     def generate(
-        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        terms: Terms = ANY_TERMS,
     ) -> AsyncGenerator[Delta, None]:
         """Stream one request; leaving the loop cancels it. See `Client.generate`."""
-        return self.client.generate(prompt, sampling, request_id)
+        return self.client.generate(prompt, sampling, request_id, terms)
 
     async def start(self) -> None:
         """Resolve the model, start the actors, return when they are warm. Cancellation: leaves nothing behind."""
@@ -165,6 +171,7 @@ class Engine:
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
+        supervisor.requests_lost = client.end_calls
         await supervisor.unless_failed(client.wait_ready())
 
     async def wait_failed(self) -> ActorDied:

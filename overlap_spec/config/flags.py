@@ -159,8 +159,21 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     ) = None
     schedule_policy: Annotated[
         SchedulePolicy,
-        Meta(description="which waiting request gets a slot: the first come, or the longest cached prefix"),
+        Meta(
+            description="which of a client's waiting requests gets a slot: the first come, or the longest cached"
+            " prefix; clients take turns"
+        ),
     ] = "fcfs"
+    max_queued_requests: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="requests that may wait beyond those that run; others get 503")
+    ] = 2048
+    request_timeout: (
+        Annotated[float, Meta(gt=0, le=10_000_000, description="seconds that a request may take; default: any")] | None
+    ) = None
+    first_token_timeout: (
+        Annotated[float, Meta(gt=0, le=10_000_000, description="seconds until a request's first token; default: any")]
+        | None
+    ) = None
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False

@@ -226,13 +226,15 @@ class LinkSettings(Struct, frozen=True):
 
     client_endpoint: str | None
     api_key: str | None
-    max_open_requests: int = 2048
+    max_queued_requests: int = 2048  # open ones beyond those that can run
     max_queued_bytes: int = 4 * MIB  # of a request's answer that its client does not read
     client_timeout_s: float = 10.0  # for which a client's process may leave heartbeats unanswered
     trusts_templates: bool = False  # a request may bring a chat template along
     max_client_messages: int = 4096  # of one client, sent and not read by the tokenizer
     max_client_bytes: int = 64 * MIB  # of one client, that wait to be read, in either direction
     max_bytes: int = 256 * MIB  # the same, of all clients
+    request_timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
 
 
 class Settings(Struct, frozen=True):

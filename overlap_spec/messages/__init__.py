@@ -59,6 +59,7 @@ from overlap_spec.messages.facts import (
 )
 from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
 from overlap_spec.messages.request import (
+    ANY_TERMS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -75,6 +76,7 @@ from overlap_spec.messages.request import (
     Prompt,
     Reasoning,
     SamplingParams,
+    Terms,
     TextPrompt,
     Thinking,
     TokenPrompt,
@@ -138,6 +140,7 @@ ToTokenizer = (
 __all__ = [
     "DraftFigures",
     "DraftState",
+    "ANY_TERMS",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",
@@ -240,5 +243,6 @@ __all__ = [
     "MetricsLevel",
     "Origin",
     "Speculative",
+    "Terms",
     "Verified",
 ]

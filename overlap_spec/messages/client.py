@@ -4,7 +4,7 @@ import msgspec
 
 from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
-from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
+from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
 from overlap_spec.messages.ring import Stats
 from overlap_spec.messages.speculation import Verified
 
@@ -17,6 +17,7 @@ class Generate(Message, frozen=True):
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
+    terms: Terms = Terms()
 
 
 class Cancel(Message, frozen=True):

@@ -25,7 +25,7 @@ class Admit(Message, frozen=True):
     """A checked request. `sampling.max_new_tokens` and `sampling.seed` are set; `prompt`: int32, little-endian.
 
     `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `resumed`: it has
-    output already, and goes on at the next token.
+    output already, and goes on at the next token. `client`: whose it is; clients take turns while they wait.
     """
 
     uid: int
@@ -34,6 +34,7 @@ class Admit(Message, frozen=True):
     stop_ids: tuple[int, ...]
     arrived_at: float
     resumed: Resumed | None = None
+    client: str = ""
 
 
 class Abort(Message, frozen=True):

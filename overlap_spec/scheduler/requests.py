@@ -36,7 +36,7 @@ def _draft_class(sampling: SamplingParams) -> int:
 
 
 class Request:
-    """State of one request. `order` is its rank of arrival: smaller means older, and older goes first."""
+    """State of one request. `order`: among those that have ever run, its rank by when it began; 0: it has not yet."""
 
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
@@ -45,10 +45,10 @@ class Request:
         "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain", "is_reported",
     )  # fmt: skip
 
-    def __init__(self, admit: Admit, order: int, root: Node) -> None:
+    def __init__(self, admit: Admit, root: Node) -> None:
         self.admit = admit
         self.uid = admit.uid
-        self.order = order
+        self.order = 0
         self.tokens = unpack_tokens(admit.prompt)  # prompt, then output: everything known to be committed
         self.prompt_len = len(self.tokens)
         self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
@@ -67,7 +67,7 @@ class Request:
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
         self.is_broken = False  # its logits were not finite: its KV is nothing for others
-        self.passed = 0  # how many younger requests went before it from the queue
+        self.passed = 0  # how many later requests of its client went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         if admit.resumed is not None:
             self._resume(admit.resumed)

@@ -13,6 +13,7 @@ from overlap_spec.messages import READY
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.access_log import ID_HEADER, AccessLog, note_reason
 from overlap_spec.server.anthropic.endpoints import Messages
+from overlap_spec.server.callers import note_caller
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
@@ -80,6 +81,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in UNCHECKED else None
         if problem is None:
+            note_caller(scope, "")
             await self._app(scope, receive, send)
             return
         note_reason(scope, str(problem))

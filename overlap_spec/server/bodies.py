@@ -3,9 +3,10 @@
 The rules are the same everywhere: unknown fields are accepted, a null field counts as left out, a known field
 with a bad value is a 400 whose `param` names it.
 
-A client that cannot change its bodies limits speculation by headers; a field of the body goes before its header:
+A client that cannot change its bodies limits speculation by headers, and SDKs tell by one how long they wait for the
+first byte; a field of the body goes before its header:
 
-    X-Speculative-Method: NONE        X-Speculative-Num-Steps: 2
+    X-Speculative-Method: NONE        X-Speculative-Num-Steps: 2        X-Stainless-Read-Timeout: 600
 """
 
 import json
@@ -22,6 +23,7 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 METHOD_HEADER = "x-speculative-method"
+WAITS_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")  # of OpenAI's and Anthropic's SDKs, by language
 STEPS_HEADER = "x-speculative-num-steps"
 SMALL_BODY_BYTES = 64 << 10  # larger bodies get no second, slower parse of what msgspec refuses
 MISSING = re.compile(r"missing required field `(\w+)`")
@@ -40,7 +42,7 @@ async def read_json(request: Request, max_bytes: int) -> Json:
     value = _parse(body) if body.strip() else {}
     if not isinstance(value, dict):
         raise Problem(400, "the body must be a JSON object", code="invalid_json")
-    return _with_headers(without_nulls(value), request.headers)
+    return _with_read_timeout(_with_headers(without_nulls(value), request.headers), request.headers)
 
 
 def without_nulls(fields: Json) -> Json:
@@ -70,6 +72,23 @@ def _with_headers(fields: Json, headers: Mapping[str, str]) -> Json:
     if not (given or asked) or not isinstance(asked, dict):
         return fields
     return {**fields, "speculative": {**given, **without_nulls(asked)}}
+
+
+def _with_read_timeout(fields: Json, headers: Mapping[str, str]) -> Json:
+    """The fields, with the time for which an SDK waits for the first byte as a limit, unless they have that limit.
+
+    The first byte is a stream's first token, and comes at the end without a stream.
+    Raises: Problem naming a bad header.
+    """
+    name = next((name for name in WAITS_HEADERS if name in headers), None)
+    if name is None:
+        return fields
+    limit = "first_token_timeout" if fields.get("stream") else "timeout"
+    try:
+        return {limit: float(headers[name]), **fields}
+    except ValueError:
+        text = f"{name} must be seconds, got {headers[name]!r}"
+        raise Problem(400, text, name, "invalid_value") from None
 
 
 def _bad_field(text: str) -> Problem:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.messages import Usage
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.log_probs import ChatEntries
@@ -40,7 +41,7 @@ class ChatCompletions:
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of chunks."""
         body = await read_openai(request, ChatRequest, self._info)
-        group = self._chats.prepare(body, "chatcmpl-")
+        group = sent_by(request, self._chats.prepare(body, "chatcmpl-"))
         head = ReplyHead(
             group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
         )

@@ -20,6 +20,7 @@ from overlap_spec.messages import (
     Prompt,
     SamplingParams,
     Stats,
+    Terms,
     TextPrompt,
     Usage,
     Verified,
@@ -53,11 +54,13 @@ class DeltaLike(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, RequestFailed,
-    ActorDied."""
+    """The engine, as the server sees it.
+
+    Errors: RequestError, Overloaded, RequestTimeout, RequestAborted, RequestFailed, ActorDied.
+    """
 
     def generate(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ...
     ) -> AsyncGenerator[DeltaLike, None]: ...
     def send_together(self) -> None: ...
     async def cancel(self, request_id: str, everyone: bool = False) -> None: ...

@@ -1,19 +1,18 @@
 """Kernels that are compiled together: nothing is launched, torch reads zeros, and at the end all are in the cache."""
 
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together
+from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together, end_with
 from overlap_spec_kernels.launch import TritonKernel, compiling_only
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
-from support.command_line import wait_until_gone
+from support.command_line import is_running, wait_until_gone
 
 triton = pytest.importorskip("triton")
 
@@ -47,29 +46,26 @@ def launch(kernel: TritonKernel) -> Any:
     return kernel[2,](rows, rows[0], rows, 64, 64, 1e-5, BLOCK=64, PDL=False, num_warps=1)
 
 
-KILLED_PARENT = """
-import multiprocessing, os, signal
-from concurrent.futures import ProcessPoolExecutor
-from overlap_spec_kernels.compile_pool import end_with
-
-if __name__ == "__main__":
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawned, end_with, (os.getpid(),)) as processes:
-        print(processes.submit(os.getpid).result(), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_of_the_pool_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "killed_parent.py"
-    script.write_text(KILLED_PARENT)
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    parent = subprocess.run(
-        [sys.executable, script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
-    )
-    assert parent.returncode == -signal.SIGKILL, parent.stderr
-    assert wait_until_gone([int(parent.stdout)], 5)
+def test_a_process_of_the_pool_ends_with_a_parent_that_is_killed() -> None:
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        own = os.getpid()
+        if os.fork() == 0:
+            end_with(own)
+            os.write(writer, str(os.getpid()).encode())
+        signal.pause()
+    child = int(os.read(reader, 16))
+    assert is_running(child)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    try:
+        assert wait_until_gone([child], 5)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.mark.slow

@@ -78,11 +78,7 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
         ),
         server=_resolve_server(config, files),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
-        link=LinkSettings(
-            client_endpoint=_resolve_endpoint(config),
-            api_key=config.api_key,
-            trusts_templates=config.trust_request_chat_template,
-        ),
+        link=_resolve_link(config),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
@@ -119,6 +115,17 @@ def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         cors_allow_origins=config.cors_allow_origins or (),
+    )
+
+
+def _resolve_link(config: EngineConfig) -> LinkSettings:
+    return LinkSettings(
+        client_endpoint=_resolve_endpoint(config),
+        api_key=config.api_key,
+        max_queued_requests=config.max_queued_requests,
+        trusts_templates=config.trust_request_chat_template,
+        request_timeout_s=config.request_timeout,
+        first_token_timeout_s=config.first_token_timeout,
     )
 
 

@@ -8,6 +8,7 @@ from overlap_spec.messages import ChatPrompt
 from overlap_spec.server.anthropic.replies import MessageEvents, MessageHead
 from overlap_spec.server.anthropic.requests import MESSAGES, CountRequest, MessagesRequest, chat_fields
 from overlap_spec.server.bodies import Json, convert, read_json
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
@@ -35,7 +36,7 @@ class Messages:
         """Answer at once, or with a stream of events."""
         fields = await self._read(request)
         body = convert(fields, MessagesRequest)
-        group = prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info)
+        group = sent_by(request, prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info))
         head = MessageHead(group.id, self._info.model_name, body.stop_sequences)
         if body.stream:
             events = MessageEvents(head)

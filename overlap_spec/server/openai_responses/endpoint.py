@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.server.bodies import convert, read_json
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
@@ -26,7 +27,7 @@ class Responses:
         fields = await read_json(request, self._info.max_body_bytes)
         RESPONSES.refuse_not_built(fields)
         body = convert(fields, ResponsesRequest)
-        group = prepare(self._chats, RESPONSES, fields, chat_fields(body), self._info)
+        group = sent_by(request, prepare(self._chats, RESPONSES, fields, chat_fields(body), self._info))
         head = ResponseHead(group.id, self._info.model_name, body, group.requests[0].sampling)
         if body.stream:
             events = ResponseEvents(head)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.client_harness import Stage, with_engine
+from msgspec.structs import replace
+from support.client_harness import LIMITS, Stage, with_engine
 
 from overlap_spec.client import Client
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
@@ -157,15 +158,16 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
                 with pytest.raises(RequestError) as caught:
                     await client.complete(prompt, sampling)  # bad on purpose
                 assert caught.value.field == field
+            stage.inbox.send(replace(LIMITS, max_running_requests=1))
             deltas = client.generate("twice", most(3000), "same")
             await anext(deltas)
             with pytest.raises(RequestError, match="already in use"):
                 await client.complete("twice", most(1), "same")
-            with pytest.raises(Overloaded, match="requests are open"):
+            with pytest.raises(Overloaded, match="requests are waiting"):
                 await client.complete("more", most(1))
             await deltas.aclose()
 
-    with_engine(story, tmp_path, max_open_requests=1)
+    with_engine(story, tmp_path, max_queued_requests=0)
 
 
 def test_the_answers_to_questions(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ PROMPT = [1, 2, 3]
 
 
 def request_with(max_new: int, stop_ids=(), min_new: int = 0, output=()) -> Request:
-    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), 1, Node(None, b"", []))
+    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), Node(None, b"", []))
     request.tokens.extend(output)
     return request
 
