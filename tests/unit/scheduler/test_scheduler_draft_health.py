@@ -94,7 +94,7 @@ def test_classes_of_requests_are_judged_apart() -> None:
     kinds = [SamplingParams(temperature=0.0), sampled, SamplingParams(temperature=0.0, grammar=grammar)]
     root: Any = None
     requests = [
-        Request(make_admit(uid, [1, 2], 9, temperature=each.temperature, grammar=each.grammar), 0, root)
+        Request(make_admit(uid, [1, 2], 9, temperature=each.temperature, grammar=each.grammar), root)
         for uid, each in enumerate(kinds)
     ]
     assert [DRAFT_CLASSES[request.draft_class] for request in requests] == ["greedy", "sampled", "constrained"]
