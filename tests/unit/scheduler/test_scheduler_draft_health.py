@@ -71,6 +71,13 @@ def test_a_collapse_is_judged_by_the_drafts_own_history(caplog: pytest.LogCaptur
     assert always_so.run(0.12, 100) is DraftState.HEALTHY
 
 
+def test_a_dead_draft_is_no_habit_to_compare_with() -> None:
+    draft = Draft()
+    draft.run(0.7, 40)
+    assert draft.run(0.0, 100) is DraftState.DEAD
+    assert draft.run(0.2, 4) is DraftState.COLLAPSED, "it is not as good as usual"
+
+
 def test_history_takes_a_while_to_count() -> None:
     draft = Draft()
     draft.run(0.7, SETTLED - 4)
