@@ -17,6 +17,7 @@ from overlap_spec.config.settings import (
     LOSSY,
     MIB,
     AcceptSettings,
+    ApiKeys,
     AttentionSettings,
     AuditSettings,
     CacheSettings,
@@ -40,6 +41,7 @@ from overlap_spec.config.speculation import synthetic_acceptance
 
 __all__ = [
     "AcceptSettings",
+    "ApiKeys",
     "AttentionSettings",
     "AuditSettings",
     "CacheSettings",
