@@ -173,6 +173,7 @@ class Engine:
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
+        supervisor.requests_lost = client.end_calls
         await supervisor.unless_failed(client.wait_ready())
 
     async def wait_failed(self) -> ActorDied:

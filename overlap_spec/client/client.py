@@ -123,6 +123,11 @@ class Client:
         self._failure = error
         self._calls.fail(error)
 
+    def end_calls(self, error: OverlapSpecError) -> None:
+        """End every open call with `error`. Later ones reach the engine that takes the place of the one before."""
+        self._give_up(error)
+        self._session = 0
+
     async def generate(
         self,
         prompt: AnyPrompt,

@@ -46,12 +46,13 @@ class ActorReady(Message, frozen=True):
 
 
 class ActorFailed(Message, frozen=True):
-    """An actor is about to exit on an exception."""
+    """An actor is about to exit on an exception. `on_purpose`: its error explains itself, and would come again."""
 
     actor: str
     error: str
     traceback: str
     generation: int = 0
+    on_purpose: bool = False
 
 
 class ActorProgress(Message, frozen=True):

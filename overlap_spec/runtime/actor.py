@@ -153,7 +153,7 @@ def _failure(context: ActorContext, error: Exception) -> ActorFailed:
     """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OverlapSpecError):
-        return ActorFailed(context.role, str(error), trace, context.generation)
+        return ActorFailed(context.role, str(error), trace, context.generation, on_purpose=True)
     logging.getLogger(__name__).error("failed:\n%s", trace)
     return ActorFailed(context.role, f"{type(error).__name__}: {error}", trace, context.generation)
 

@@ -19,6 +19,8 @@ from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 
+CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is another tokenizer
+
 
 async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
@@ -27,12 +29,14 @@ async def main(context: ActorContext) -> None:
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
+        endpoint.router.number_from(context.generation * CLIENTS_OF_A_GENERATION)
         scheduler: BatchOutlet[ToScheduler] = context.outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.report_alive = context.report_alive
         service.auditor = make_auditor(settings, service.send_scheduler)
         service.recoveries.enabled = settings.recovery.enabled
+        service.recoveries.count(context.generation)
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
