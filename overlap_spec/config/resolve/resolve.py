@@ -36,7 +36,7 @@ DEFAULT_COMPILED_BATCH = 32  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
 GPU_GAP_MS = 25.0
 NO_KEYS = ApiKeys()
-SECRETS = frozenset({"api_key", "admin_api_key"})
+SECRETS = frozenset({"api_key", "api_key_file", "admin_api_key"})
 SPIN_S = 0.02  # longer than a decode step of a large model
 SPIN_CORES = 6  # two for the polling processes, the rest for tokenizer, server and clients
 

@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from overlap_spec.config import ApiKeys, EngineConfig
+from overlap_spec.config import ApiKeys, EngineConfig, Machine, ModelFiles, child_environment
 from overlap_spec.config.keys import read_keys
+from overlap_spec.config.resolve import resolve, settled_flags
 from overlap_spec.errors import ConfigError
 
 
@@ -71,6 +72,20 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00sk")
     with pytest.raises(ConfigError, match="it is no text"):
         read_keys(EngineConfig(api_key_file=str(tmp_path / "bytes")))
+
+
+def test_no_report_and_no_child_process_environment_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OVERLAP_SPEC_API_KEY", "sk-env")
+    monkeypatch.setenv("OVERLAP_SPEC_ADMIN_API_KEY", "sk-operator")
+    (tmp_path / "keys").write_text("alice:sk-alice")
+    config = EngineConfig(api_key_file=str(tmp_path / "keys"))
+    for each in (config, EngineConfig(api_key="sk-flag", admin_api_key="sk-flag-too")):
+        files = ModelFiles("", {"num_hidden_layers": 1}, None, (), 64, 9)
+        settings = resolve(each, files, Machine(2, False), read_keys(each))[0]
+        assert settings.link.api_key is not None and settings.server.keys.names
+        assert "sk-" not in str(settled_flags(each, settings)) and "sk-" not in str(settings.server.keys)
+        for role in ("worker", "scheduler", "tokenizer"):
+            assert "sk-" not in str(child_environment(settings, role).values())
 
 
 def test_keys_travel_to_the_processes(tmp_path: Path) -> None:
