@@ -101,6 +101,16 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None
+    http_header_timeout: Annotated[
+        float, Meta(gt=0, description="seconds for a request's head, also from the beginning of a connection")
+    ] = 20.0
+    http_body_timeout: Annotated[
+        float, Meta(gt=0, description="seconds for which a request's body may stay away, or come too slowly")
+    ] = 60.0
+    max_connections: Annotated[
+        int, Meta(ge=1, description="HTTP connections; never more than the limit of open files allows")
+    ] = 8192
+    max_connections_per_address: Annotated[int, Meta(ge=1, description="HTTP connections of one address")] = 4096
     tool_call_parser: Annotated[
         ToolCallParser, Meta(description="format of the model's tool calls; auto: as its chat template shows")
     ] = "auto"

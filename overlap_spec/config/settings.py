@@ -217,6 +217,17 @@ class ApiKeys(Struct, frozen=True):
         return self.admin or next(iter(self.names), None)
 
 
+class HttpLimits(Struct, frozen=True):
+    """What HTTP clients are allowed. Owner: the HTTP process, which needs it before the rest is resolved."""
+
+    header_timeout_s: float = 20.0  # for a request's head: since the connection, or since its first byte
+    body_timeout_s: float = 60.0  # for which a body may make no progress
+    max_connections: int = 8192
+    max_connections_per_address: int = 4096
+    max_bytes: int = 1 << 30  # of bodies whose requests are not answered yet
+    max_bytes_per_address: int = 256 * MIB
+
+
 class ServerSettings(Struct, frozen=True):
     """Owner: the HTTP process."""
 
@@ -227,6 +238,7 @@ class ServerSettings(Struct, frozen=True):
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     cors_allow_origins: tuple[str, ...] = ()
+    http: HttpLimits = HttpLimits()
 
 
 class SupervisorSettings(Struct, frozen=True):

@@ -1,5 +1,7 @@
 """The Starlette app: routes, gate and error shapes together."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -8,6 +10,7 @@ from starlette.routing import Route
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.access_log import ID_HEADER, AccessLog
 from overlap_spec.server.anthropic.endpoints import Messages
+from overlap_spec.server.body_bounds import BodyBounds
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
@@ -41,8 +44,9 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Star
     ]
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, keys=info.keys, health=health)
-    middleware = [Middleware(AccessLog), *_cors(info), gate]
+    middleware = [Middleware(AccessLog), *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    app.state.large_bodies = ThreadPoolExecutor(1, "large-bodies")
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
 

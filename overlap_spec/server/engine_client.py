@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
-from overlap_spec.config import ApiKeys, EngineConfig, SamplingDefaults, Settings
+from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import (
     AuditReport,
@@ -93,6 +93,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     call_format: CallFormat | None = None  # None: tool calls are not read
     reasoning_format: ReasoningFormat | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    http: HttpLimits = HttpLimits()
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -113,6 +114,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         sampling_defaults=settings.server.sampling_defaults,
         num_steps=settings.spec.num_steps,
         cors_allow_origins=settings.server.cors_allow_origins,
+        http=settings.server.http,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),

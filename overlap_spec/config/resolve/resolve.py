@@ -14,6 +14,7 @@ from overlap_spec.config import (
     AttentionSettings,
     CacheSettings,
     EngineConfig,
+    HttpLimits,
     LinkSettings,
     Machine,
     ModelFiles,
@@ -120,6 +121,17 @@ def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> S
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         cors_allow_origins=config.cors_allow_origins or (),
+        http=http_limits(config),
+    )
+
+
+def http_limits(config: EngineConfig) -> HttpLimits:
+    """What HTTP clients are allowed; needed before anything else is resolved."""
+    return HttpLimits(
+        config.http_header_timeout,
+        config.http_body_timeout,
+        config.max_connections,
+        config.max_connections_per_address,
     )
 
 

@@ -80,7 +80,7 @@ def test_no_report_and_no_child_process_environment_has_a_key(tmp_path: Path, mo
     (tmp_path / "keys").write_text("alice:sk-alice")
     config = EngineConfig(api_key_file=str(tmp_path / "keys"))
     for each in (config, EngineConfig(api_key="sk-flag", admin_api_key="sk-flag-too")):
-        files = ModelFiles("", {"num_hidden_layers": 1}, None, (), 64, 9)
+        files = ModelFiles(weights="", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=64, vocab_size=9)
         settings = resolve(each, files, Machine(2, False), read_keys(each))[0]
         assert settings.link.api_key is not None and settings.server.keys.names
         assert "sk-" not in str(settled_flags(each, settings)) and "sk-" not in str(settings.server.keys)
