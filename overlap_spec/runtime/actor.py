@@ -27,6 +27,7 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.log_limits import limit_lines
 from overlap_spec.messages import (
     ActorFacts,
     ActorFailed,
@@ -137,6 +138,7 @@ def run_actor(role: str, module: str, run_dir: Path, settings: Settings, generat
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
     )
+    limit_lines()
     context = ActorContext(role, settings, run_dir, generation)
     try:
         main = cast(Main, importlib.import_module(module).main)

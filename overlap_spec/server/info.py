@@ -23,7 +23,7 @@ STATS_S = 5.0
 FLUSH_POLL_S = 0.02  # between attempts to empty the cache
 MOST_FLUSH_S = 600.0
 LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "admin_api_key"})
 
 
 async def newest_stats(client: EngineClient) -> Stats:
