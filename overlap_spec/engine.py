@@ -123,7 +123,7 @@ class Engine:
             return EngineHealth(EngineState.RECOVERING, reason, cause.actor, self._supervisor.recovering_s, ages)
         if (late := watchdog.unresponsive()) is not None:
             return EngineHealth(EngineState.UNRESPONSIVE, f"{late.actor}: {late}", late.actor, late.seconds, ages)
-        return EngineHealth(EngineState.READY, last_sign_s=ages)
+        return EngineHealth(EngineState.READY, last_sign_s=ages, draft=self._supervisor.draft)
 
     @property
     def killed(self) -> frozenset[str]:

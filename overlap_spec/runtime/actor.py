@@ -34,6 +34,7 @@ from overlap_spec.messages import (
     ActorProgress,
     ActorReady,
     Alive,
+    DraftState,
     LivenessProbe,
     ToSupervisor,
 )
@@ -110,9 +111,9 @@ class ActorContext:
         """Report a part of the start to the supervisor."""
         self._supervisor.send(ActorProgress(self.role, what, done, total, self.generation))
 
-    def report_alive(self, step_s: float = 0.0) -> None:
+    def report_alive(self, step_s: float = 0.0, draft: DraftState = DraftState.UNKNOWN) -> None:
         """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
-        self._supervisor.send(Alive(self.role, step_s, self.generation))
+        self._supervisor.send(Alive(self.role, step_s, self.generation, draft))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
         """Send any other message to the supervisor."""

@@ -141,6 +141,8 @@ class InfoEndpoints:
             **{name: getattr(stats, name) for name in LAST_INTERVAL},
             "effective_max_running_requests_per_dp": self._info.max_running_requests,
         }
+        if stats.draft_classes:
+            state["draft"] = msgspec.to_builtins(stats.draft_classes)
         steps = stats.verify_steps_total - self._since.verify_steps_total
         if steps > 0:
             committed = stats.committed_tokens_total - self._since.committed_tokens_total

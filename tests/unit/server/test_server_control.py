@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
 
 from overlap_spec.config import ApiKeys
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import READY, EngineHealth, EngineState, Stats
+from overlap_spec.messages import READY, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.server import probes
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
@@ -133,7 +134,10 @@ def test_health_says_what_the_supervisor_says() -> None:
                 "actor": "worker",
                 "since_s": 12.5,
                 "last_sign_s": {"worker": 12.5, "scheduler": 0.25},
+                "draft": "unknown",
             }
+    dead = EngineIn(replace(READY, draft=DraftState.DEAD)).ask("GET", "/health")
+    assert (dead.status_code, dead.json()["draft"]) == (200, "dead"), "no token is wrong"
 
 
 STOPPING = EngineHealth(EngineState.DRAINING, "the server is shutting down")
