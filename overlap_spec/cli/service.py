@@ -76,7 +76,7 @@ class Service:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OverlapSpecError(f"cannot listen on {config.host} port {config.port}: {reason}") from None
-        if config.api_key is None and not is_loopback(config.host):
+        if not self._engine.keys.names and not is_loopback(config.host):
             log.warning("--host %s is reachable from other machines, and there is no --api-key", config.host)
 
     async def start(self) -> None:

@@ -17,6 +17,7 @@ from overlap_spec.config.settings import (
     LOSSY,
     MIB,
     AcceptSettings,
+    ApiKeys,
     AttentionSettings,
     AuditSettings,
     CacheSettings,
@@ -41,6 +42,7 @@ from overlap_spec.config.speculation import synthetic_acceptance
 
 __all__ = [
     "AcceptSettings",
+    "ApiKeys",
     "AttentionSettings",
     "AuditSettings",
     "CacheSettings",

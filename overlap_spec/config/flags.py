@@ -67,7 +67,23 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
 
     host: Annotated[str, Meta(description="address of the HTTP server")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 30000
-    api_key: Annotated[Text | None, Meta(description="required as bearer token, and on a public ZMQ endpoint")] = None
+    api_key: Annotated[
+        Text | None,
+        Meta(
+            description="required as bearer token, and on a public ZMQ endpoint; the list of processes shows it,"
+            " unlike OVERLAP_SPEC_API_KEY and --api-key-file"
+        ),
+    ] = None
+    api_key_file: Annotated[Text | None, Meta(description="file of further API keys, KEY or NAME:KEY in each line")] = (
+        None
+    )
+    admin_api_key: Annotated[
+        Text | None,
+        Meta(
+            description="key without which no client aborts all requests or empties the cache; or"
+            " OVERLAP_SPEC_ADMIN_API_KEY"
+        ),
+    ] = None
     sampling_defaults: Annotated[
         SamplingDefaultsFrom,
         Meta(description="origin of what a request leaves out: the model's generation_config.json, or OpenAI's values"),

@@ -14,6 +14,7 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import EngineHealth, EngineState, SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.callers import check_admin
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.info import audit_report, newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
@@ -101,6 +102,7 @@ class Operations:
         """End one request, or all. An unknown id is fine: it may just have finished."""
         body = await read_body(request, self._info.max_body_bytes, _read_abort)
         if body.abort_all:
+            check_admin(request)
             await self._runner.abort_all()
         elif body.rid:
             await self._runner.abort(body.rid)

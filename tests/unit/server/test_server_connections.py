@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from support.fake_engine_client import INFO, FakeClient, healthy
 
-from overlap_spec.config import HttpLimits
+from overlap_spec.config import ApiKeys, HttpLimits
 from overlap_spec.server import http_protocol, lingering
 from overlap_spec.server.app import create_app
 from overlap_spec.server.connections import Connections, raise_file_limit
@@ -198,7 +198,7 @@ def test_an_early_answer_is_read_by_a_client_that_still_sends(request_line: byte
                 assert await client.ended() == b""
                 client.writer.close()
 
-    with_server(story, HttpLimits(), api_key="k", max_body_bytes=1_000_000)
+    with_server(story, HttpLimits(), keys=ApiKeys({"k": "one"}), max_body_bytes=1_000_000)
 
 
 def test_the_rest_of_an_answered_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
