@@ -19,6 +19,7 @@ from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client.answers import Delta
 from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
+from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import (
@@ -61,6 +62,7 @@ class Engine:
         trace_dir: Path | None = None,
     ) -> None:
         self.config = check_config(config or EngineConfig())
+        self.keys = read_keys(self.config)
         self.notes: list[str] = []  # what `resolve` has adjusted, for the log
         self.progress = progress
         self._roles = roles
@@ -121,7 +123,7 @@ class Engine:
             return EngineHealth(EngineState.RECOVERING, reason, cause.actor, self._supervisor.recovering_s, ages)
         if (late := watchdog.unresponsive()) is not None:
             return EngineHealth(EngineState.UNRESPONSIVE, f"{late.actor}: {late}", late.actor, late.seconds, ages)
-        return EngineHealth(EngineState.READY, last_sign_s=ages)
+        return EngineHealth(EngineState.READY, last_sign_s=ages, draft=self._supervisor.draft)
 
     @property
     def killed(self) -> frozenset[str]:
@@ -205,7 +207,7 @@ class Engine:
         from overlap_spec.runtime import machine, openmp_spin
 
         files = hub.resolve_model(self.config, self.progress)
-        settings, notes = resolve(self.config, files, machine.inspect())
+        settings, notes = resolve(self.config, files, machine.inspect(), self.keys)
         settings = replace(settings, trace_dir=self._trace_dir)
         if settings.model.device == "cpu" and not sets_thread_waiting():
             settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))

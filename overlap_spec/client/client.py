@@ -186,7 +186,7 @@ class Client:
 
         Its generator gets a last delta, then RequestAborted. Cancellation: never waits.
         """
-        self._send(Cancel(request_id, everyone))
+        self._send(Cancel(request_id, everyone, self._api_key or ""))
 
     async def tokenize(
         self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
@@ -204,7 +204,7 @@ class Client:
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if something runs. Cancellation: the cache may be emptied all the same."""
-        return (await self._ask(Flush(uuid.uuid4().hex), FlushDone)).success
+        return (await self._ask(Flush(uuid.uuid4().hex, self._api_key or ""), FlushDone)).success
 
     async def stats(self) -> Stats:
         """The engine's newest periodic report. Cancellation: the answer is dropped."""

@@ -57,7 +57,7 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
-from overlap_spec.messages.health import READY, EngineHealth, EngineState
+from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     ANY_TERMS,
     MAX_BAD_WORDS,
@@ -138,6 +138,8 @@ ToTokenizer = (
 )
 
 __all__ = [
+    "DraftFigures",
+    "DraftState",
     "ANY_TERMS",
     "BOUNDLESS",
     "StopSpeculating",

@@ -23,11 +23,12 @@ class Generate(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """End a request of this client, or drop its Tokenize; an unknown id is ignored.
 
-    `everyone`: requests of every client (all if id is '').
+    `everyone`: requests of every client (all if id is ''). `key`: the operator's, if there is one; all need it.
     """
 
     request_id: str
     everyone: bool = False
+    key: str = ""
 
 
 class Ping(Message, frozen=True):
@@ -53,9 +54,10 @@ class Detokenize(Message, frozen=True):
 
 
 class Flush(Message, frozen=True):
-    """Ask to empty the prefix cache; refused while anything runs."""
+    """Ask to empty the prefix cache; refused while anything runs. `key`: the operator's, if there is one."""
 
     request_id: str
+    key: str = ""
 
 
 class GetStats(Message, frozen=True):

@@ -3,6 +3,7 @@
 import msgspec
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
+from overlap_spec.messages.health import DraftFigures
 from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
@@ -340,4 +341,5 @@ class Stats(Message, frozen=True):
     replayed_total: int = 0  # requests, each time
     poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
     last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
+    draft_classes: dict[str, DraftFigures] = {}  # by class of requests, of those that were judged
     not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite

@@ -30,6 +30,7 @@ from overlap_spec.messages import (
     ActorProgress,
     ActorReady,
     Alive,
+    DraftState,
     Drained,
     LivenessProbe,
     Recover,
@@ -79,6 +80,7 @@ class Supervisor:
         self._links = 0  # generation of the links between actors
         self._ready: set[str] = set()
         self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
+        self.draft = DraftState.UNKNOWN  # by the scheduler's last judgement
         self.watchdog = Watchdog(0)  # `start` replaces it
         self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
         self._leave_by = 0.0
@@ -309,6 +311,8 @@ class Supervisor:
                 self.actor_died(ActorDied(message.actor, message.error))
             case Alive():
                 self.watchdog.heard(message.actor, message.step_s)
+                if message.draft is not DraftState.UNKNOWN:
+                    self.draft = message.draft
             case ActorProgress():
                 self.watchdog.heard(message.actor, phase=message.what)
                 if self._settings is None:

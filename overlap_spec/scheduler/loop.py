@@ -14,6 +14,7 @@ from overlap_spec.messages import (
     Abort,
     Admit,
     Audit,
+    DraftState,
     DropGrammar,
     ErrorCode,
     FlushCache,
@@ -49,7 +50,7 @@ class Links:
     worker: Outlet[ToWorker]
     tokenizer: Outlet[ToTokenizer]
     trace: Recorder = NO_TRACE
-    report_alive: Callable[[], None] = lambda: None
+    report_alive: Callable[[DraftState], None] = lambda draft: None
 
 
 class Scheduler:
@@ -140,7 +141,7 @@ class Scheduler:
             case StopSpeculating():
                 self.planner.decode_plainly()
             case LivenessProbe():
-                self.links.report_alive()
+                self.links.report_alive(self.reporter.draft_state)
             case Shutdown():
                 self.stopping = True
             case WorkerReady():

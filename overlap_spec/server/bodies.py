@@ -9,9 +9,12 @@ first byte; a field of the body goes before its header:
     X-Speculative-Method: NONE        X-Speculative-Num-Steps: 2        X-Stainless-Read-Timeout: 600
 """
 
+import asyncio
+import gc
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,23 +29,71 @@ METHOD_HEADER = "x-speculative-method"
 WAITS_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")  # of OpenAI's and Anthropic's SDKs, by language
 STEPS_HEADER = "x-speculative-num-steps"
 SMALL_BODY_BYTES = 64 << 10  # larger bodies get no second, slower parse of what msgspec refuses
+LARGE_BODY_BYTES = 256 << 10
+MOST_NESTED = 1 << 17  # lists and objects in a body; 2,048 prompts and the longest conversations have fewer
+STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 MISSING = re.compile(r"missing required field `(\w+)`")
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
 
 
-async def read_json(request: Request, max_bytes: int) -> Json:
+async def read_body(request: Request, max_bytes: int, check: Callable[[Json], T]) -> T:
     """Read an object, whatever its content type, and the headers that complete it. An empty body is an empty object.
 
-    Raises: Problem (400 no JSON object, 413 too large), ClientGone.
+    `check` makes of it what the endpoint needs. A large body is parsed and checked in the app's thread for them: other
+    requests go on meanwhile.
+    Raises: Problem (400 no JSON object, 413 too large), ClientGone, and what `check` raises.
     """
     try:
         body = await _read(request, max_bytes)
     except ClientDisconnect:
         raise ClientGone from None
+    if len(body) <= LARGE_BODY_BYTES:
+        return check(_fields(body, request.headers))
+    work = partial(_checked_apart, body, request.headers, check)
+    return await asyncio.get_running_loop().run_in_executor(request.app.state.large_bodies, work)
+
+
+def _checked_apart(body: bytes, headers: Mapping[str, str], check: Callable[[Json], T]) -> T:
+    """Parse and check a large body.
+
+    Python's collector of cycles would look through every list that is made here, again and again, while all else waits.
+    """
+    _check_nesting(body)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        fields = _fields(body, headers)
+    finally:
+        if collects:
+            gc.enable()
+    return check(fields)
+
+
+def _fields(body: bytes, headers: Mapping[str, str]) -> Json:
     value = _parse(body) if body.strip() else {}
     if not isinstance(value, dict):
         raise Problem(400, "the body must be a JSON object", code="invalid_json")
-    return _with_read_timeout(_with_headers(without_nulls(value), request.headers), request.headers)
+    return _with_read_timeout(_with_headers(without_nulls(value), headers), headers)
+
+
+def _check_nesting(body: bytes) -> None:
+    """Refuse a large number of lists and objects before any is made. Raises: Problem naming the field with the most."""
+    if _num_nested(body) <= MOST_NESTED:
+        return
+    bare = STRINGS.sub(b'""', body)
+    if (count := _num_nested(bare)) <= MOST_NESTED:
+        return
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError as error:
+        raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    field = max(fields, key=lambda name: _num_nested(bytes(fields[name])))
+    text = f"{field}: at most {MOST_NESTED} lists and objects are taken in a body, there are {count}"
+    raise Problem(400, text, field, "invalid_value")
+
+
+def _num_nested(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")
 
 
 def without_nulls(fields: Json) -> Json:

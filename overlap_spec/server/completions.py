@@ -45,8 +45,8 @@ class Completions:
 
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of chunks."""
-        body = await read_openai(request, CompletionRequest, self._info)
-        group = sent_by(request, self._group(body))
+        body, group = await read_openai(request, CompletionRequest, self._info, self._group)
+        group = sent_by(request, group)
         head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
         if body.stream:
             return EventStream(self._events(group, head, body))

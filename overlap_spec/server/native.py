@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculative
-from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
+from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
 from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
@@ -96,12 +96,7 @@ class NativeGenerate:
     async def post(self, request: Request) -> Response:
         """Answer at once, with one reply or a list, or with a stream of events."""
         arrived_at = time.perf_counter()
-        fields = await read_json(request, self._info.max_body_bytes)
-        refuse_unsupported(fields)
-        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
-        _refuse_misplaced(fields)
-        body = convert(fields, GenerateRequest)
-        group, batched = self._group(body)
+        body, group, batched = await read_body(request, self._info.max_body_bytes, self._read)
         group = sent_by(request, group)
         if body.stream:
             return EventStream(self._events(group, body, batched, arrived_at))
@@ -109,6 +104,13 @@ class NativeGenerate:
         pairs = zip(group.requests, answers, strict=True)
         replies = [self._reply(asked, answer, body, arrived_at) for asked, answer in pairs]
         return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
+
+    def _read(self, fields: Json) -> tuple[GenerateRequest, Group, bool]:
+        refuse_unsupported(fields)
+        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
+        _refuse_misplaced(fields)
+        body = convert(fields, GenerateRequest)
+        return body, *self._group(body)
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
         field, prompts, batched = self._prompts(body)

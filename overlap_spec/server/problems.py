@@ -58,9 +58,12 @@ class Problem(Exception):
     def response(self, path: str = "", headers: Mapping[str, str] | None = None) -> Response:
         """The whole answer to a request of this path.
 
-        A 503 has a Retry-After header. After a whole request's time has passed, SDKs are told not to ask for it again.
+        A 503 has a Retry-After header, a 408 ends its connection. After a whole request's time, SDKs are told
+        not to ask for it again.
         """
         extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 or self.code == LATE_FIRST_TOKEN else {}
+        if self.status == 408:
+            extra["connection"] = "close"
         if self.code == LATE:
             extra["x-should-retry"] = "false"
         return Response(self.body(path), self.status, {**extra, **(headers or {})}, "application/json")

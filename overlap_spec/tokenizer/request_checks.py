@@ -1,5 +1,6 @@
 """Checks a request against the engine's limits and fills in the fields that it left out."""
 
+import hmac
 import random
 from collections.abc import Sequence
 
@@ -43,6 +44,7 @@ class RequestChecks:
         self.limits: EngineLimits | None = None
         self.draining = False
         self.flags = Terms()  # the time limits of every request
+        self.admin_key: str | None = None
         self.max_queued_requests = max_queued_requests
         self.trusts_templates = trusts_templates  # a request may bring a chat template along
         self._eos_token_ids = tuple(eos_token_ids)
@@ -61,6 +63,11 @@ class RequestChecks:
         if self.limits is None:
             raise Refusal(ErrorCode.STARTING, "the engine is still starting")
         return self.limits
+
+    def check_admin(self, key: str) -> None:
+        """Raises: RequestError unless this is the operator's key, or there is none."""
+        if self.admin_key is not None and not hmac.compare_digest(key.encode(), self.admin_key.encode()):
+            raise RequestError("api_key", "this concerns all clients: it needs the key of --admin-api-key")
 
     async def check_grammar(self, grammar: Grammar | None) -> None:
         """Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.check`."""

@@ -314,7 +314,7 @@ class TokenizerService:
             case GetAudit():
                 self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
             case Cancel():
-                self._cancel(client, message)
+                await self._attempt(client, message)
             case Ping():
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
@@ -329,11 +329,13 @@ class TokenizerService:
             case _:
                 assert_never(message)
 
-    async def _attempt(self, client: int, message: Generate | Query) -> None:
+    async def _attempt(self, client: int, message: Generate | Cancel | Query) -> None:
         """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
+            elif isinstance(message, Cancel):
+                self._cancel(client, message)
             else:
                 await self._queries.answer(client, message)
         except Exception as error:
@@ -403,6 +405,8 @@ class TokenizerService:
         self._clients.send(client, reply)
 
     def _cancel(self, client: int, message: Cancel) -> None:
+        if message.everyone and not message.request_id:
+            self._checks.check_admin(message.key)
         everywhere = self._requests.find_everywhere
         found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
         self._end(found, "aborted on request")

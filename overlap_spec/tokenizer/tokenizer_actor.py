@@ -72,6 +72,7 @@ def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     seed, grammars = settings.scheduler.seed, _grammars(settings)
     checks = RequestChecks(eos_token_ids, link.max_queued_requests, seed, grammars, link.trusts_templates)
     checks.flags = Terms(timeout_s=link.request_timeout_s, first_token_timeout_s=link.first_token_timeout_s)
+    checks.admin_key = link.admin_key
     return checks
 
 

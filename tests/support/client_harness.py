@@ -99,6 +99,7 @@ class Stage:
         self.scheduler = EchoScheduler(self.inbox)
         codec = load_codec(Path(overlap_spec.__file__).parent / "data" / "smollm2")
         checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)
+        checks.admin_key = self.link.admin_key
         self.service = TokenizerService(codec, checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
 
     def warm(self) -> None:

@@ -242,6 +242,28 @@ def test_a_tcp_endpoint_asks_for_the_key(tmp_path: Path, key: str, welcome: bool
     with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
 
 
+def test_any_key_opens_a_tcp_endpoint_and_the_operators_key_ends_all(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client("ka") as alice, stage.client("ko") as operator:
+            assert (await alice.complete("one two", most(2))).text == "one two"
+            running = asyncio.create_task(alice.complete("for ever", most(3000)))
+            await stage.until(lambda: bool(stage.scheduler.running))
+            await alice.cancel("", everyone=True)
+            with pytest.raises(RequestError, match="needs the key of --admin-api-key"):
+                await alice.flush_cache()
+            assert stage.scheduler.running, "the request goes on"
+            await operator.cancel("", everyone=True)
+            with pytest.raises(RequestAborted):
+                await running
+            assert await operator.flush_cache()
+        async with stage.client("kc") as stranger:
+            with pytest.raises(ActorDied, match="API key"):
+                await stranger.wait_ready(0.3)
+
+    keys = {"api_key": "ko", "further_keys": ("ka", "kb"), "admin_key": "ko"}
+    with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
+
+
 def test_a_client_that_is_given_up_is_told_so_when_it_is_heard_of_again(tmp_path: Path) -> None:
     """Here it has read too slowly; one whose process was stopped is told in the same way."""
 

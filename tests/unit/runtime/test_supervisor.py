@@ -18,7 +18,7 @@ from support.fake_settings import fake_settings
 
 from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import ActorFailed, ActorReady, TokenizerFacts
+from overlap_spec.messages import ActorFailed, ActorReady, Alive, DraftState, TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
 from overlap_spec.runtime import watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
@@ -50,6 +50,17 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_the_schedulers_judgement_of_the_draft_is_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            assert supervisor.draft is DraftState.UNKNOWN
+            for sign in (Alive("scheduler", draft=DraftState.DEAD), Alive("worker"), Alive("tokenizer")):
+                supervisor._dispatch(sign)
+            assert supervisor.draft is DraftState.DEAD
+
+    asyncio.run(scenario())
 
 
 def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
