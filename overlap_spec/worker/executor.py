@@ -170,7 +170,8 @@ class Executor:
         if masking is not None:
             masking.launched(handle, constrained)
         on_published(handle)
-        decoder.draft(forwarded, batch_slots.sampling)
+        if not handle.plan.rests:
+            decoder.draft(forwarded, batch_slots.sampling)
         for row, slots in rows_left_out:
             forwarded.batch.slots.index_copy_(0, row, slots)
 
