@@ -81,7 +81,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
 def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, depth: int) -> None:
     """Nothing is found at first, and lookups are dear: they cease. Then the answer goes round, and they go on."""
     config = replace(BASE, method=method, depth=depth, max_len=200)
-    costs = StepCosts((1,), (1, 2, 4, 8), ((1.0, 1.1, 1.2, 1.3),), (0.5,))
+    costs = StepCosts((1,), (1, 2, 4, 8), ((1.0, 1.02, 1.05, 1.1),), (0.75,))
     sampling = replace_struct(GREEDY, max_new_tokens=120)
 
     async def main(policy: LookaheadWidth | None) -> tuple[Answer, list[bool], Counter[int]]:
