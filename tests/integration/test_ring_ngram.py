@@ -76,7 +76,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
     assert answer.usage.spec_verify_ct < 50
 
 
-@pytest.mark.parametrize(("method", "depth"), zip(LIMITS, [2, 1], strict=True))
+@pytest.mark.parametrize(("method", "depth"), list(zip(LIMITS, [2, 1], strict=True)))
 def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, depth: int) -> None:
     """Nothing is found at first, and lookups are dear: they cease. Then the answer goes round, and they go on."""
     config = replace(BASE, method=method, depth=depth, max_len=200)
