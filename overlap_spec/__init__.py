@@ -1,8 +1,8 @@
 """overlap-spec: a single-node LLM engine built for speculative decoding that never waits.
 
 Public names: Engine, EngineConfig, Client, SamplingParams, and what its fields hold: Grammar, GrammarKind,
-LogProbParams, Reasoning, Speculative. Every child process imports this package, so a public name is loaded when it is
-first used.
+LogProbParams, Reasoning, Speculative; and Terms. Every child process imports this package, so a public name is loaded
+when it is first used.
 """
 
 import importlib
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from overlap_spec.client import Client
     from overlap_spec.config import EngineConfig
     from overlap_spec.engine import Engine
-    from overlap_spec.messages import Grammar, GrammarKind, LogProbParams, Reasoning, SamplingParams, Speculative
+    from overlap_spec.messages import Grammar, GrammarKind, LogProbParams, Reasoning, SamplingParams, Speculative, Terms
 
 __all__ = [
     "Client",
@@ -26,6 +26,7 @@ __all__ = [
     "Reasoning",
     "SamplingParams",
     "Speculative",
+    "Terms",
     "__version__",
 ]
 

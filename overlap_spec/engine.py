@@ -19,15 +19,18 @@ from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client.answers import Delta
 from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
 from overlap_spec.config.fields import check_config
+from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.messages import (
+    ANY_TERMS,
     ActorFacts,
     EngineFacts,
     EngineHealth,
     EngineState,
     SamplingParams,
     SchedulerFacts,
+    Terms,
     TokenizerFacts,
     WorkerFacts,
 )
@@ -59,6 +62,7 @@ class Engine:
         trace_dir: Path | None = None,
     ) -> None:
         self.config = check_config(config or EngineConfig())
+        self.keys = read_keys(self.config)
         self.notes: list[str] = []  # what `resolve` has adjusted, for the log
         self.progress = progress
         self._roles = roles
@@ -119,7 +123,7 @@ class Engine:
             return EngineHealth(EngineState.RECOVERING, reason, cause.actor, self._supervisor.recovering_s, ages)
         if (late := watchdog.unresponsive()) is not None:
             return EngineHealth(EngineState.UNRESPONSIVE, f"{late.actor}: {late}", late.actor, late.seconds, ages)
-        return EngineHealth(EngineState.READY, last_sign_s=ages)
+        return EngineHealth(EngineState.READY, last_sign_s=ages, draft=self._supervisor.draft)
 
     @property
     def killed(self) -> frozenset[str]:
@@ -137,10 +141,14 @@ class Engine:
         return self.facts.tokenizer.client_endpoint
 
     def generate(
-        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        terms: Terms = ANY_TERMS,
     ) -> AsyncGenerator[Delta, None]:
         """Stream one request; leaving the loop cancels it. See `Client.generate`."""
-        return self.client.generate(prompt, sampling, request_id)
+        return self.client.generate(prompt, sampling, request_id, terms)
 
     async def start(self) -> None:
         """Resolve the model, start the actors, return when they are warm. Cancellation: leaves nothing behind."""
@@ -165,6 +173,7 @@ class Engine:
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
+        supervisor.requests_lost = client.end_calls
         await supervisor.unless_failed(client.wait_ready())
 
     async def wait_failed(self) -> ActorDied:
@@ -198,7 +207,7 @@ class Engine:
         from overlap_spec.runtime import machine, openmp_spin
 
         files = hub.resolve_model(self.config, self.progress)
-        settings, notes = resolve(self.config, files, machine.inspect())
+        settings, notes = resolve(self.config, files, machine.inspect(), self.keys)
         settings = replace(settings, trace_dir=self._trace_dir)
         if settings.model.device == "cpu" and not sets_thread_waiting():
             settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))

@@ -1,7 +1,7 @@
 """Every error this project raises on purpose. It imports nothing of the project.
 
-A user meets four of them: `ConfigError` at start, `CheckpointError` at load, `RequestError` for one
-request and `ActorDied` when the service itself is gone. Each names what is wrong and what would be right.
+A user meets five of them: `ConfigError` at start, `CheckpointError` at load, `RequestError` and `RequestTimeout` for
+one request and `ActorDied` when the service itself is gone. Each names what is wrong and what would be right.
 """
 
 
@@ -35,6 +35,14 @@ class RequestError(OverlapSpecError, ValueError):
 
 class Overloaded(OverlapSpecError):
     """The engine does not take this request now (HTTP 503): full, starting or shutting down."""
+
+
+class RequestTimeout(OverlapSpecError):
+    """A time limit has ended the request (HTTP 504). `field` names it: `timeout` or `first_token_timeout`."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class RequestAborted(OverlapSpecError):

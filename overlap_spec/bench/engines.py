@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from overlap_spec.bench.report import describe_run
-from overlap_spec.config import EngineConfig, synthetic_acceptance
+from overlap_spec.config import ApiKeys, EngineConfig, synthetic_acceptance
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.server.app import create_app
@@ -30,7 +30,7 @@ def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineC
 @asynccontextmanager
 async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
     """The engine behind its HTTP server. Yields host and port."""
-    info = replace(server_info(engine.config, engine.settings, engine.facts), api_key=None)  # its requests carry none
+    info = replace(server_info(engine.config, engine.settings, engine.facts), keys=ApiKeys())  # its requests carry none
     server = HttpServer(create_app(engine.client, info, lambda: engine.health), HOST, 0)
     await server.start()
     freeze_heap()

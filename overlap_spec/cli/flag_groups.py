@@ -21,13 +21,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("dtype", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
     ),
     "server": (
-        *("host", "port", "api_key", "sampling_defaults", "chat_template", "trust_request_chat_template"),
+        *("host", "port", "api_key", "api_key_file", "admin_api_key", "sampling_defaults", "chat_template"),
+        "trust_request_chat_template",
         *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "zmq_endpoint", "random_seed"),
+        *("http_header_timeout", "http_body_timeout", "max_connections", "max_connections_per_address"),
         *("recover", "max_recoveries", "watchdog_timeout", "drain_timeout", "log_level", "log_level_http"),
     ),
     "memory": (
         *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
         *("disable_radix_cache", "disable_overlap_schedule", "max_gap_ms", "schedule_policy"),
+        *("max_queued_requests", "request_timeout", "first_token_timeout"),
     ),
     "graphs": (
         *("attention_backend", "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"),

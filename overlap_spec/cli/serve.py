@@ -5,6 +5,7 @@ import logging
 
 from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_bench_flags
 from overlap_spec.config import asks_for_spec_v2
+from overlap_spec.log_limits import limit_lines
 
 ACCESS_LOG = "overlap_spec.server.access_log"
 log = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")
+    limit_lines()
     log.info("starting %s, on %s port %d", config.model_path, config.host, config.port)  # before slow imports
     if config.log_level_http is not None:
         logging.getLogger(ACCESS_LOG).setLevel(config.log_level_http.upper())

@@ -21,6 +21,7 @@ from overlap_spec.cli.progress import shown_progress
 from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import http_url, print_start
 from overlap_spec.config import EngineConfig
+from overlap_spec.config.resolve import http_limits
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError, RequestAborted
 from overlap_spec.messages import EngineHealth, EngineState
@@ -62,7 +63,7 @@ class Service:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._front = Front(self.health)
-        self._server = HttpServer(self._front, engine.config.host, engine.config.port)
+        self._server = HttpServer(self._front, engine.config.host, engine.config.port, http_limits(engine.config))
         self._draining = False
         self._is_late = False  # the time to drain is over
         self._state, self._state_since = EngineState.STARTING, time.monotonic()
@@ -75,7 +76,7 @@ class Service:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OverlapSpecError(f"cannot listen on {config.host} port {config.port}: {reason}") from None
-        if config.api_key is None and not is_loopback(config.host):
+        if not self._engine.keys.names and not is_loopback(config.host):
             log.warning("--host %s is reachable from other machines, and there is no --api-key", config.host)
 
     async def start(self) -> None:

@@ -125,5 +125,5 @@ def print_start(settings: Settings, facts: EngineFacts, url: str, endpoint: str)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     console.print(start_table(settings, facts, url, endpoint))
-    print(curl_line(url, settings.server.api_key is not None, not settings.skip_tokenizer_init))
+    print(curl_line(url, bool(settings.server.keys.names), not settings.skip_tokenizer_init))
     print("ready", flush=True)

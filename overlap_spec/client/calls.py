@@ -8,7 +8,15 @@ from typing import Any, assert_never
 from overlap_spec.client.answers import Answer, Answers, Delta
 from overlap_spec.client.link import pack_ids
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
-from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError, RequestFailed
+from overlap_spec.errors import (
+    ActorDied,
+    OverlapSpecError,
+    Overloaded,
+    RequestAborted,
+    RequestError,
+    RequestFailed,
+    RequestTimeout,
+)
 from overlap_spec.messages import (
     ChatPrompt,
     ErrorCode,
@@ -141,6 +149,8 @@ def error_of(message: Rejected) -> OverlapSpecError:
             return RequestError(message.field, message.message)
         case ErrorCode.OVERLOADED | ErrorCode.STARTING | ErrorCode.SHUTTING_DOWN:
             return Overloaded(message.message)
+        case ErrorCode.TIMEOUT:
+            return RequestTimeout(message.field, message.message)
         case ErrorCode.NOT_FINITE:
             return RequestFailed(message.code.value, message.message)
         case ErrorCode.FAILED:

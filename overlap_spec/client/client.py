@@ -21,6 +21,7 @@ from overlap_spec.client.calls import Calls, Completion, aborted, completion_of,
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
+    ANY_TERMS,
     AuditReply,
     AuditReport,
     Cancel,
@@ -40,6 +41,7 @@ from overlap_spec.messages import (
     SamplingParams,
     Stats,
     StatsReply,
+    Terms,
     TextDeltas,
     TextPrompt,
     ToClient,
@@ -121,18 +123,27 @@ class Client:
         self._failure = error
         self._calls.fail(error)
 
+    def end_calls(self, error: OverlapSpecError) -> None:
+        """End every open call with `error`. Later ones reach the engine that takes the place of the one before."""
+        self._give_up(error)
+        self._session = 0
+
     async def generate(
-        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        terms: Terms = ANY_TERMS,
     ) -> AsyncGenerator[Delta, None]:
         """Yield what steps add as it comes, the last delta with a `finish`.
 
         After a finish of kind ABORT the next step of the loop raises RequestAborted. Leaving a loop over a
         generator that nothing else refers to closes it; else close it yourself (`contextlib.aclosing`).
-        Raises: RequestError naming the field, Overloaded, RequestAborted, RequestFailed, ActorDied.
+        Raises: RequestError naming the field, Overloaded, RequestTimeout, RequestAborted, RequestFailed, ActorDied.
         Cancellation: the request is cancelled at the engine, at once.
         """
         request_id = request_id or uuid.uuid4().hex
-        message = Generate(request_id, prompt_of(prompt), sampling or SamplingParams())
+        message = Generate(request_id, prompt_of(prompt), sampling or SamplingParams(), terms)
         await self._calls.until_free(request_id)
         with self._call(request_id) as answers:
             begun = self._trace.now()
@@ -160,10 +171,14 @@ class Client:
             self._link.hold()
 
     async def complete(
-        self, prompt: AnyPrompt, sampling: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams | None = None,
+        request_id: str | None = None,
+        terms: Terms = ANY_TERMS,
     ) -> Completion:
         """Wait for the whole answer. Raises and Cancellation: as `generate`."""
-        async with aclosing(self.generate(prompt, sampling, request_id)) as deltas:
+        async with aclosing(self.generate(prompt, sampling, request_id, terms)) as deltas:
             return completion_of([delta async for delta in deltas])
 
     async def cancel(self, request_id: str, everyone: bool = False) -> None:
@@ -171,7 +186,7 @@ class Client:
 
         Its generator gets a last delta, then RequestAborted. Cancellation: never waits.
         """
-        self._send(Cancel(request_id, everyone))
+        self._send(Cancel(request_id, everyone, self._api_key or ""))
 
     async def tokenize(
         self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
@@ -189,7 +204,7 @@ class Client:
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if something runs. Cancellation: the cache may be emptied all the same."""
-        return (await self._ask(Flush(uuid.uuid4().hex), FlushDone)).success
+        return (await self._ask(Flush(uuid.uuid4().hex, self._api_key or ""), FlushDone)).success
 
     async def stats(self) -> Stats:
         """The engine's newest periodic report. Cancellation: the answer is dropped."""

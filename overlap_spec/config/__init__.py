@@ -17,9 +17,11 @@ from overlap_spec.config.settings import (
     LOSSY,
     MIB,
     AcceptSettings,
+    ApiKeys,
     AttentionSettings,
     AuditSettings,
     CacheSettings,
+    HttpLimits,
     LinkSettings,
     Machine,
     ModelFiles,
@@ -40,6 +42,7 @@ from overlap_spec.config.speculation import synthetic_acceptance
 
 __all__ = [
     "AcceptSettings",
+    "ApiKeys",
     "AttentionSettings",
     "AuditSettings",
     "CacheSettings",
@@ -47,6 +50,7 @@ __all__ = [
     "DUMMY",
     "EngineConfig",
     "FORCE_GREEDY_NGRAM",
+    "HttpLimits",
     "LOSSY",
     "LinkSettings",
     "MIB",

@@ -4,6 +4,10 @@ import os
 
 from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
 
+PREFIX = "OVERLAP_SPEC"
+API_KEY, ADMIN_API_KEY = "API_KEY", "ADMIN_API_KEY"  # after the prefix
+KEY_NAMES = tuple(f"{PREFIX}_{name}" for name in (API_KEY, ADMIN_API_KEY))
+
 
 def child_environment(settings: Settings, role: str) -> dict[str, str]:
     """The environment of a child process. The user's own thread variables take precedence.
@@ -19,7 +23,7 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
         **({} if sets_thread_waiting() else waiting),  # all of them or none, because they override each other
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith(KEY_NAMES)},
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
@@ -40,6 +44,11 @@ def asked_threads() -> int | None:
     """The number of threads in OMP_NUM_THREADS; None without one."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+def asked_key(name: str) -> str | None:
+    """A key in the environment; None without one."""
+    return os.environ.get(f"{PREFIX}_{name}") or None
 
 
 def own_environment() -> dict[str, str]:

@@ -67,7 +67,23 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
 
     host: Annotated[str, Meta(description="address of the HTTP server")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port of the HTTP server; 0: any free one")] = 30000
-    api_key: Annotated[Text | None, Meta(description="required as bearer token, and on a public ZMQ endpoint")] = None
+    api_key: Annotated[
+        Text | None,
+        Meta(
+            description="required as bearer token, and on a public ZMQ endpoint; the list of processes shows it,"
+            " unlike OVERLAP_SPEC_API_KEY and --api-key-file"
+        ),
+    ] = None
+    api_key_file: Annotated[Text | None, Meta(description="file of further API keys, KEY or NAME:KEY in each line")] = (
+        None
+    )
+    admin_api_key: Annotated[
+        Text | None,
+        Meta(
+            description="key without which no client aborts all requests or empties the cache; or"
+            " OVERLAP_SPEC_ADMIN_API_KEY"
+        ),
+    ] = None
     sampling_defaults: Annotated[
         SamplingDefaultsFrom,
         Meta(description="origin of what a request leaves out: the model's generation_config.json, or OpenAI's values"),
@@ -85,6 +101,16 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None
+    http_header_timeout: Annotated[
+        float, Meta(gt=0, description="seconds for a request's head, also from the beginning of a connection")
+    ] = 20.0
+    http_body_timeout: Annotated[
+        float, Meta(gt=0, description="seconds for which a request's body may stay away, or come too slowly")
+    ] = 60.0
+    max_connections: Annotated[
+        int, Meta(ge=1, description="HTTP connections; never more than the limit of open files allows")
+    ] = 8192
+    max_connections_per_address: Annotated[int, Meta(ge=1, description="HTTP connections of one address")] = 4096
     tool_call_parser: Annotated[
         ToolCallParser, Meta(description="format of the model's tool calls; auto: as its chat template shows")
     ] = "auto"
@@ -159,8 +185,21 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     ) = None
     schedule_policy: Annotated[
         SchedulePolicy,
-        Meta(description="which waiting request gets a slot: the first come, or the longest cached prefix"),
+        Meta(
+            description="which of a client's waiting requests gets a slot: the first come, or the longest cached"
+            " prefix; clients take turns"
+        ),
     ] = "fcfs"
+    max_queued_requests: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="requests that may wait beyond those that run; others get 503")
+    ] = 2048
+    request_timeout: (
+        Annotated[float, Meta(gt=0, le=10_000_000, description="seconds that a request may take; default: any")] | None
+    ) = None
+    first_token_timeout: (
+        Annotated[float, Meta(gt=0, le=10_000_000, description="seconds until a request's first token; default: any")]
+        | None
+    ) = None
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False

@@ -202,16 +202,43 @@ class AuditSettings(Struct, frozen=True):
     file: str | None = None  # of faults; None: one in the cache directory
 
 
+class ApiKeys(Struct, frozen=True):
+    """Whose each key is, by key, and the operator's key, which is also for what concerns all clients."""
+
+    names: dict[str, str] = {}
+    admin: str | None = None
+
+    def __repr__(self) -> str:
+        return f"ApiKeys({len(self.names)} keys)"
+
+    @property
+    def first(self) -> str | None:
+        """One that opens all that the keys guard; None without a key."""
+        return self.admin or next(iter(self.names), None)
+
+
+class HttpLimits(Struct, frozen=True):
+    """What HTTP clients are allowed. Owner: the HTTP process, which needs it before the rest is resolved."""
+
+    header_timeout_s: float = 20.0  # for a request's head: since the connection, or since its first byte
+    body_timeout_s: float = 60.0  # for which a body may make no progress
+    max_connections: int = 8192
+    max_connections_per_address: int = 4096
+    max_bytes: int = 1 << 30  # of bodies whose requests are not answered yet
+    max_bytes_per_address: int = 256 * MIB
+
+
 class ServerSettings(Struct, frozen=True):
     """Owner: the HTTP process."""
 
     host: str
     port: int
-    api_key: str | None
+    keys: ApiKeys
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     cors_allow_origins: tuple[str, ...] = ()
+    http: HttpLimits = HttpLimits()
 
 
 class SupervisorSettings(Struct, frozen=True):
@@ -226,13 +253,17 @@ class LinkSettings(Struct, frozen=True):
 
     client_endpoint: str | None
     api_key: str | None
-    max_open_requests: int = 2048
+    max_queued_requests: int = 2048  # open ones beyond those that can run
     max_queued_bytes: int = 4 * MIB  # of a request's answer that its client does not read
     client_timeout_s: float = 10.0  # for which a client's process may leave heartbeats unanswered
     trusts_templates: bool = False  # a request may bring a chat template along
     max_client_messages: int = 4096  # of one client, sent and not read by the tokenizer
     max_client_bytes: int = 64 * MIB  # of one client, that wait to be read, in either direction
     max_bytes: int = 256 * MIB  # the same, of all clients
+    request_timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
+    further_keys: tuple[str, ...] = ()  # that open the link beside `api_key`
+    admin_key: str | None = None
 
 
 class Settings(Struct, frozen=True):

@@ -50,12 +50,9 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> LLMatcher:
         """A matcher at the beginning of the output. Raises: RequestError with the library's message."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-                if found.free:
-                    return found.free.pop()
+        found, free = self._known(grammar)
+        if free is not None:
+            return free
         if found is not None:
             return self._build(found.rules)
         rules, matcher = self._compile(grammar)
@@ -64,6 +61,10 @@ class GrammarCompiler:
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def take(self, grammar: Grammar) -> LLMatcher | None:
+        """A matcher that a request has given back, which takes no time; None if there is none."""
+        return self._known(grammar)[1]
 
     def give_back(self, grammar: Grammar, matcher: LLMatcher) -> None:
         """Keep a matcher that no request uses any more for the next request with this grammar."""
@@ -77,6 +78,15 @@ class GrammarCompiler:
     def check(self, grammar: Grammar) -> None:
         """Raises: RequestError with the library's message."""
         self.give_back(grammar, self.compile(grammar))
+
+    def _known(self, grammar: Grammar) -> tuple[Compiled | None, LLMatcher | None]:
+        """What is known of a grammar, and one of its free matchers."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                return None, None
+            self._compiled.move_to_end(grammar)
+            return found, found.free.pop() if found.free else None
 
     def _compile(self, grammar: Grammar) -> tuple[str, LLMatcher]:
         """The rules of a grammar, and a matcher of them."""

@@ -57,8 +57,9 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
-from overlap_spec.messages.health import READY, EngineHealth, EngineState
+from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
 from overlap_spec.messages.request import (
+    ANY_TERMS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -75,6 +76,7 @@ from overlap_spec.messages.request import (
     Prompt,
     Reasoning,
     SamplingParams,
+    Terms,
     TextPrompt,
     Thinking,
     TokenPrompt,
@@ -137,6 +139,9 @@ ToTokenizer = (
 )
 
 __all__ = [
+    "DraftFigures",
+    "DraftState",
+    "ANY_TERMS",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",
@@ -240,5 +245,6 @@ __all__ = [
     "MetricsLevel",
     "Origin",
     "Speculative",
+    "Terms",
     "Verified",
 ]

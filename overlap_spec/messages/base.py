@@ -23,6 +23,8 @@ class AbortReason(enum.StrEnum):
     STOP_STRING = "stop_string"
     REQUESTED = "requested"
     SHUTDOWN = "shutdown"
+    TIMEOUT = "timeout"
+    OVERLOADED = "overloaded"
 
 
 class ErrorCode(enum.StrEnum):
@@ -34,6 +36,7 @@ class ErrorCode(enum.StrEnum):
     SHUTTING_DOWN = "shutting_down"  # 503
     FAILED = "failed"  # 500: the engine is gone
     NOT_FINITE = "not_finite"  # 500, of this request alone: the target's logits are NaN or infinite
+    TIMEOUT = "timeout"  # 504
 
 
 class FinishKind(enum.StrEnum):

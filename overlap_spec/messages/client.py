@@ -4,7 +4,7 @@ import msgspec
 
 from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
-from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, TextPrompt
+from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
 from overlap_spec.messages.ring import Stats
 from overlap_spec.messages.speculation import Verified
 
@@ -17,16 +17,18 @@ class Generate(Message, frozen=True):
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
+    terms: Terms = Terms()
 
 
 class Cancel(Message, frozen=True):
     """End a request of this client, or drop its Tokenize; an unknown id is ignored.
 
-    `everyone`: requests of every client (all if id is '').
+    `everyone`: requests of every client (all if id is ''). `key`: the operator's, if there is one; all need it.
     """
 
     request_id: str
     everyone: bool = False
+    key: str = ""
 
 
 class Ping(Message, frozen=True):
@@ -52,9 +54,10 @@ class Detokenize(Message, frozen=True):
 
 
 class Flush(Message, frozen=True):
-    """Ask to empty the prefix cache; refused while anything runs."""
+    """Ask to empty the prefix cache; refused while anything runs. `key`: the operator's, if there is one."""
 
     request_id: str
+    key: str = ""
 
 
 class GetStats(Message, frozen=True):

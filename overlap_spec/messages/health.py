@@ -1,4 +1,4 @@
-"""The engine's state, as `/health` and the gate of the HTTP server are told it."""
+"""The engine's state, as `/health` and the gate of the HTTP server are told it, and the draft's."""
 
 import enum
 
@@ -16,10 +16,28 @@ class EngineState(enum.StrEnum):
     FAILED = "failed"
 
 
+class DraftState(enum.StrEnum):
+    """Whether a draft's guesses are any good, from the best to the worst."""
+
+    UNKNOWN = "unknown"  # there is none, or it has made too few guesses; n-grams are not judged
+    HEALTHY = "healthy"
+    COLLAPSED = "collapsed"  # right much less often than usual
+    DEAD = "dead"  # hardly ever right
+
+
+class DraftFigures(msgspec.Struct, frozen=True):
+    """The draft for one class of requests: accept lengths, bonus included, of the last thousand steps and as usual."""
+
+    state: DraftState
+    accept_length: float
+    usual_accept_length: float
+
+
 class EngineHealth(msgspec.Struct, frozen=True):
     """The state, for how many seconds it has been so, and the actor that is the cause.
 
-    `last_sign_s`: by actor, seconds since its last sign of life.
+    `last_sign_s`: by actor, seconds since its last sign of life. `draft`: a bad one costs time, and no token is wrong,
+    so it does not change the state.
     """
 
     state: EngineState
@@ -27,6 +45,7 @@ class EngineHealth(msgspec.Struct, frozen=True):
     actor: str = ""
     since_s: float = 0.0
     last_sign_s: dict[str, float] = {}
+    draft: DraftState = DraftState.UNKNOWN
 
     @property
     def is_well(self) -> bool:

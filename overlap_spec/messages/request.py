@@ -20,6 +20,7 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
+MOST_SECONDS = 10_000_000  # of a time limit
 
 
 class Reasoning(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +104,31 @@ class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.token_ids) > MAX_LISTED_LOG_PROBS or not all(0 <= i < MOST for i in self.token_ids):
             text = f"log_probs.token_ids must be at most {MAX_LISTED_LOG_PROBS} token ids >= 0"
             raise RequestError("log_probs.token_ids", text)
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request is served, whatever its tokens. Times in seconds; None: no limit of the request's own.
+
+    `client`: clients take turns while they wait; a gateway names its own, "" is the sender. `age_s`: how long ago the
+    request came; limits count from then. `has_begun`: it goes on after another's first token, so its own is not timed.
+    Raises: RequestError naming the field.
+    """
+
+    client: str = ""
+    timeout_s: float | None = None
+    first_token_timeout_s: float | None = None
+    age_s: float = 0.0
+    has_begun: bool = False
+
+    def __post_init__(self) -> None:
+        for field, value in {"timeout": self.timeout_s, "first_token_timeout": self.first_token_timeout_s}.items():
+            if value is not None and not 0 < value <= MOST_SECONDS:
+                raise RequestError(field, f"{field} must be seconds above 0 and at most {MOST_SECONDS}, got {value!r}")
+        if not self.age_s >= 0:
+            raise RequestError("age_s", f"age_s must be seconds from 0 on, got {self.age_s!r}")
+
+
+ANY_TERMS = Terms()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 import msgspec
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
+from overlap_spec.messages.health import DraftFigures
 from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
@@ -24,7 +25,7 @@ class Admit(Message, frozen=True):
     """A checked request. `sampling.max_new_tokens` and `sampling.seed` are set; `prompt`: int32, little-endian.
 
     `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `resumed`: it has
-    output already, and goes on at the next token.
+    output already, and goes on at the next token. `client`: whose it is; clients take turns while they wait.
     """
 
     uid: int
@@ -33,6 +34,7 @@ class Admit(Message, frozen=True):
     stop_ids: tuple[int, ...]
     arrived_at: float
     resumed: Resumed | None = None
+    client: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -346,4 +348,5 @@ class Stats(Message, frozen=True):
     replayed_total: int = 0  # requests, each time
     poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
     last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
+    draft_classes: dict[str, DraftFigures] = {}  # by class of requests, of those that were judged
     not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite

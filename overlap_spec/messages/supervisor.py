@@ -2,6 +2,7 @@
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
+from overlap_spec.messages.health import DraftState
 
 
 class Shutdown(Message, frozen=True):
@@ -29,12 +30,14 @@ class LivenessProbe(Message, frozen=True):
 class Alive(Message, frozen=True):
     """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is.
 
+    `draft`: the scheduler's judgement.
     `generation`, of this and the next three: which of the processes of that role it is.
     """
 
     actor: str
     step_s: float = 0.0
     generation: int = 0
+    draft: DraftState = DraftState.UNKNOWN
 
 
 class ActorReady(Message, frozen=True):
@@ -46,12 +49,13 @@ class ActorReady(Message, frozen=True):
 
 
 class ActorFailed(Message, frozen=True):
-    """An actor is about to exit on an exception."""
+    """An actor is about to exit on an exception. `on_purpose`: its error explains itself, and would come again."""
 
     actor: str
     error: str
     traceback: str
     generation: int = 0
+    on_purpose: bool = False
 
 
 class ActorProgress(Message, frozen=True):

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from overlap_spec.messages import AuditFigures, Stats
+from overlap_spec.messages import AuditFigures, DraftState, Stats
 
 PREFIX = "overlap_spec:"
 NO_SIGNS: Mapping[str, float] = {}
@@ -145,6 +145,7 @@ class ServerMetrics(Collector):
                 yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
+        yield from _draft(self._stats)
         yield from _signs(self._last_sign_s)
         yield from self._latencies()
         yield from _audit(self._audit) if self._audit is not None else ()
@@ -157,6 +158,24 @@ class ServerMetrics(Collector):
             ("e2e_request_latency_seconds", "From arrival to the last token.", self.whole_request),
         ):
             yield HistogramMetricFamily(PREFIX + name, text, histogram.buckets(), histogram.total)
+
+
+def _draft(stats: Stats) -> Iterator[Metric]:
+    """The draft, by class of requests."""
+    usual = GaugeMetricFamily(
+        PREFIX + "spec_class_usual_accept_length", "Accept length over many thousand steps.", labels=("class",)
+    )
+    newest = GaugeMetricFamily(
+        PREFIX + "spec_class_accept_length", "Accept length of the last thousand steps.", labels=("class",)
+    )
+    bad = GaugeMetricFamily(
+        PREFIX + "spec_draft_collapsed", "1 if first guesses are right half as often as usual.", labels=("class",)
+    )
+    for name, figures in stats.draft_classes.items():
+        newest.add_metric((name,), figures.accept_length)
+        usual.add_metric((name,), figures.usual_accept_length)
+        bad.add_metric((name,), figures.state in (DraftState.COLLAPSED, DraftState.DEAD))
+    yield from (newest, usual, bad) if stats.draft_classes else ()
 
 
 def _audit(figures: AuditFigures) -> Iterator[Metric]:

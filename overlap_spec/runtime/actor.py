@@ -27,12 +27,14 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
+from overlap_spec.log_limits import limit_lines
 from overlap_spec.messages import (
     ActorFacts,
     ActorFailed,
     ActorProgress,
     ActorReady,
     Alive,
+    DraftState,
     LivenessProbe,
     ToSupervisor,
 )
@@ -109,9 +111,9 @@ class ActorContext:
         """Report a part of the start to the supervisor."""
         self._supervisor.send(ActorProgress(self.role, what, done, total, self.generation))
 
-    def report_alive(self, step_s: float = 0.0) -> None:
+    def report_alive(self, step_s: float = 0.0, draft: DraftState = DraftState.UNKNOWN) -> None:
         """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
-        self._supervisor.send(Alive(self.role, step_s, self.generation))
+        self._supervisor.send(Alive(self.role, step_s, self.generation, draft))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
         """Send any other message to the supervisor."""
@@ -136,6 +138,7 @@ def run_actor(role: str, module: str, run_dir: Path, settings: Settings, generat
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
     )
+    limit_lines()
     context = ActorContext(role, settings, run_dir, generation)
     try:
         main = cast(Main, importlib.import_module(module).main)
@@ -153,7 +156,7 @@ def _failure(context: ActorContext, error: Exception) -> ActorFailed:
     """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OverlapSpecError):
-        return ActorFailed(context.role, str(error), trace, context.generation)
+        return ActorFailed(context.role, str(error), trace, context.generation, on_purpose=True)
     logging.getLogger(__name__).error("failed:\n%s", trace)
     return ActorFailed(context.role, f"{type(error).__name__}: {error}", trace, context.generation)
 

@@ -37,7 +37,8 @@ class RecoveryLimit:
             self.died_at = now
         self.cause = error
         count = len(self._begun), settings.most, minutes
-        log.error("%s; scheduler and worker are started again (%d of %d times in %.0f minutes)", error, *count)
+        what = "all processes" if error.actor == "tokenizer" else "scheduler and worker"
+        log.error("%s; %s are started again (%d of %d times in %.0f minutes)", error, what, *count)
         return True
 
     def end(self) -> None:

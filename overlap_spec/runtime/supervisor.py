@@ -6,6 +6,8 @@ when one of them has died, and the tokenizer lets its requests go on there:
     died -> both killed -> Recover to the tokenizer -> both started -> ready
              `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
 
+When the tokenizer has died, its requests are lost, and all three are started again.
+
 Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
 
@@ -16,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar, assert_never
 
 import zmq
+from msgspec.structs import replace
 
 from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
@@ -27,10 +30,12 @@ from overlap_spec.messages import (
     ActorProgress,
     ActorReady,
     Alive,
+    DraftState,
     Drained,
     LivenessProbe,
     Recover,
     Shutdown,
+    TokenizerFacts,
     ToSupervisor,
 )
 from overlap_spec.runtime.processes import Children, describe_exit, request_dump
@@ -45,7 +50,8 @@ STOP_S = 5.0  # for an actor to leave after Shutdown
 LAST_STOP_S = 1.0  # likewise, once the time to drain is over
 DUMP_S = 0.5  # for an actor that hangs to write its stack
 GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
-RESTARTED = ("scheduler", "worker")  # together: what one knows of the other's state cannot be told to a new one
+TOKENIZER = "tokenizer"  # it owns the open requests
+PAIR = ("scheduler", "worker")  # restarted together: what one knows of the other's state cannot be told to a new one
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -57,6 +63,7 @@ class Supervisor:
     def __init__(self, run_dir: RunDirectory, roles: Mapping[str, str], progress: Progress) -> None:
         self.failed: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
         self.facts: dict[str, ActorFacts] = {}  # by role, of those that are ready
+        self.requests_lost: Callable[[ActorDied], None] = lambda error: None  # called when the tokenizer is replaced
         self._run_dir = run_dir
         self._roles = roles
         self._progress = progress
@@ -69,9 +76,11 @@ class Supervisor:
         self._recoveries = RecoveryLimit()
         self._recovery: asyncio.Task[None] | None = None  # under way, or the last one
         self._generations = dict.fromkeys(roles, 0)  # of the process of each role
+        self._starting: tuple[str, ...] = ()  # actors that are being started again
         self._links = 0  # generation of the links between actors
         self._ready: set[str] = set()
         self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
+        self.draft = DraftState.UNKNOWN  # by the scheduler's last judgement
         self.watchdog = Watchdog(0)  # `start` replaces it
         self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
         self._leave_by = 0.0
@@ -104,8 +113,15 @@ class Supervisor:
             self.watchdog.started(role)
         await self._children.start(self._run_dir.path, settings, self._roles)
         await self.unless_failed(self._all_ready.wait())
-        self._settings = settings
+        self._settings = self._with_address(settings)
         self._recoveries.settings = settings.recovery
+
+    def _with_address(self, settings: Settings) -> Settings:
+        """Another tokenizer is to bind the port that clients know, where any free one was asked for."""
+        facts = self.facts[TOKENIZER]
+        if not isinstance(facts, TokenizerFacts) or not facts.client_endpoint.startswith("tcp://"):
+            return settings
+        return replace(settings, link=replace(settings.link, client_endpoint=facts.client_endpoint))
 
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
@@ -146,37 +162,45 @@ class Supervisor:
         """
         if self._stopping or self.failed.done():
             return
-        if error.actor not in RESTARTED or not self._recoveries.begin(error):
+        if not self._recoveries.begin(error):
             self.fail(error)
             return
         self._end_recovery()
+        # One that is being started again has not come to hear of the others.
+        roles = tuple(self._roles) if TOKENIZER in (error.actor, *self._starting) else PAIR
+        self._starting = roles
         self._all_ready.clear()
-        self._ready.difference_update(RESTARTED)
+        self._ready.difference_update(roles)
         generation = self._links + 1
-        self._generations.update(dict.fromkeys(RESTARTED, generation))
-        for role in RESTARTED:
+        self._generations.update(dict.fromkeys(roles, generation))
+        for role in roles:
             self.watchdog.ended(role)
-        self.killed.difference_update(RESTARTED)
-        gone = self._children.drop(RESTARTED)
+        self.killed.difference_update(roles)
+        gone = self._children.drop(roles)
         self._recovery = self._spawn(self._recover(error, generation, gone))
 
     async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
-        """Start scheduler and worker again, as soon as those before have given back what they had."""
+        """Start actors again, as soon as those before have given back what they had."""
         assert self._settings is not None
+        roles = self._starting
+        if TOKENIZER in roles:
+            self.requests_lost(error)
         if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
             self.fail(ActorDied(error.actor, f"killed processes are still there after {GONE_S:.0f} s"))
             return
-        self._tell("tokenizer", Recover(generation, error.actor, str(error), self._recoveries.died_at))
+        if TOKENIZER not in roles:
+            self._tell(TOKENIZER, Recover(generation, error.actor, str(error), self._recoveries.died_at))
+            self.watchdog.heard(TOKENIZER)  # a probe over its old link is not answered
         self._links = generation
-        self.watchdog.heard("tokenizer")  # a probe over its old link is not answered
-        for role in RESTARTED:
+        for role in roles:
             self.watchdog.started(role)
         try:
-            await self._children.start(self._run_dir.path, self._settings, RESTARTED, generation)
+            await self._children.start(self._run_dir.path, self._settings, roles, generation)
         except OSError as problem:  # no memory for another process
             self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
             return
         await self._all_ready.wait()
+        self._starting = ()
         self._recoveries.end()
 
     def _end_recovery(self) -> None:
@@ -281,10 +305,14 @@ class Supervisor:
                 self.facts[message.actor] = message.facts
                 if self._ready == self._roles.keys():
                     self._all_ready.set()
+            case ActorFailed(on_purpose=True) if message.actor == TOKENIZER:
+                self.fail(ActorDied(message.actor, message.error))  # a fault of an audit that is to end the run, say
             case ActorFailed():
                 self.actor_died(ActorDied(message.actor, message.error))
             case Alive():
                 self.watchdog.heard(message.actor, message.step_s)
+                if message.draft is not DraftState.UNKNOWN:
+                    self.draft = message.draft
             case ActorProgress():
                 self.watchdog.heard(message.actor, phase=message.what)
                 if self._settings is None:

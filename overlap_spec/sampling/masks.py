@@ -13,20 +13,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """A row of bits for each slot and column of a window, at fixed addresses: steps are captured."""
+    """A row of bits for each slot and column of a window, at fixed addresses: steps are captured.
 
-    bits: Tensor  # [S, W, n] i32: bit t of a row allows token t
+    The bits are on the host. A GPU reads pinned memory in place, so that a step's masks need no copy; they may change
+    once the tokens of the last step that reads them have come.
+    """
+
+    bits: Tensor  # [S, W, n] i32, on the host: bit t of a row allows token t
     active: Tensor  # [S] i32: 0 where the slot's request has no grammar
 
     @staticmethod
     def allocate(num_rows: int, width: int, num_words: int, device: torch.device) -> "TokenMasks":
-        """No slot has a grammar."""
-        bits = torch.zeros(num_rows, width, num_words, dtype=torch.int32, device=device)
+        """No slot has a grammar, and every mask allows everything."""
+        shape, is_cuda = (num_rows, width, num_words), device.type == "cuda"
+        bits = torch.full(shape, -1, dtype=torch.int32, pin_memory=is_cuda)
         return TokenMasks(bits, torch.zeros(num_rows, dtype=torch.int32, device=device))
 
-    def write(self, slots: Tensor, masks: Tensor) -> None:
-        """Set the masks of the first w columns. Sync: never. Shapes: slots [G] i64, masks [G, w, n] i32."""
-        self.bits[slots, : masks.shape[1]] = masks
+    @property
+    def rows(self) -> Tensor:
+        """The masks of all slots' columns, one after another. Shapes: [S * W, n] i32."""
+        return self.bits.view(-1, self.bits.shape[2])
+
+    def activate(self, slots: Tensor) -> None:
+        """These slots have requests with a grammar now. Sync: never. Shapes: slots [G] i64."""
         self.active.index_fill_(0, slots, 1)
 
     def clear(self, slots: Tensor) -> None:

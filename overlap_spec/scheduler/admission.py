@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from overlap_spec.messages import Admit
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prefix_cache import TOKEN_BYTES
-from overlap_spec.scheduler.queue_order import QueueOrder
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 
@@ -65,11 +64,10 @@ class NewTokenRatio:
 class Admission:
     """Moves requests from the queue into slots when there is room; none passes the one whose turn it is."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits, order: QueueOrder) -> None:
+    def __init__(self, queues: RequestQueues, limits: Limits) -> None:
         self.ratio = NewTokenRatio()
         self._queues = queues
         self._limits = limits
-        self._order = order
 
     def admit_next(self) -> Request | None:
         """Start the waiting request whose turn it is; None if it does not fit now."""
@@ -78,14 +76,12 @@ class Admission:
             return None
         if not queues.running:
             self.ratio.reset()
-        request = self._order.next(queues.waiting)
+        request = queues.waiting.next()
         match = memory.match(request)
         needed = memory.pages_to_start(request) - len(match.pages)
         spare = memory.num_available - match.num_evictable - needed
         if spare < 0 or (queues.running and spare * self._limits.page_size < self._growth(request)):
             return None
-        if request is not queues.waiting[0]:
-            queues.waiting[0].passed += 1
         return queues.start(request, match)
 
     def _growth(self, newcomer: Request) -> float:

@@ -133,7 +133,7 @@ class Audits:
         """Queue an audit; one with a grammar when that is ready. Returns what the worker is to be told."""
         sampling = replace(audit.admit.sampling, log_probs=None)  # tokens are compared, and nothing else
         admit = replace(audit.admit, uid=-audit.admit.uid, sampling=sampling)
-        run = AuditRun(audit, Request(admit, 0, self._memory.cache.root))
+        run = AuditRun(audit, Request(admit, self._memory.cache.root))
         if sampling.grammar is None:
             self.waiting.append(run)
             return None

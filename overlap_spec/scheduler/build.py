@@ -39,11 +39,12 @@ def build_scheduler(
     prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
     chunks = ChunkSizes(limits, ready.prefill_costs, settings.max_gap_s)
-    queues = RequestQueues(memory, limits.num_slots, Audits(memory, limits, chunks))
+    order = QUEUE_ORDERS[settings.schedule_policy](memory)
+    queues = RequestQueues(memory, limits.num_slots, Audits(memory, limits, chunks), order)
     counters = Counters(runs=[0] * (limits.width + 1))
     widths = BatchWidths(_width_policy(ready, settings), limits)
     policies = Policies(widths, chunks)
-    admission = Admission(queues, limits, QUEUE_ORDERS[settings.schedule_policy](memory))
+    admission = Admission(queues, limits)
     planner = Planner(queues, admission, limits, counters, policies)
     kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
     ledger, reporter = Ledger(queues, limits, counters, policies), Reporter(queues, limits, counters, clock)

@@ -53,6 +53,7 @@ class Ledger:
         self._speculative = limits.width > 1
         self._roofline = limits.roofline
         self._failed: list[Refused] = []
+        self._drafts = limits.width > 1  # whether the last decode step to settle has asked for guesses, or prefill
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
@@ -105,10 +106,11 @@ class Ledger:
 
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
         width = step.plan.width
-        self._widths.observe(step.requests, result)
+        was_drafted, self._drafts = self._drafts and width > 1, width > 1
+        self._widths.observe(step.requests, result, width if was_drafted else 0)
         self._counters.step_width = width
         requests, gained = _unfinished(step.requests, result)
-        self._counters.verified(requests, gained)
+        self._counters.verified(requests, gained, was_drafted)
         if self._speculative:
             for request in requests:
                 request.verify_steps += not request.is_plain

@@ -14,6 +14,7 @@ from overlap_spec.messages import (
     Abort,
     Admit,
     Audit,
+    DraftState,
     DropGrammar,
     ErrorCode,
     FlushCache,
@@ -49,7 +50,7 @@ class Links:
     worker: Outlet[ToWorker]
     tokenizer: Outlet[ToTokenizer]
     trace: Recorder = NO_TRACE
-    report_alive: Callable[[], None] = lambda: None
+    report_alive: Callable[[DraftState], None] = lambda draft: None
 
 
 class Scheduler:
@@ -68,7 +69,6 @@ class Scheduler:
         self.outbox: list[ToTokenizer] = []
         self.stopping = False
         self.tells_started = False  # the tokenizer is to know which requests have a slot
-        self._num_arrived = 0
         self._num_flushes = 0  # asked for and not answered
 
     async def run(self) -> None:
@@ -141,7 +141,7 @@ class Scheduler:
             case StopSpeculating():
                 self.planner.decode_plainly()
             case LivenessProbe():
-                self.links.report_alive()
+                self.links.report_alive(self.reporter.draft_state)
             case Shutdown():
                 self.stopping = True
             case WorkerReady():
@@ -171,7 +171,7 @@ class Scheduler:
             self._reply(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
         self.planner.counters.requests += admit.resumed is None
-        request = Request(admit, 0, self.queues.memory.cache.root)
+        request = Request(admit, self.queues.memory.cache.root)
         if admit.sampling.grammar is None:
             self._enqueue(request)
         else:
@@ -187,8 +187,6 @@ class Scheduler:
     def _enqueue(self, request: Request | None) -> None:
         """Put a request that can run into the queue; None: it has ended while its grammar was compiled."""
         if request is not None:
-            self._num_arrived += 1
-            request.order = self._num_arrived
             self.queues.enqueue(request)
 
     def _flush(self) -> None:

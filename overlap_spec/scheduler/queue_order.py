@@ -1,4 +1,4 @@
-"""Which waiting request gets a slot next (`--schedule-policy`)."""
+"""Which of a client's waiting requests gets a slot next (`--schedule-policy`)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +13,7 @@ MOST_MATCHED = 32  # requests that are looked up in the prefix cache: the oldest
 
 
 class QueueOrder(Protocol):
-    """Chooses from the waiting requests."""
+    """Chooses from the waiting requests of one client."""
 
     def next(self, waiting: deque[Request]) -> Request:
         """The one whose turn it is. `waiting`: oldest first, and not empty."""

@@ -1,7 +1,8 @@
 """The waiting queue, the running batch and the requests that are leaving, with the slots.
 
-Requests are ordered by arrival, so a preempted one comes back before the others that wait. A slot and its pages are
-free only when their request is done *and* in no step in flight:
+Requests that run are ordered by age: by when they started first. A preempted one keeps its age, and comes back before
+the others that wait (`waiting.py`). A slot and its pages are free only when their request is done *and* in no step in
+flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
 
@@ -9,33 +10,32 @@ A request with a grammar is queued when the worker has compiled it; until then i
 """
 
 from bisect import insort
-from collections import deque
-from operator import attrgetter
 
 from overlap_spec.scheduler.audits import Audits
 from overlap_spec.scheduler.prefix_cache import Match
+from overlap_spec.scheduler.queue_order import QueueOrder
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request
-
-ARRIVAL = attrgetter("order")
+from overlap_spec.scheduler.waiting import AGE, WaitingQueue
 
 
 class RequestQueues:
     """Owner of the requests' states and of the slots."""
 
-    def __init__(self, memory: RequestPages, num_slots: int, audits: Audits) -> None:
+    def __init__(self, memory: RequestPages, num_slots: int, audits: Audits, order: QueueOrder) -> None:
         self.memory = memory
         self.audits = audits
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
         self.preparing: dict[int, Request] = {}  # by uid: their grammars are being compiled
         self._started: list[int] = []  # uids of requests that have got a slot
         self._ended: list[int] = []  # uids of requests with a grammar that are gone
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(order)
         self.running: list[Request] = []  # oldest first
         self.unfinished: list[Request] = []  # of the running ones, those whose prompts are; oldest first
         self.leaving: list[Request] = []  # still in flight; nothing more is planned
         self.num_limited = 0  # of the running ones, those that limit their speculation
         self.free_slots = list(range(num_slots - 1, -1, -1))
+        self._num_started = 0
 
     @property
     def idle(self) -> bool:
@@ -57,20 +57,23 @@ class RequestQueues:
         self.open[request.uid] = self.preparing[request.uid] = request
 
     def enqueue(self, request: Request) -> None:
-        """Put a new request at the end of the queue."""
+        """Put a new request at the end of its client's queue."""
         self.open[request.uid] = request
         self.waiting.append(request)
 
     def start(self, request: Request, match: Match) -> Request:
         """Give a waiting request a slot and pages."""
-        self.waiting.remove(request)
+        self.waiting.start(request)
+        if not request.order:
+            self._num_started += 1
+            request.order = self._num_started
         self.memory.place(request, match)
         request.slot = self.free_slots.pop()
         request.running = True
         self.num_limited += request.is_limited
         self._started.append(request.uid)
-        insort(self.running, request, key=ARRIVAL)
-        insort(self.unfinished, request, key=ARRIVAL)
+        insort(self.running, request, key=AGE)
+        insort(self.unfinished, request, key=AGE)
         return request
 
     def leave(self, request: Request) -> None:
@@ -113,14 +116,10 @@ class RequestQueues:
         self.free_slots.append(request.slot)
         self.memory.release(request)
         if request.finish is None:
-            self._requeue(request)
+            self.waiting.put_back(request)
         else:
             self._gone(request)
 
     def _gone(self, request: Request) -> None:
         if request.admit.sampling.grammar is not None:
             self._ended.append(request.uid)
-
-    def _requeue(self, request: Request) -> None:
-        place = next((i for i, other in enumerate(self.waiting) if other.order > request.order), len(self.waiting))
-        self.waiting.insert(place, request)

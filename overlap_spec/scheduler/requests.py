@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Admit, Finish, ResetSlot, Resumed, SlotWork, StepPlan, Usage
+from overlap_spec.messages import Admit, Finish, ResetSlot, Resumed, SamplingParams, SlotWork, StepPlan, Usage
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -27,20 +27,28 @@ def unpack_tokens(packed: bytes) -> "array[int]":
     return tokens
 
 
+DRAFT_CLASSES = ("greedy", "sampled", "constrained")  # of requests, for which a draft is judged apart
+
+
+def _draft_class(sampling: SamplingParams) -> int:
+    """Index of the class."""
+    return 2 if sampling.grammar is not None else int(not sampling.greedy)
+
+
 class Request:
-    """State of one request. `order` is its rank of arrival: smaller means older, and older goes first."""
+    """State of one request. `order`: among those that have ever run, its rank by when it began; 0: it has not yet."""
 
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
         "most_steps", "node", "num_shared", "order", "pages", "passed", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
-        "uid", "unabsorbed", "verify_steps", "is_broken", "is_limited", "is_plain", "is_reported",
+        "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain", "is_reported",
     )  # fmt: skip
 
-    def __init__(self, admit: Admit, order: int, root: Node) -> None:
+    def __init__(self, admit: Admit, root: Node) -> None:
         self.admit = admit
         self.uid = admit.uid
-        self.order = order
+        self.order = 0
         self.tokens = unpack_tokens(admit.prompt)  # prompt, then output: everything known to be committed
         self.prompt_len = len(self.tokens)
         self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
@@ -50,6 +58,7 @@ class Request:
         self.most_steps = asked.num_steps  # guesses in a row; None: as many as the engine has
         self.is_limited = asked.num_steps is not None  # it is to be speculated for less than the engine can
         self.is_plain = asked.num_steps == 0  # nothing is guessed for it
+        self.draft_class = _draft_class(admit.sampling)
         self.is_reported = asked.is_reported  # its steps report what they verified
         self.finish: Finish | None = None
         self.verify_steps = 0  # of speculation
@@ -58,7 +67,7 @@ class Request:
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
         self.is_broken = False  # its logits were not finite: its KV is nothing for others
-        self.passed = 0  # how many younger requests went before it from the queue
+        self.passed = 0  # how many later requests of its client went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         if admit.resumed is not None:
             self._resume(admit.resumed)

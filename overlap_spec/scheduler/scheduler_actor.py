@@ -3,7 +3,7 @@
 The tokenizer drains: it holds Shutdown back until its requests are done.
 """
 
-from overlap_spec.messages import LivenessProbe, SchedulerFacts, Shutdown, ToScheduler, WorkerReady
+from overlap_spec.messages import DraftState, LivenessProbe, SchedulerFacts, Shutdown, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.scheduler.audits import share_of
 from overlap_spec.scheduler.build import build_scheduler
@@ -20,7 +20,7 @@ async def main(context: ActorContext) -> None:
         context.step_outlet("worker"),
         context.outlet("tokenizer"),
         context.trace,
-        context.report_alive,
+        lambda draft: context.report_alive(draft=draft),
     )
     ready, early = await _worker_ready(links)
     if ready is None:
@@ -47,7 +47,7 @@ async def _worker_ready(links: Links) -> tuple[WorkerReady | None, list[ToSchedu
             case WorkerReady():
                 return message, early
             case LivenessProbe():
-                links.report_alive()
+                links.report_alive(DraftState.UNKNOWN)
             case Shutdown():
                 return None, early
             case _:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from overlap_spec.messages import Stats, StepResult
-from overlap_spec.scheduler.draft_health import DraftHealth
+from overlap_spec.messages import DraftState, Stats, StepResult
+from overlap_spec.scheduler.draft_health import ClassCounts, DraftHealth
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
-from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.requests import DRAFT_CLASSES, Request
 
 REPORT_S = 1.0
 LOG_S = 5.0  # between log lines while there is work
@@ -38,6 +38,7 @@ class Counters:
     generation_tokens: int = 0
     proposed_tokens: int = 0
     drafts: int = 0  # runs with guesses
+    by_class: list[ClassCounts] = field(default_factory=lambda: [ClassCounts() for _ in DRAFT_CLASSES])
     prefilled_requests: int = 0
     requests: int = 0
     aborted: int = 0
@@ -62,17 +63,26 @@ class Counters:
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.cached_tokens
 
-    def verified(self, requests: Sequence[Request], result: StepResult) -> None:
-        """Note the runs of a decode step, those of requests that are speculated for."""
-        pairs = zip(map(len, result.tokens), result.num_proposed, strict=True)
-        counted = Counter(pairs)
+    def verified(self, requests: Sequence[Request], result: StepResult, was_drafted: bool = True) -> None:
+        """Note the runs of a decode step, those of requests that are speculated for.
+
+        `was_drafted`: the step before has asked the draft for guesses. A draft whose logits are NaN has none to give.
+        """
+        classes = [request.draft_class for request in requests]
+        rows = zip(classes, map(len, result.tokens), result.num_proposed, strict=True)
+        counted = Counter(rows)
         if any([request.is_plain for request in requests]):
-            rows = zip(requests, result.tokens, result.num_proposed, strict=True)
-            counted = Counter([(len(run), proposed) for request, run, proposed in rows if not request.is_plain])
-        for (length, num_proposed), count in counted.items():
+            of_all = zip(requests, classes, result.tokens, result.num_proposed, strict=True)
+            counted = Counter([(name, len(run), asked) for each, name, run, asked in of_all if not each.is_plain])
+        for (index, length, num_proposed), count in counted.items():
             self.runs[length] += count
             self.proposed_tokens += num_proposed * count
             self.drafts += count if num_proposed else 0
+            if num_proposed or was_drafted:
+                of_class = self.by_class[index]
+                of_class.drafts += count
+                of_class.accepted += count * (length - 1)
+                of_class.first_accepted += count * (length > 1)
 
     def timed(self, result: StepResult, follows: bool, floor: float | None) -> None:
         """Note a settled step. `follows`: the engine had work since the step before; `floor`: None in prefill."""
@@ -167,7 +177,12 @@ class Reporter:
         self._logged_at = -math.inf
         self._reported, self._logged = self._interval(self._idle_since), self._interval(self._idle_since)
         self._resumed_at = self._idle_since
-        self._health = DraftHealth()
+        self._health = DraftHealth(DRAFT_CLASSES)
+
+    @property
+    def draft_state(self) -> DraftState:
+        """As it was judged last."""
+        return self._health.state
 
     def resume(self) -> None:
         """Call when a message has arrived: the scheduler works again."""
@@ -190,7 +205,7 @@ class Reporter:
         if busy and now - self._reported.started_at < REPORT_S:
             return None
         if not self._limits.is_self_drafting:
-            self._health.check(self._counters.drafts, self._counters.first_accepted, now)
+            self._health.check(self._counters.by_class)
         stats = self.snapshot()
         self._active, self._idle_since = busy, now
         self._reported = self._interval(now)
@@ -217,7 +232,8 @@ class Reporter:
             drafts_total=counters.drafts,
             step_width=counters.step_width,
             num_steps=min(self._limits.num_steps, max(counters.step_width - 1, 0)),
-            draft_is_dead=self._health.is_dead,
+            draft_is_dead=self._health.state is DraftState.DEAD,
+            draft_classes=self._health.figures,
             step_time=self._reported.step_time(),
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,

@@ -14,37 +14,14 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from overlap_spec.log_limits import Allowance
+
 ID_HEADER = "x-request-id"
 SOUND_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: nothing that could break a line or a header
 QUIET = frozenset({"/health", "/ping", "/metrics"})  # asked for every few seconds: only their errors are logged
-BURST = 100  # lines that may come at once
-LINES_PER_S = 20.0
 MOST_REASON = 300  # characters
 
 log = logging.getLogger(__name__)
-
-
-class Allowance:
-    """How many lines may be written now: a burst, and so many each second after it."""
-
-    def __init__(self, burst: int = BURST, per_s: float = LINES_PER_S) -> None:
-        self._burst = burst
-        self._per_s = per_s
-        self._left = float(burst)
-        self._at = time.monotonic()
-        self._withheld = 0
-
-    def take(self) -> int | None:
-        """Spend one line. Returns how many were withheld before it; None if this one is to be."""
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
-        self._at = now
-        if self._left < 1:
-            self._withheld += 1
-            return None
-        self._left -= 1
-        withheld, self._withheld = self._withheld, 0
-        return withheld
 
 
 class AccessLog:

@@ -1,36 +1,33 @@
 """The Starlette app: routes, gate and error shapes together."""
 
-import hmac
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overlap_spec.messages import READY
 from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.server.access_log import ID_HEADER, AccessLog, note_reason
+from overlap_spec.server.access_log import ID_HEADER, AccessLog
 from overlap_spec.server.anthropic.endpoints import Messages
+from overlap_spec.server.body_bounds import BodyBounds
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
+from overlap_spec.server.gate import Gate
 from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.openai_responses.endpoint import Responses
-from overlap_spec.server.openapi import UNCHECKED, OpenApi
-from overlap_spec.server.probes import SHALLOW, Health, Operations
-from overlap_spec.server.problems import HANDLERS, Problem
+from overlap_spec.server.openapi import OpenApi
+from overlap_spec.server.probes import Health, Operations
+from overlap_spec.server.problems import HANDLERS
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 
-SHOWING = ("/metrics", *SHALLOW)  # answered until the end: they give the engine no work
-
 
 def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Starlette:
-    """Build the app. While `health` takes no request, answers are 503, except those of `SHOWING`."""
+    """Build the app. While `health` takes no request, answers are 503, except those of `gate.SHOWING`."""
     metrics = ServerMetrics()
     runner = Runner(client, metrics)
     chats = ChatRunner(runner, info)
@@ -46,9 +43,10 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Star
         *Operations(client, runner, metrics, info, health).routes(),
     ]
     routes += OpenApi(routes, info).routes()
-    gate = Middleware(Gate, api_key=info.api_key, health=health)
-    middleware = [Middleware(AccessLog), *_cors(info), gate]
+    gate = Middleware(Gate, keys=info.keys, health=health)
+    middleware = [Middleware(AccessLog), *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    app.state.large_bodies = ThreadPoolExecutor(1, "large-bodies")
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
 
@@ -67,39 +65,3 @@ def _cors(info: ServerInfo) -> list[Middleware]:
             expose_headers=[ID_HEADER],
         )
     ]
-
-
-class Gate:
-    """ASGI middleware: checks the API key, then whether the engine takes requests. It ends no admitted request."""
-
-    def __init__(self, app: ASGIApp, api_key: str | None, health: HealthOf) -> None:
-        self._app = app
-        self._key = None if api_key is None else api_key.encode()
-        self._health = health
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in UNCHECKED else None
-        if problem is None:
-            await self._app(scope, receive, send)
-            return
-        note_reason(scope, str(problem))
-        headers = {"www-authenticate": "Bearer"} if problem.status == 401 else None
-        await problem.response(scope["path"], headers)(scope, receive, send)
-
-    def _check(self, scope: Scope) -> Problem | None:
-        headers = Headers(scope=scope)
-        if not (self._may_enter(headers.get("authorization", "")) or self._is_key(headers.get("x-api-key", ""))):
-            text = "missing or wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
-            return Problem(401, text, code="invalid_api_key")
-        health = READY if scope["path"] in SHOWING else self._health()
-        if health.takes_requests:
-            return None
-        return Problem(503, health.reason or "the engine is not ready", code="not_ready")
-
-    def _may_enter(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        return self._key is None or (self._is_key(key.strip()) and scheme.lower() == "bearer")
-
-    def _is_key(self, key: str) -> bool:
-        # Starlette decodes headers as latin-1: encoded the same way, the bytes are those that were sent.
-        return self._key is not None and hmac.compare_digest(key.encode("latin-1"), self._key)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.messages import Usage
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.log_probs import ChatEntries
@@ -39,8 +40,8 @@ class ChatCompletions:
 
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of chunks."""
-        body = await read_openai(request, ChatRequest, self._info)
-        group = self._chats.prepare(body, "chatcmpl-")
+        body, group = await read_openai(request, ChatRequest, self._info, self._prepare)
+        group = sent_by(request, group)
         head = ReplyHead(
             group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
         )
@@ -48,6 +49,9 @@ class ChatCompletions:
             return EventStream(self._events(group, head, ChatEntries(body)))
         reply = await unless_gone(request.receive, self._whole(group, head, ChatEntries(body)))
         return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    def _prepare(self, body: ChatRequest) -> ChatGroup:
+        return self._chats.prepare(body, "chatcmpl-")
 
     async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Reply[MessageChoice]:
         prompt_ids = await self._chats.prompt_ids(group)

@@ -12,6 +12,7 @@ import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
+from overlap_spec.server.callers import time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import chat_params
@@ -114,7 +115,8 @@ class ChatRunner:
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
         names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
-        return ChatGroup(name, spread(ids, [prompt], [sampling], names, body.n), form, body.return_token_ids)
+        requests, terms = spread(ids, [prompt], [sampling], names, body.n), time_limits(body)
+        return ChatGroup(name, requests, terms, form, body.return_token_ids)
 
     async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
         """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`.

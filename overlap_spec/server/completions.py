@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.messages import LogProbParams, Prompt
+from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import best_answers, check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import CompletionEntries, completion_params
@@ -44,8 +45,8 @@ class Completions:
 
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of chunks."""
-        body = await read_openai(request, CompletionRequest, self._info)
-        group = self._group(body)
+        body, group = await read_openai(request, CompletionRequest, self._info, self._group)
+        group = sent_by(request, group)
         head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
         if body.stream:
             return EventStream(self._events(group, head, body))
@@ -90,7 +91,8 @@ class Completions:
         name, count = body.id("cmpl-"), len(prompts) * body.num_candidates
         ids = numbered(name, count, count > 1)
         names = {**NAMES, "grammar": body.grammar_field}
-        return Group(name, spread(ids, prompts, [sampling] * len(prompts), names, body.num_candidates))
+        requests = spread(ids, prompts, [sampling] * len(prompts), names, body.num_candidates)
+        return Group(name, requests, time_limits(body))
 
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
         last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)

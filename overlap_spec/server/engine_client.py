@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
-from overlap_spec.config import EngineConfig, SamplingDefaults, Settings
+from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.messages import (
     AuditReport,
@@ -20,6 +20,7 @@ from overlap_spec.messages import (
     Prompt,
     SamplingParams,
     Stats,
+    Terms,
     TextPrompt,
     Usage,
     Verified,
@@ -53,11 +54,13 @@ class DeltaLike(Protocol):
 
 
 class EngineClient(Protocol):
-    """The engine, as the server sees it. Errors: RequestError, Overloaded, RequestAborted, RequestFailed,
-    ActorDied."""
+    """The engine, as the server sees it.
+
+    Errors: RequestError, Overloaded, RequestTimeout, RequestAborted, RequestFailed, ActorDied.
+    """
 
     def generate(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ...
     ) -> AsyncGenerator[DeltaLike, None]: ...
     def send_together(self) -> None: ...
     async def cancel(self, request_id: str, everyone: bool = False) -> None: ...
@@ -80,7 +83,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     architectures: tuple[str, ...] = ()
     model_type: str = ""
     skip_tokenizer_init: bool = False
-    api_key: str | None = None
+    keys: ApiKeys = ApiKeys()
     aliases: tuple[str, ...] = ()  # further names of the model
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     settings: dict[str, Any] = {}
@@ -90,6 +93,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     call_format: CallFormat | None = None  # None: tool calls are not read
     reasoning_format: ReasoningFormat | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    http: HttpLimits = HttpLimits()
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -105,11 +109,12 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         architectures=tuple(model.files.config.get("architectures", ())),
         model_type=str(model.files.config.get("model_type", "")),
         skip_tokenizer_init=settings.skip_tokenizer_init,
-        api_key=settings.server.api_key,
+        keys=settings.server.keys,
         aliases=model.aliases,
         sampling_defaults=settings.server.sampling_defaults,
         num_steps=settings.spec.num_steps,
         cors_allow_origins=settings.server.cors_allow_origins,
+        http=settings.server.http,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),

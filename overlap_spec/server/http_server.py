@@ -12,6 +12,10 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from overlap_spec.config import HttpLimits
+from overlap_spec.server.connections import raise_file_limit
+from overlap_spec.server.http_protocol import protocol_factory
+
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 POLL_S = 0.01
@@ -21,12 +25,13 @@ LAST_MOMENTS_S = 1.0  # for answers that were cut off to end
 class HttpServer:
     """One server. `start`, then `stop`, once each. Raises: OSError if the address is taken."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: HttpLimits | None = None) -> None:
         self._address = (host, port)
         self._config = uvicorn.Config(
             app,
             lifespan="off",
-            http="h11",  # httptools is faster, but drops the body after `Upgrade: h2c`, and takes heads of any size
+            # h11: httptools is faster, but drops the body after `Upgrade: h2c`, and takes heads of any size
+            http=protocol_factory(limits or HttpLimits(), raise_file_limit()),
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -23,7 +23,7 @@ STATS_S = 5.0
 FLUSH_POLL_S = 0.02  # between attempts to empty the cache
 MOST_FLUSH_S = 600.0
 LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
-SECRETS = frozenset({"api_key"})
+SECRETS = frozenset({"api_key", "admin_api_key"})
 
 
 async def newest_stats(client: EngineClient) -> Stats:
@@ -141,6 +141,8 @@ class InfoEndpoints:
             **{name: getattr(stats, name) for name in LAST_INTERVAL},
             "effective_max_running_requests_per_dp": self._info.max_running_requests,
         }
+        if stats.draft_classes:
+            state["draft"] = msgspec.to_builtins(stats.draft_classes)
         steps = stats.verify_steps_total - self._since.verify_steps_total
         if steps > 0:
             committed = stats.committed_tokens_total - self._since.committed_tokens_total

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculative
-from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
+from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
+from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import READERS
@@ -40,6 +41,8 @@ class GenerateRequest(NativeLogProbFields, kw_only=True):
     stream: bool = False
     speculative: Json = {}
     return_spec_tokens_details: bool = False
+    timeout: float | None = None  # seconds
+    first_token_timeout: float | None = None
 
 
 class NativeSampling(ListFields, kw_only=True):
@@ -71,7 +74,7 @@ class NativeSampling(ListFields, kw_only=True):
 
 
 EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
-BODY_ALONE = frozenset(NativeLogProbFields.__struct_fields__)
+BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout"))
 SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
 OTHER_NAMES = {  # in OpenAI's and vLLM's API
     "logprobs": "return_logprob",
@@ -93,18 +96,21 @@ class NativeGenerate:
     async def post(self, request: Request) -> Response:
         """Answer at once, with one reply or a list, or with a stream of events."""
         arrived_at = time.perf_counter()
-        fields = await read_json(request, self._info.max_body_bytes)
-        refuse_unsupported(fields)
-        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
-        _refuse_misplaced(fields)
-        body = convert(fields, GenerateRequest)
-        group, batched = self._group(body)
+        body, group, batched = await read_body(request, self._info.max_body_bytes, self._read)
+        group = sent_by(request, group)
         if body.stream:
             return EventStream(self._events(group, body, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
         pairs = zip(group.requests, answers, strict=True)
         replies = [self._reply(asked, answer, body, arrived_at) for asked, answer in pairs]
         return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
+
+    def _read(self, fields: Json) -> tuple[GenerateRequest, Group, bool]:
+        refuse_unsupported(fields)
+        refuse_unsupported(fields, OF_CHATS | OF_COMPLETIONS | OF_OPENAI)
+        _refuse_misplaced(fields)
+        body = convert(fields, GenerateRequest)
+        return body, *self._group(body)
 
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
         field, prompts, batched = self._prompts(body)
@@ -118,7 +124,7 @@ class NativeGenerate:
         names = {"prompt": field, "grammar": _grammar_field(body.sampling_params), **NAMES}
         asked = zip(read, body.log_probs(len(prompts)), strict=True)
         sampling = [msgspec.structs.replace(each, log_probs=log_probs) for (_, each), log_probs in asked]
-        return Group(name, spread(ids, prompts, sampling, names, n)), batched
+        return Group(name, spread(ids, prompts, sampling, names, n), time_limits(body)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):

@@ -4,6 +4,7 @@ A field that is missing here is unknown (accepted) or in `unsupported.py` (refus
 """
 
 import uuid
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Speculative
-from overlap_spec.server.bodies import Json, convert, read_json, without_nulls
+from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.lists import ListFields
 from overlap_spec.server.problems import Problem
@@ -71,6 +72,8 @@ class CommonRequest(ListFields, kw_only=True):
     thinking_budget: int | None = None
     max_thinking_tokens: int | None = None
     thinking_token_budget: int | None = None  # vLLM's name for it
+    timeout: float | None = None  # seconds
+    first_token_timeout: float | None = None
     user: str = ""  # this and the next five are for the client's own records, and change nothing
     metadata: Json = {}
     safety_identifier: str = ""
@@ -141,11 +144,17 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
 
 R = TypeVar("R", bound=CommonRequest)
+T = TypeVar("T")
 
 
-async def read_openai(request: Request, shape: type[R], info: ServerInfo) -> R:
-    """Read and check a body, except its prompt and ranges. Raises: Problem naming the field."""
-    return check_openai(await read_json(request, info.max_body_bytes), shape, info)
+async def read_openai(request: Request, shape: type[R], info: ServerInfo, prepare: Callable[[R], T]) -> tuple[R, T]:
+    """Read and check a body; `prepare` checks its prompt and ranges. Raises: Problem naming the field."""
+
+    def check(fields: Json) -> tuple[R, T]:
+        body = check_openai(fields, shape, info)
+        return body, prepare(body)
+
+    return await read_body(request, info.max_body_bytes, check)
 
 
 def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:

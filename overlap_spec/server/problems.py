@@ -12,10 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed, RequestTimeout
 from overlap_spec.server.access_log import note_reason
 
 RETRY_AFTER_S = 1
+LATE, LATE_FIRST_TOKEN = "request_timeout", "first_token_timeout"  # codes
 CLIENT_GONE = 499  # no client reads it; logs of other servers show this status
 CONTEXT_WORDS = "maximum context length"
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -25,6 +26,7 @@ ANTHROPIC_TYPES = {
     404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -54,8 +56,16 @@ class Problem(Exception):
         return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
     def response(self, path: str = "", headers: Mapping[str, str] | None = None) -> Response:
-        """The whole answer to a request of this path. A 503 has a Retry-After header."""
-        extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        """The whole answer to a request of this path.
+
+        A 503 has a Retry-After header, a 408 ends its connection. After a whole request's time, SDKs are told
+        not to ask for it again.
+        """
+        extra = {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 or self.code == LATE_FIRST_TOKEN else {}
+        if self.status == 408:
+            extra["connection"] = "close"
+        if self.code == LATE:
+            extra["x-should-retry"] = "false"
         return Response(self.body(path), self.status, {**extra, **(headers or {})}, "application/json")
 
     def _type(self) -> str:
@@ -63,6 +73,8 @@ class Problem(Exception):
             return "authentication_error"
         if self.status == 503:
             return "service_unavailable"
+        if self.status == 504:
+            return "timeout_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
 
@@ -76,6 +88,8 @@ def as_problem(error: Exception) -> Problem:
             return Problem(400, str(error), error.field or None, code)
         case Overloaded():
             return Problem(503, str(error), code="overloaded")
+        case RequestTimeout():
+            return Problem(504, str(error), error.field, LATE if error.field == "timeout" else LATE_FIRST_TOKEN)
         case RequestFailed():
             return Problem(500, str(error), code=error.code)
         case ActorDied():
@@ -112,6 +126,7 @@ HANDLERS: dict[Any, Any] = {
     Problem: on_error,
     RequestError: on_error,
     Overloaded: on_error,
+    RequestTimeout: on_error,
     RequestAborted: on_error,
     RequestFailed: on_error,
     ActorDied: on_error,

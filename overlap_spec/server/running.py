@@ -7,8 +7,9 @@ requests of the group.
 """
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, TypeVar
 
@@ -24,6 +25,7 @@ from overlap_spec.messages import (
     Prompt,
     SamplingParams,
     Speculative,
+    Terms,
     TextPrompt,
     TokenPrompt,
     Usage,
@@ -54,10 +56,11 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The requests of one HTTP request, abortable by the group's id or each by its own."""
+    """The requests of one HTTP request, abortable by the group's id or each by its own. `terms`: of all of them."""
 
     id: str
     requests: Sequence[EngineRequest]
+    terms: Terms = Terms()
 
 
 class LastWord(msgspec.Struct, frozen=True):
@@ -108,14 +111,16 @@ class Runner:
     async def run(self, group: Group) -> Steps:
         """Yield what the steps add, until every request has finished.
 
-        Raises: RequestError with the API's field name, Overloaded, ActorDied, Problem if an id is in use.
+        Raises: RequestError with the API's field name, Overloaded, RequestTimeout, ActorDied, Problem if an id is in
+        use.
         """
-        names = self._claim(group)
+        names, arrived_at = self._claim(group), time.monotonic()
         begun = {request.after: asyncio.Event() for request in group.requests}
         waiting = {request.request_id for request in group.requests if request.after}
         self._waiting |= waiting
         try:
-            follows = [self._in_turn(request, begun) for request in group.requests]
+            terms = functools.partial(_terms_now, group.terms, arrived_at)
+            follows = [self._in_turn(request, begun, terms) for request in group.requests]
             async with aclosing(_alone(follows[0]) if len(follows) == 1 else self._merge(follows)) as steps:
                 async for step in steps:
                     yield step
@@ -190,7 +195,7 @@ class Runner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _in_turn(
-        self, request: EngineRequest, begun: Mapping[str, asyncio.Event]
+        self, request: EngineRequest, begun: Mapping[str, asyncio.Event], terms: Callable[[bool], Terms]
     ) -> AsyncGenerator[DeltaLike, None]:
         """Yield one request's deltas, once the request that it comes after has begun."""
         if request.after:
@@ -200,17 +205,17 @@ class Runner:
                 return
             self._waiting.remove(request.request_id)
         mine = begun.get(request.request_id)
-        async with aclosing(self._follow(request)) as deltas:
+        async with aclosing(self._follow(request, terms(bool(request.after)))) as deltas:
             async for delta in deltas:
                 if mine is not None:
                     mine.set()
                 yield delta
 
-    async def _follow(self, request: EngineRequest) -> AsyncGenerator[DeltaLike, None]:
+    async def _follow(self, request: EngineRequest, terms: Terms) -> AsyncGenerator[DeltaLike, None]:
         """Yield one request's deltas, the last of which has a finish: an abort is one."""
         timer = self._metrics.start_request()
         usage = NOTHING
-        deltas = self._client.generate(request.prompt, request.sampling, request_id=request.request_id)
+        deltas = self._client.generate(request.prompt, request.sampling, request_id=request.request_id, terms=terms)
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -226,6 +231,11 @@ class Runner:
             yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
         except RequestError as error:
             raise renamed(error, request.names) from None
+
+
+def _terms_now(terms: Terms, arrived_at: float, has_begun: bool) -> Terms:
+    """The terms of a request that is sent now. `has_begun`: the group has had a token."""
+    return msgspec.structs.replace(terms, age_s=time.monotonic() - arrived_at, has_begun=has_begun)
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:

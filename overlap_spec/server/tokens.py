@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.server.bodies import Json, convert, read_json
+from overlap_spec.messages import ChatPrompt, TextPrompt
+from overlap_spec.server.bodies import Json, convert, read_body
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_requests import check_model
@@ -54,39 +55,41 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, of each of several, or of a conversation."""
-        body = convert(await read_json(request, self._info.max_body_bytes), TokenizeRequest)
-        check_model(body.model, self._info)
-        tokens = await unless_gone(request.receive, self._tokenize(body))
-        count = [len(each) for each in tokens] if isinstance(body.prompt, list) else len(tokens)
+        body, prompts = await read_body(request, self._info.max_body_bytes, self._read)
+        lists = await unless_gone(request.receive, self._tokenize(prompts, body))
+        tokens, count = (lists, list(map(len, lists))) if isinstance(body.prompt, list) else (lists[0], len(lists[0]))
         return as_json({"tokens": tokens, "count": count, "max_model_len": self._info.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         """The text, under SGLang's key and vLLM's."""
-        body = convert(await read_json(request, self._info.max_body_bytes), DetokenizeRequest)
-        check_model(body.model, self._info)
-        need_tokenizer("tokens", self._info)
-        text = await unless_gone(request.receive, self._detokenize(body))
+        body, runs, batched = await read_body(request, self._info.max_body_bytes, self._read_ids)
+        texts = await unless_gone(request.receive, self._detokenize(runs, body))
+        text = texts if batched else texts[0]
         return as_json({"text": text, "prompt": text})
 
-    async def _tokenize(self, body: TokenizeRequest) -> list[Any]:
+    def _read(self, fields: Json) -> tuple[TokenizeRequest, list[TextPrompt | ChatPrompt]]:
+        body = convert(fields, TokenizeRequest)
+        check_model(body.model, self._info)
         if (body.prompt is None) == (body.messages is None):
             raise Problem(400, "give either prompt or messages", "prompt", "missing_required_parameter")
         if body.messages is not None:
-            chat = check_chat(chat_prompt(body, body.messages, body.tools, body.chat_template_kwargs), self._info)
-            return await self._client.tokenize(chat, body.add_special_tokens)
-        if isinstance(body.prompt, list):
-            check_batch(body.prompt, "prompt")
-            return [await self._tokenize_text(text, body) for text in body.prompt]
-        return await self._tokenize_text(body.prompt or "", body)
+            prompt = chat_prompt(body, body.messages, body.tools, body.chat_template_kwargs)
+            return body, [check_chat(prompt, self._info)]
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+        check_batch(texts, "prompt")
+        return body, [read_text(text, "prompt", self._info) for text in texts]
 
-    async def _tokenize_text(self, text: str, body: TokenizeRequest) -> list[int]:
-        return await self._client.tokenize(read_text(text, "prompt", self._info), body.add_special_tokens)
+    async def _tokenize(self, prompts: list[TextPrompt | ChatPrompt], body: TokenizeRequest) -> list[list[int]]:
+        return [await self._client.tokenize(prompt, body.add_special_tokens) for prompt in prompts]
 
-    async def _detokenize(self, body: DetokenizeRequest) -> str | list[str]:
-        if body.tokens and all(isinstance(ids, list) for ids in body.tokens):
-            check_batch(body.tokens, "tokens")
-            return [await self._detokenize_one(ids, body) for ids in body.tokens]
-        return await self._detokenize_one(body.tokens, body)
+    def _read_ids(self, fields: Json) -> tuple[DetokenizeRequest, list[list[int]], bool]:
+        body = convert(fields, DetokenizeRequest)
+        check_model(body.model, self._info)
+        need_tokenizer("tokens", self._info)
+        batched = bool(body.tokens) and all(isinstance(ids, list) for ids in body.tokens)
+        check_batch(body.tokens, "tokens")
+        return body, [parse_ids(ids, "tokens") for ids in (body.tokens if batched else [body.tokens])], batched
 
-    async def _detokenize_one(self, ids: list[Any], body: DetokenizeRequest) -> str:
-        return await self._client.detokenize(parse_ids(ids, "tokens"), body.skip_special_tokens) if ids else ""
+    async def _detokenize(self, runs: list[list[int]], body: DetokenizeRequest) -> list[str]:
+        skip = body.skip_special_tokens
+        return [await self._client.detokenize(ids, skip) if ids else "" for ids in runs]

@@ -5,6 +5,7 @@ mechanism: the key is the password, and the ZAP handler of pyzmq compares it.
 """
 
 import contextlib
+import hmac
 import logging
 import os
 import socket
@@ -32,7 +33,7 @@ class ClientEndpoint:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings, default: str) -> None:
         asked = settings.client_endpoint or default
-        self._authenticator = _Authenticator(context, settings.api_key) if is_secured(asked, settings.api_key) else None
+        self._authenticator = _Authenticator(context, settings) if is_secured(asked, settings.api_key) else None
         try:
             router_socket = _bind(context, asked, self._authenticator is not None, settings.client_timeout_s)
         except BaseException:
@@ -63,14 +64,20 @@ class ClientEndpoint:
 
 
 class _Authenticator(AsyncioAuthenticator):
-    """Accepts one name with one password. Its debug lines, which show passwords, are never written."""
+    """Accepts any key as the password of one name. Its debug lines, which show passwords, are never written."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], api_key: str | None) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings) -> None:
         logger = logging.getLogger(f"{__name__}.zap")
         logger.setLevel(logging.INFO)
         super().__init__(context, log=logger)
         self.start()
-        self.configure_plain(ZAP_DOMAIN, {PLAIN_USER: api_key or ""})
+        self._keys = [key.encode() for key in (settings.api_key, *settings.further_keys, settings.admin_key) if key]
+        self.configure_plain(ZAP_DOMAIN)
+
+    def _authenticate_plain(self, domain: str, username: str, password: str) -> tuple[bool, bytes]:
+        given = password.encode()
+        known = username == PLAIN_USER and any([hmac.compare_digest(given, key) for key in self._keys])
+        return known, b"" if known else b"Invalid password"
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool, timeout_s: float) -> zmq.Socket[bytes]:

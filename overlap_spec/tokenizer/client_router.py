@@ -77,6 +77,10 @@ class ClientRouter:
 
     # --- to clients ---
 
+    def number_from(self, number: int) -> None:
+        """Give the next client the number after this one."""
+        self._next_number = number + 1
+
     def send(self, client: int, message: ToClient) -> None:
         connected = self._clients.get(client)
         if connected is not None:

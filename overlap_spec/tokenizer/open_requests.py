@@ -22,6 +22,8 @@ class OpenRequest:
     uid: int
     client: int
     request_id: str
+    owner: str  # whose turn it takes
+    is_waiting: bool = True  # until its first token
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
     transcript: Transcript | None = None
@@ -64,12 +66,12 @@ class OpenRequests:
     def __contains__(self, request: OpenRequest) -> bool:
         return request.uid in self._by_uid
 
-    def open(self, client: int, request_id: str) -> OpenRequest:
+    def open(self, client: int, request_id: str, owner: str) -> OpenRequest:
         """Raises: RequestError if the client has an open request of that id."""
         mine = self._by_client.setdefault(client, {})
         if request_id in mine:
             raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
-        request = OpenRequest(self._next_uid, client, request_id)
+        request = OpenRequest(self._next_uid, client, request_id, owner)
         self._next_uid += 1
         self._by_uid[request.uid] = mine[request_id] = request
         return request

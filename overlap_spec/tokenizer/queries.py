@@ -52,6 +52,7 @@ class Queries:
                 text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._checks.vocab_size)
                 self._clients.send(client, Detokenized(query.request_id, text))
             case Flush():
+                self._checks.check_admin(query.key)
                 self._flushing.append((client, query.request_id))
                 self._scheduler.send(FlushCache())
             case GetStats():

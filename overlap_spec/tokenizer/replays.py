@@ -56,6 +56,10 @@ class Recoveries:
         self._gone = Stats()  # totals of the schedulers that are gone
         self._last = Stats()
 
+    def count(self, num_recoveries: int) -> None:
+        """So many there were before this process was started."""
+        self._own = replace(self._own, recoveries_total=num_recoveries)
+
     def begin(self, message: Recover) -> None:
         """Scheduler and worker are being started again."""
         self.under_way = message

@@ -1,5 +1,6 @@
 """Checks a request against the engine's limits and fills in the fields that it left out."""
 
+import hmac
 import random
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from overlap_spec.messages import (
     LogProbParams,
     SamplingParams,
     Speculative,
+    Terms,
 )
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
@@ -34,16 +36,18 @@ class RequestChecks:
     def __init__(
         self,
         eos_token_ids: Sequence[int],
-        max_open_requests: int,
+        max_queued_requests: int,
         seed: int | None,
         grammars: GrammarChecks | None = None,
         trusts_templates: bool = False,
     ) -> None:
         self.limits: EngineLimits | None = None
         self.draining = False
+        self.flags = Terms()  # the time limits of every request
+        self.admin_key: str | None = None
+        self.max_queued_requests = max_queued_requests
         self.trusts_templates = trusts_templates  # a request may bring a chat template along
         self._eos_token_ids = tuple(eos_token_ids)
-        self._max_open_requests = max_open_requests
         self._seeds = random.Random(seed)
         self._grammars = grammars
 
@@ -52,15 +56,18 @@ class RequestChecks:
         """The model's; before it is known, a bound of every id."""
         return self.limits.vocab_size if self.limits is not None else ANY_ID
 
-    def check_open(self, num_open: int) -> EngineLimits:
-        """Raises: Refusal if no request is taken now."""
+    def check_open(self) -> EngineLimits:
+        """Raises: Refusal if the engine is starting or stopping."""
         if self.draining:
             raise Refusal(ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
         if self.limits is None:
             raise Refusal(ErrorCode.STARTING, "the engine is still starting")
-        if num_open >= self._max_open_requests:
-            raise Refusal(ErrorCode.OVERLOADED, f"{num_open} requests are open, the engine takes no more now")
         return self.limits
+
+    def check_admin(self, key: str) -> None:
+        """Raises: RequestError unless this is the operator's key, or there is none."""
+        if self.admin_key is not None and not hmac.compare_digest(key.encode(), self.admin_key.encode()):
+            raise RequestError("api_key", "this concerns all clients: it needs the key of --admin-api-key")
 
     async def check_grammar(self, grammar: Grammar | None) -> None:
         """Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.check`."""

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
 from overlap_spec.config import AuditSettings
-from overlap_spec.errors import Overloaded, RequestError
+from overlap_spec.errors import Overloaded, RequestError, RequestTimeout
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
@@ -34,7 +34,6 @@ from overlap_spec.messages import (
     GetAudit,
     GetStats,
     LivenessProbe,
-    LogProbs,
     Ping,
     Pong,
     Prompt,
@@ -50,7 +49,6 @@ from overlap_spec.messages import (
     ToScheduler,
     ToSupervisor,
     ToTokenizer,
-    Usage,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.audit.auditor import Auditor
@@ -59,15 +57,18 @@ from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.deadlines import Deadlines
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.queue_bound import QueueBound
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.rows import add_log_probs, add_row, counted
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
@@ -100,6 +101,8 @@ class TokenizerService:
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
         self._requests = OpenRequests()
+        self._deadlines = Deadlines(checks.flags, self._time_is_up)
+        self._bound = QueueBound(checks.max_queued_requests)
         self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
 
@@ -186,18 +189,20 @@ class TokenizerService:
             piece = self._push(request, request.output, run.tokens, run.finish)
             if piece is None:
                 continue
+            if request.is_waiting:
+                self._began(request)
             if request.transcript is not None:
                 self._keep(request, request.transcript, run, piece)
             if request.replay is not None:
                 request.replay.output.extend(piece.token_ids)
-            request.usage = _counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
+            request.usage = counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
-            _add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            add_row(reply, request, piece.text, piece.token_ids, piece.finish)
             if request.log_probs is not None:
                 records = gains.log_probs.get(uid, b"")
-                _add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
+                add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
             if uid in gains.verified:
                 reply.verified[request.request_id] = gains.verified[uid]
             if piece.finish is not None:
@@ -309,7 +314,7 @@ class TokenizerService:
             case GetAudit():
                 self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
             case Cancel():
-                self._cancel(client, message)
+                await self._attempt(client, message)
             case Ping():
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
@@ -324,23 +329,31 @@ class TokenizerService:
             case _:
                 assert_never(message)
 
-    async def _attempt(self, client: int, message: Generate | Query) -> None:
+    async def _attempt(self, client: int, message: Generate | Cancel | Query) -> None:
         """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
+            elif isinstance(message, Cancel):
+                self._cancel(client, message)
             else:
                 await self._queries.answer(client, message)
         except Exception as error:
             self._refuse(client, message.request_id, error)
 
     async def _generate(self, client: int, message: Generate) -> None:
-        limits = self._checks.check_open(len(self._requests))
+        limits = self._checks.check_open()
+        owner = message.terms.client or f"link {client}"
+        displaced = self._bound.make_room(owner, len(self._requests), limits.max_running_requests)
         self._codec.check_stop_strings("stop", message.sampling.stop)
         self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
         compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
-        request = self._requests.open(client, message.request_id)
+        request = self._requests.open(client, message.request_id, owner)
+        self._bound.add(request)
+        self._deadlines.opened(request, message.terms)
+        if displaced is not None:
+            self._give_up(displaced, self._bound.full(len(self._requests) - 1, limits.max_running_requests))
         arrived_at = time.monotonic()
         try:
             cuts = message.sampling.truncate_prompt_tokens is not None
@@ -370,7 +383,7 @@ class TokenizerService:
             request.open_output(sampling, len(ids), decoder)
             if sampling.log_probs is not None:
                 request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
-            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at)
+            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
             request.transcript = self.auditor.opened(request.request_id, admit)
             request.replay = Replay(admit) if self.recoveries.enabled else None
             self._scheduler.send(admit)
@@ -382,6 +395,8 @@ class TokenizerService:
                 reply = Rejected(request_id, ErrorCode.BAD_REQUEST, str(error), error.field)
             case Refusal():
                 reply = Rejected(request_id, error.code, str(error))
+            case RequestTimeout():
+                reply = Rejected(request_id, ErrorCode.TIMEOUT, str(error), error.field)
             case Overloaded():
                 reply = Rejected(request_id, ErrorCode.OVERLOADED, str(error))
             case _:
@@ -390,6 +405,8 @@ class TokenizerService:
         self._clients.send(client, reply)
 
     def _cancel(self, client: int, message: Cancel) -> None:
+        if message.everyone and not message.request_id:
+            self._checks.check_admin(message.key)
         everywhere = self._requests.find_everywhere
         found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
         self._end(found, "aborted on request")
@@ -403,7 +420,7 @@ class TokenizerService:
             self._abort(request, AbortReason.REQUESTED)
             text = request.output.end() if request.output is not None else ""
             reply = TextDeltas([], [], [], [], [])
-            _add_row(reply, request, text, [], Finish(FinishKind.ABORT, message=why))
+            add_row(reply, request, text, [], Finish(FinishKind.ABORT, message=why))
             self._clients.send(request.client, reply)
 
     def _stop_reading(self, client: int, request_id: str | None = None) -> None:
@@ -420,7 +437,21 @@ class TokenizerService:
         for request in requests:
             self._abort(request, AbortReason.CLIENT_GONE)
 
-    # --- the end of a request ---
+    # --- a request's first token, and its end ---
+
+    def _began(self, request: OpenRequest) -> None:
+        request.is_waiting = False
+        self._bound.discard(request)
+        self._deadlines.began(request)
+
+    def _time_is_up(self, request: OpenRequest, error: RequestTimeout) -> None:
+        self._abort(request, AbortReason.TIMEOUT)
+        self._refuse(request.client, request.request_id, error)
+
+    def _give_up(self, request: OpenRequest, why: Refusal) -> None:
+        """End a request that waits, for one of a client that has fewer."""
+        self._abort(request, AbortReason.OVERLOADED)
+        self._refuse(request.client, request.request_id, why)
 
     def _abort(self, request: OpenRequest, reason: AbortReason) -> None:
         if request.output is not None:
@@ -432,6 +463,8 @@ class TokenizerService:
             request.transcript = None
             self.auditor.not_finished()
         self._requests.close(request)
+        self._bound.discard(request)
+        self._deadlines.closed(request)
         self._report_if_drained()
 
     def _report_if_drained(self) -> None:
@@ -451,27 +484,3 @@ def _continues(prompt: Prompt) -> bool:
 def _takes_long(message: Generate | Tokenize) -> bool:
     """Whether to answer beside other requests: what it needs is done in a thread."""
     return is_long(message.prompt) or (isinstance(message, Generate) and message.sampling.grammar is not None)
-
-
-def _counted(usage: Usage, num_tokens: int) -> Usage:
-    """The scheduler's counts, with the completion tokens that are left after a cut."""
-    if usage.completion_tokens == num_tokens:
-        return usage
-    return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
-
-
-def _add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
-    """Of the row that was added last, and of the prompt if it is the request's first."""
-    assert request.log_probs is not None
-    reply.log_probs[request.request_id] = of_output
-    of_prompt = request.log_probs.take_prompt()
-    if of_prompt is not None:
-        reply.prompt_log_probs[request.request_id] = of_prompt
-
-
-def _add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
-    reply.request_ids.append(request.request_id)
-    reply.texts.append(request.opened(text) if request.opening else text)
-    reply.token_ids.append(token_ids)
-    reply.finishes.append(finish)
-    reply.usages.append(request.usage)

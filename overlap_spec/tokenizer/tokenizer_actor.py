@@ -8,7 +8,7 @@ from pathlib import Path
 from overlap_spec.config import Settings
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
-from overlap_spec.messages import TokenizerFacts, ToScheduler, ToTokenizer
+from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.audit.auditor import Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
@@ -19,6 +19,8 @@ from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 
+CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is another tokenizer
+
 
 async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
@@ -27,12 +29,14 @@ async def main(context: ActorContext) -> None:
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
+        endpoint.router.number_from(context.generation * CLIENTS_OF_A_GENERATION)
         scheduler: BatchOutlet[ToScheduler] = context.outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.report_alive = context.report_alive
         service.auditor = make_auditor(settings, service.send_scheduler)
         service.recoveries.enabled = settings.recovery.enabled
+        service.recoveries.count(context.generation)
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         await service.serve(inbox)
@@ -65,9 +69,11 @@ def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
     link = settings.link
-    return RequestChecks(
-        eos_token_ids, link.max_open_requests, settings.scheduler.seed, _grammars(settings), link.trusts_templates
-    )
+    seed, grammars = settings.scheduler.seed, _grammars(settings)
+    checks = RequestChecks(eos_token_ids, link.max_queued_requests, seed, grammars, link.trusts_templates)
+    checks.flags = Terms(timeout_s=link.request_timeout_s, first_token_timeout_s=link.first_token_timeout_s)
+    checks.admin_key = link.admin_key
+    return checks
 
 
 def _grammars(settings: Settings) -> GrammarChecks:

@@ -1,14 +1,13 @@
 """The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
-On CUDA everything is enqueued on one stream, but for small copies out beside long work (`beside`). Inputs travel
-through a ring of pinned buffers, each guarded by an event, so the host never waits while it launches. A result buffer
-and an event return to their pools when the last reference to them is gone. On a CPU nothing is copied, and work is done
-when its call returns.
+On CUDA everything is enqueued on one stream. Inputs travel through a ring of pinned buffers, each guarded by an event,
+so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
+them is gone. On a CPU nothing is copied, and work is done when its call returns.
 """
 
 import time
 from array import array
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -49,6 +48,22 @@ class Download(Protocol):
         ...
 
 
+class Mirror(Protocol):
+    """The host's copy of a tensor [c, S, n] of 64-bit integers at a fixed address, made anew when asked for."""
+
+    def refresh(self) -> None:
+        """Start to copy the tensor as it is at this point of the stream, over the last copy. Sync: never."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether the copy is made. Sync: never."""
+        ...
+
+    def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        """Some of S rows: of each, c runs of n. The copy must be made."""
+        ...
+
+
 class Device(Protocol):
     """Where the worker's tensors live."""
 
@@ -60,18 +75,15 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
-        """Start a copy out. Shapes: [B, n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
+        """Start a copy out. Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
+        ...
+
+    def mirror(self, tensor: Tensor) -> Mirror:
+        """What can be read on the host again and again."""
         ...
 
     def now(self) -> DeviceEvent:
         """Mark this point of the stream. Sync: never."""
-        ...
-
-    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
-        """What is enqueued within runs after `point`, beside whatever follows that. Sync: never.
-
-        What it reads may change only once the host has seen its result; tensors made within stay within.
-        """
         ...
 
     def finish(self) -> None:
@@ -114,6 +126,23 @@ class CpuDownload:
         return [_bytes_of(tensor) for tensor in self._beside]
 
 
+class CpuMirror:
+    """The tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def refresh(self) -> None:
+        """It is as new as can be."""
+
+    def ready(self) -> bool:
+        return True
+
+    def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = self._tensor.numpy()[:, indices].swapaxes(0, 1).tolist()
+        return found
+
+
 class CpuDevice:
     """Plain torch on the host. Tests compare CUDA with it."""
 
@@ -126,11 +155,11 @@ class CpuDevice:
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         return CpuDownload(tensor, beside)
 
+    def mirror(self, tensor: Tensor) -> Mirror:
+        return CpuMirror(tensor)
+
     def now(self) -> DeviceEvent:
         return CpuEvent()
-
-    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def finish(self) -> None:
         """Nothing is left to wait for."""
@@ -194,6 +223,26 @@ class CudaDownload:
         return [_bytes_of(part) for part in self._host[1:]]
 
 
+class CudaMirror:
+    """A pinned copy, and the event behind it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def refresh(self) -> None:
+        self._host.copy_(self._tensor, non_blocking=True)
+        self._copied.record()
+
+    def ready(self) -> bool:
+        return bool(self._copied.query())
+
+    def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = self._host.numpy()[:, indices].swapaxes(0, 1).tolist()
+        return found
+
+
 class CudaDevice:
     """One stream and a ring of pinned buffers; a buffer is reused `ring` uploads later, when its step is settled."""
 
@@ -206,7 +255,6 @@ class CudaDevice:
         self._next = 0
         self._events: list[torch.cuda.Event] = []
         self._results: list[Tensor] = []
-        self._beside = torch.cuda.Stream(priority=-1)  # its small kernels do not queue behind a layer's
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         slot, self._next = self._next, (self._next + 1) % len(self._staging)
@@ -223,13 +271,11 @@ class CudaDevice:
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         return CudaDownload((tensor, *beside), self._results, self._events)
 
+    def mirror(self, tensor: Tensor) -> Mirror:
+        return CudaMirror(tensor)
+
     def now(self) -> DeviceEvent:
         return CudaEvent(self._events)
-
-    def beside(self, point: DeviceEvent) -> AbstractContextManager[object]:
-        assert isinstance(point, CudaEvent)
-        self._beside.wait_event(point.event)
-        return torch.cuda.stream(self._beside)
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)

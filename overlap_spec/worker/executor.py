@@ -11,6 +11,7 @@ yields what it waits for. The launch of any other step yields nothing and is com
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from overlap_spec_kernels import Published
@@ -153,25 +154,29 @@ class Executor:
     def _decode(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         masking, width = self.masking if constrained else None, handle.plan.width
-        if masking is not None and masking.proposes(width):
-            yield from masking.tokens_read()
         batch_slots, decoder = self._slots_on_device(handle), self._decoder
         if masking is not None:
+            if masking.awaits_forced(constrained, width):
+                yield from masking.tokens_read()
+                handle.device.begin = self.device.now()  # the wait is none of this step's work
             masking.propose_forced(constrained, width)
-            proposed = masking.windows_proposed(constrained, width)
+            masking.read_windows(constrained, width)
         forwarded = decoder.forward(batch_slots.on_device, width)
         if masking is not None:
-            masking.read_windows(proposed, width)
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)
         verdict = decoder.judge(forwarded, batch_slots.sampling)
         handle.scored = batch_slots.scored
-        self._publish(handle, verdict.published)  # tokens leave before the draft works
+        self._publish(handle, verdict.published)
+        draft = partial(decoder.draft, forwarded, batch_slots.sampling)
+        drafts = not handle.plan.rests
+        if drafts and self.device.asynchronous:
+            draft()  # enqueued first, so that the device need not wait for this thread
         if masking is not None:
             masking.launched(handle, constrained)
         on_published(handle)
-        if not handle.plan.rests:
-            decoder.draft(forwarded, batch_slots.sampling)
+        if drafts and not self.device.asynchronous:
+            draft()  # tokens leave before the draft works
         for row, slots in rows_left_out:
             forwarded.batch.slots.index_copy_(0, row, slots)
 
@@ -224,11 +229,10 @@ class Executor:
         (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
         replayed = auditor.forward(packed)
         if self.masking is not None and constrained:
-            self.masking.replayed_masks(handle, constrained)
+            yield from self.masking.replayed_masks(handle, constrained)
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)
-        yield from ()
 
     def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
         """The step's slots on the device; uploaded only if they are others than those of the last decode step."""
@@ -248,16 +252,16 @@ class Executor:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
         packer, work = Packer(), handle.plan.work
         resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
-        pages = [value for item in work if item.new_pages for value in self.slots.pack_pages(item)]
+        places, pages = self.slots.pack_pages(work)
         listed, lists = self.slots.pack_listed(work), self.slots.pack_lists(work)
         if not (resets or pages or runs):
             handle.device.begin = self.device.now()
             return []
-        for run in (resets, pages, listed, lists.fills, lists.biases, lists.words, *runs):
+        for run in (resets, places, pages, listed, lists.fills, lists.biases, lists.words, *runs):
             packer.add(run)
         handle.device.begin = self.device.now()  # packing is not the device's work
-        reset_rows, page_rows, listed_rows, fills, biases, words, *loaded = packer.upload(self.device)
-        self.slots.apply(reset_rows, page_rows)
+        reset_rows, page_places, new_pages, listed_rows, fills, biases, words, *loaded = packer.upload(self.device)
+        self.slots.apply(reset_rows, page_places, new_pages)
         self.slots.apply_lists(fills, biases, words)
         if listed:
             self.slots.apply_listed(listed_rows)

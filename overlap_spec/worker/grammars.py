@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import takewhile
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -25,10 +25,14 @@ from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 Result = TypeVar("Result")
 
 MAX_THREADS = 8
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
+FORCING_STEPS = 3  # that a mean of what must follow goes over
 
 
 class RequestGrammar:
@@ -38,6 +42,7 @@ class RequestGrammar:
         self.matcher = matcher
         self.release = release  # to be called once no request uses it any more
         self.forced: list[int] = []  # what must follow, as far as it is known
+        self.forcing = 1.0  # how many tokens must follow: a moving mean of the last steps
         self.failure = ""  # why it cannot go on
         self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
         self._eos = eos_token_ids
@@ -63,6 +68,7 @@ class RequestGrammar:
         if count < len(known):
             self.failure = self.matcher.get_error() or f"token {known[count]} was drawn, which it does not allow"
         self._find_forced()
+        self.forcing += (len(self.forced) - self.forcing) / FORCING_STEPS
 
     def check(self) -> None:
         """Note whether the library has given up on a window."""
@@ -82,6 +88,7 @@ class Grammars:
         self._compiler = GrammarCompiler(vocabulary)
         self._eos = frozenset(vocabulary.eos_token_ids)
         self._by_uid: dict[int, Future[RequestGrammar]] = {}
+        self._ready: dict[int, RequestGrammar] = {}  # those that were asked for
         self._compiling: deque[int] = deque()
         self._told: set[int] = set()  # of whose failure the scheduler knows
         num_threads = min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2))
@@ -102,13 +109,22 @@ class Grammars:
         self._compile_threads.submit(self.vocabulary.tokenizer)
 
     def prepare(self, message: PrepareGrammar) -> None:
-        """Compile a request's grammar; `replies` tells the end of it."""
-        self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)
+        """Compile a request's grammar; `replies` tells the end of it.
+
+        Where another request has left a matcher, that is at once, so that requests that come together stay together.
+        """
+        free = self._compiler.take(message.grammar)
+        if free is None:
+            self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)
+        else:
+            self._by_uid[message.uid] = done = Future[RequestGrammar]()
+            done.set_result(self._followed(message, free))
         self._compiling.append(message.uid)
 
     def drop(self, message: DropGrammar, is_busy: bool) -> None:
         """Forget a request's grammar. No step in flight has it. `is_busy`: a thread has."""
         future = self._by_uid.pop(message.uid)
+        self._ready.pop(message.uid, None)
         self._told.discard(message.uid)
         if future.done() and future.exception() is None and not is_busy:
             future.result().release()
@@ -126,31 +142,36 @@ class Grammars:
                 found.append(GrammarReady(uid) if error is None else GrammarFailed(uid, str(error)))
         return found
 
-    def failures(self, uids: Sequence[int]) -> list[GrammarFailed]:
-        """Those of these requests whose grammars cannot go on; each once."""
-        found = []
-        for uid in uids:
-            failure = self.of(uid).failure
-            if failure and uid not in self._told:
-                self._told.add(uid)
-                found.append(GrammarFailed(uid, f"grammar: it can be followed no further: {failure}"))
-        return found
+    def failed(self, uid: int) -> list[GrammarFailed]:
+        """Why a request's grammar cannot go on, which is told once."""
+        if uid in self._told:
+            return []
+        self._told.add(uid)
+        return [GrammarFailed(uid, f"grammar: it can be followed no further: {self.of(uid).failure}")]
 
     def of(self, uid: int) -> RequestGrammar:
         """A grammar that is ready."""
-        return self._by_uid[uid].result()
+        found = self._ready.get(uid)
+        if found is None:
+            found = self._ready[uid] = self._by_uid[uid].result()
+        return found
 
     def restart(self, uid: int) -> None:
         """Follow a grammar from the beginning again. No step in flight has it."""
         self.of(uid).restart()
         self._told.discard(uid)
 
-    def masks(self, grammars: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: Tensor) -> Tensor:
-        """Masks of windows of the same width. Shapes: as of `WindowMasks.compute`."""
-        masks = self.window_masks.compute([grammar.matcher for grammar in grammars], windows, memory)
+    def masks(
+        self,
+        grammars: Sequence[RequestGrammar],
+        windows: Sequence[HostWindow],
+        memory: Tensor,
+        places: Sequence[int],
+    ) -> None:
+        """Write masks of windows of the same width. Arguments: as of `WindowMasks.compute`."""
+        self.window_masks.compute([grammar.matcher for grammar in grammars], windows, memory, places)
         for grammar in grammars:
             grammar.check()
-        return masks
 
     def run(self, task: Callable[[], Result]) -> Future[Result]:
         """Run a task of one grammar in a thread. Tasks begin in the order of these calls."""
@@ -162,7 +183,9 @@ class Grammars:
         self._compile_threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        compiled = self._compiler.compile(message.grammar)
+        return self._followed(message, self._compiler.compile(message.grammar))
+
+    def _followed(self, message: PrepareGrammar, compiled: LLMatcher) -> RequestGrammar:
         matcher: Matcher = compiled
         if (thinking := message.grammar.thinking) is not None:
             matcher = ReasonedMatcher(compiled, thinking, self._eos, self.vocabulary.vocab_size)

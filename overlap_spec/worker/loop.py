@@ -95,6 +95,7 @@ class Worker:
         any_launched = False
         while self._launching is not None or self._arrived:
             if self._launching is None:
+                self._publish()  # the plan that answers a result may have a long way
                 message, received = self._arrived.popleft()
                 if isinstance(message, FlushCache):
                     self._executor.forget()

@@ -1,4 +1,4 @@
-"""One step's masks: what a step with grammars waits for, and what it uploads.
+"""One step's masks: what a step with grammars waits for, and what it copies.
 
     host   | tokens of step N | forced tokens |           | window of N + 1 | masks ............. |
     device | .. C of step N ..                | forced, A of step N + 1 ........................ | B, masked | C
@@ -20,7 +20,7 @@ from overlap_spec.messages import DropGrammar, GrammarFailed, StepPlan
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device, DeviceEvent, Download
+from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.slots import SlotRows
@@ -28,6 +28,8 @@ from overlap_spec.worker.slow_grammars import SlowGrammars
 from overlap_spec.worker.window_masks import HostWindow
 
 Wait = Callable[[], bool]
+
+FORCING_PAYS = 0.5  # forced tokens of a slot and step: from here on a step gains by waiting for them
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,22 @@ class Masking:
         self._max_forced = (slots.width - 1 if tree is None else tree.num_levels) if proposes else 0
         self._parents = None if tree is None else slots.parents
         self._uids: dict[int, int] = {}  # of slots with a grammar
+        self._owned: tuple[list[int], list[Constrained]] = [], []  # slots of the last step without resets, their owners
+        self._active: set[int] = set()  # slots whose masks are read
         self._unread: deque[tuple[StepHandle, list[Constrained]]] = deque()  # tokens that are not on the host yet
-        self._on_device: tuple[list[int], Tensor] = [], torch.empty(0)  # slots of the last step that had grammars
-        self._memory = grammars.window_masks.memory((slots.num_rows + slots.num_audits) * slots.width)
+        self._audited: StepHandle | None = None  # the last audit's step
         self._reading: list[Constrained] = []  # whose windows are on their way
-        self._window: Download
+        self._windows = device.mirror(slots.columns)
         self._failed: list[GrammarFailed] = []  # which the scheduler is to be told before the results that follow
 
     def owners(self, plan: StepPlan) -> tuple[list[Constrained], list[int]]:
         """The step's slots with a grammar, and slots whose grammar is gone with its request; notes new owners."""
-        found, cleared = [], []
+        slots = [work.slot for work in plan.work]
+        has_resets = any(work.reset is not None for work in plan.work)
+        if not has_resets and self._owned[0] == slots:
+            return self._owned[1], []
+        found: list[Constrained] = []
+        cleared = []
         for row, work in enumerate(plan.work):
             if work.reset is not None:
                 if self._uids.pop(work.slot, 0) and not work.reset.grammar:
@@ -74,6 +82,7 @@ class Masking:
                         self.grammars.restart(work.reset.grammar)
             if uid := self._uids.get(work.slot, 0):
                 found.append(Constrained(row, work.slot, uid, self.grammars.of(uid)))
+        self._owned = ([], []) if has_resets else (slots, found)
         return found, cleared
 
     def drop(self, message: DropGrammar) -> None:
@@ -125,13 +134,20 @@ class Masking:
                 place_forced(self._slots.window, self._parents, slots, nothing.view(1, -1))
             self._masks.clear(slots)
 
-    def proposes(self, width: int) -> bool:
-        """Whether the window of a step has room for forced tokens, which must be known before its layers run."""
-        return self._max_forced > 0 and width > 1
+    def awaits_forced(self, constrained: Sequence[Constrained], width: int) -> bool:
+        """Whether the layers of a step wait until it is known what must follow, to verify that.
+
+        The device has nothing to do meanwhile. That pays where much must follow: keys of objects, but not numbers.
+        """
+        if self._max_forced == 0 or width == 1:
+            return False
+        return sum(each.grammar.forcing for each in constrained) >= FORCING_PAYS * len(constrained)
 
     def propose_forced(self, constrained: Sequence[Constrained], width: int) -> None:
         """Let windows begin with what must follow, where that is known and masks are not under way. Sync: never."""
         most = min(self._max_forced, width - 1)
+        if most == 0 or self._unread:
+            return
         known = [each for each in constrained if not (self.slow.is_busy(each.uid) or self.slow.filling(each.uid, 1))]
         rooms = [(each, min(most, self._slots.steps_of(each.slot))) for each in known]
         forced = [(each.slot, each.grammar.forced[:room]) for each, room in rooms if room and each.grammar.forced]
@@ -143,39 +159,31 @@ class Masking:
         slots, tokens = packer.upload(self._device)
         place_forced(self._slots.window, self._parents, slots, tokens.view(len(forced), most))
 
-    def windows_proposed(self, constrained: Sequence[Constrained], width: int) -> DeviceEvent:
-        """Note which windows have no masks yet. Returns when they are what the step will verify. Sync: never.
+    def read_windows(self, constrained: Sequence[Constrained], width: int) -> None:
+        """Start to copy out the windows, of which some have no masks yet. Sync: never.
 
-        On a CPU they are read at once, and threads begin, as the target's layers take the time of this thread.
+        All slots' windows are one small copy. On a CPU threads begin with them now, as the target's layers take the
+        time of this thread.
         """
         self._reading = [each for each in constrained if self.slow.filling(each.uid, width) is None]
         if self._reading:
-            self._slots_of(self._reading)
-        if self._reading and not self._device.asynchronous:
-            self._window = self._device.download(self._windows(self._reading, width))
-            if not self._unread:
-                self._read(width)
-        return self._device.now()
-
-    def read_windows(self, proposed: DeviceEvent, width: int) -> None:
-        """Start to copy those windows out, beside the layers, which are enqueued and take longer. Sync: never."""
-        if self._reading and self._device.asynchronous:
-            with self._device.beside(proposed):
-                self._window = self._device.download(self._windows(self._reading, width))
+            self._windows.refresh()
+        if self._reading and not (self._device.asynchronous or self._unread):
+            self._read(width)
 
     def step_masks(
         self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent, may_leave: bool
     ) -> Generator[Wait, None, None]:
-        """Compute a mask for each column of the windows and upload them; note which slots are left out.
+        """Compute a mask for each column of the windows; note which slots are left out.
 
         `layers`: when the step's layers are through. `may_leave`: slots may be left out.
         """
         yield from self.tokens_read()
         width = handle.plan.width
         if self._reading:
-            yield self._window.ready
+            yield self._windows.ready
         handle.host.masks_begin = time.monotonic()
-        self._compute(self._read(width), width)
+        self._compute(self._read(width))
         slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
         if slow:
             has_others = len(slow) < len(handle.plan.work)
@@ -184,7 +192,8 @@ class Masking:
                 if is_late:
                     handle.left_out[each.row] = each.slot
                 else:
-                    self._upload([each], filling.masks.result(), filling.width)
+                    self._masks.bits[each.slot, : filling.width] = filling.masks.result()
+                    self._activate([each])
         self._note_failures([each for each in constrained if each.row not in handle.left_out])
         handle.host.masks_end = time.monotonic()
 
@@ -193,14 +202,20 @@ class Masking:
         yield from self.tokens_read()
         yield self.slow.idle([each.uid for each in constrained])
         handle.host.masks_begin = time.monotonic()
-        self._compute([(each, HostWindow([-1])) for each in constrained], 1)
+        self._compute([(each, HostWindow([-1])) for each in constrained])
         self._note_failures(constrained)
         handle.host.masks_end = time.monotonic()
 
-    def replayed_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> None:
-        """Those of an audit's tokens. The grammars then consume what was served, which is in the plan."""
+    def replayed_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> Iterator[Wait]:
+        """Those of an audit's tokens. The grammars then consume what was served, which is in the plan.
+
+        Waits for the step of audits before, which reads the same rows of masks.
+        """
+        if self._audited is not None:
+            yield self._audited.ready
+        self._audited = handle
         handle.host.masks_begin = time.monotonic()
-        self._compute([(each, HostWindow([-1])) for each in constrained], 1)
+        self._compute([(each, HostWindow([-1])) for each in constrained])
         self._note_failures(constrained)
         handle.host.masks_end = time.monotonic()
         for each in constrained:
@@ -214,6 +229,7 @@ class Masking:
     def clear(self, slots: list[int]) -> None:
         """These slots have new requests, without a grammar. Sync: never."""
         if slots:
+            self._active.difference_update(slots)
             self._masks.clear(self._uploaded(slots))
 
     def _in_thread(self, each: Constrained) -> bool:
@@ -228,9 +244,10 @@ class Masking:
         """Windows that have come, but for those of slow grammars: threads begin with them."""
         if not self._reading:
             return []
-        quick = []
-        for each, row in zip(self._reading, self._window.rows(), strict=True):
-            window = HostWindow(row[:width], row[width:] or None)
+        quick, read = [], self._windows.rows([each.slot for each in self._reading])
+        for each, (tokens, parents) in zip(self._reading, read, strict=True):
+            is_chain = self._parents is None or width == 1
+            window = HostWindow(tokens[:width], None if is_chain else parents[:width])
             if self.slow.filling(each.uid, width) is not None:
                 continue
             if self._in_thread(each):
@@ -239,39 +256,30 @@ class Masking:
                 quick.append((each, window))
         return quick
 
-    def _compute(self, windows: Sequence[tuple[Constrained, HostWindow]], width: int) -> None:
+    def _compute(self, windows: Sequence[tuple[Constrained, HostWindow]]) -> None:
         """Compute masks here and now."""
         if not windows:
             return
         begun, constrained = time.perf_counter(), [each for each, _ in windows]
-        grammars = [each.grammar for each in constrained]
-        masks = self.grammars.masks(grammars, [window for _, window in windows], self._memory)
+        grammars, width = [each.grammar for each in constrained], self._slots.width
+        places = [each.slot * width for each in constrained]
+        self.grammars.masks(grammars, [window for _, window in windows], self._masks.rows, places)
         self.slow.note_time(grammars, time.perf_counter() - begun)
-        self._upload(constrained, masks, width)
+        self._activate(constrained)
 
-    def _upload(self, constrained: Sequence[Constrained], masks: Tensor, width: int) -> None:
-        slots, words = self._slots_of(constrained), self.grammars.window_masks.words
-        rows = self._device.upload(masks.view(torch.int64)).view(torch.int32)[: len(slots) * width * words]
-        self._masks.write(slots, rows.view(len(slots), width, words))
+    def _activate(self, constrained: Sequence[Constrained]) -> None:
+        """Let the masks of these slots be read from now on."""
+        new = [each.slot for each in constrained if each.slot not in self._active]
+        if new:
+            self._active.update(new)
+            self._masks.activate(self._uploaded(new))
 
     def _note_failures(self, constrained: Sequence[Constrained]) -> None:
-        self._failed += self.grammars.failures([each.uid for each in constrained])
-
-    def _slots_of(self, constrained: Sequence[Constrained]) -> Tensor:
-        """The slots, which most often are on the device already. Shapes: -> [G] i64."""
-        slots = [each.slot for each in constrained]
-        if self._on_device[0] != slots:
-            self._on_device = slots, self._uploaded(slots).clone()
-        return self._on_device[1]
+        for each in constrained:
+            if each.grammar.failure:
+                self._failed += self.grammars.failed(each.uid)
 
     def _uploaded(self, slots: list[int]) -> Tensor:
         packer = Packer()
         packer.add(slots)
         return packer.upload(self._device)[0]
-
-    def _windows(self, constrained: Sequence[Constrained], width: int) -> Tensor:
-        slots = self._slots_of(constrained)
-        windows = self._slots.window[slots, :width]
-        if self._parents is not None and width > 1:
-            return torch.cat((windows, self._parents[slots, :width]), 1)
-        return windows.contiguous()

@@ -78,8 +78,8 @@ class SlotRows:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         self.length = ints(num_slots)  # [S]
-        self.window = ints(num_slots, width)  # [S, W], root first
-        self.parents = ints(num_slots, width)  # [S, W], columns; of chains never read
+        self.columns = ints(2, num_slots, width)  # [2, S, W]: both of the following
+        self.window, self.parents = self.columns  # [S, W], root first; [S, W], columns: of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
         self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
@@ -112,12 +112,18 @@ class SlotRows:
         """Guesses in a row that a slot's windows have at most."""
         return self._host[slot].most_steps
 
-    def pack_pages(self, work: SlotWork) -> list[int]:
-        """(slot, column, page) of every page that the work appends."""
-        host = self._host[work.slot]
-        first = host.num_pages
-        host.num_pages += len(work.new_pages)
-        return [value for i, page in enumerate(work.new_pages) for value in (work.slot, first + i, page)]
+    def pack_pages(self, work: list[SlotWork]) -> tuple[list[int], list[int]]:
+        """Where the pages that the work appends go in the flattened page table, and the pages."""
+        places: list[int] = []
+        pages: list[int] = []
+        for each in work:
+            if each.new_pages:
+                host, num_columns = self._host[each.slot], self.page_table.shape[1]
+                first = each.slot * num_columns + host.num_pages
+                host.num_pages += len(each.new_pages)
+                places += range(first, first + len(each.new_pages))
+                pages += each.new_pages
+        return places, pages
 
     def pack_listed(self, work: list[SlotWork]) -> list[int]:
         """(slot, column, token id) of every id whose log-probs a new request wants."""
@@ -141,7 +147,7 @@ class SlotRows:
 
     # --- device side ---------------------------------------------------------------------------------------
 
-    def apply(self, resets: Tensor, pages: Tensor) -> None:
+    def apply(self, resets: Tensor, page_places: Tensor, pages: Tensor) -> None:
         """Write packed resets and pages into the rows. Sync: never. Shapes: flat i64."""
         if resets.numel():
             rows = resets.view(-1, RESET_WIDTH)
@@ -153,8 +159,7 @@ class SlotRows:
             self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS : _BUDGET]
             self.processors.lists.budgets[slots] = rows[:, _BUDGET:]
         if pages.numel():
-            slots, columns, values = pages.view(-1, 3).unbind(1)
-            self.page_table[slots, columns] = values.int()
+            self.page_table.view(-1).index_copy_(0, page_places, pages.int())
 
     def apply_lists(self, fills: Tensor, biases: Tensor, words: Tensor) -> None:
         """Write packed lists into the processors' rows. Sync: never. Shapes: flat i64."""

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 
+Work = tuple[Matcher, int, list[int]]  # a matcher at the first column of a run, the row of that, the guesses below
+MAX_ALONE = 1  # runs that the calling thread follows: to wake another takes longer than one run's masks
+
+
 @dataclass(frozen=True)
 class HostWindow:
     """A slot's window as the host has read it. `parents`: of trees, columns."""
@@ -51,75 +55,88 @@ class WindowMasks:
         self.num_threads = num_threads
         self._ends = eos_token_ids
 
-    def memory(self, num_columns: int) -> Tensor:
-        """Where masks of so many columns are written. Everything is allowed. Shapes: -> [N] i32, N even."""
-        return torch.full((self._num_ints(num_columns),), -1, dtype=torch.int32)
+    def memory(self, num_rows: int) -> Tensor:
+        """Where so many masks can be written. Everything is allowed. Shapes: -> [R, n] i32."""
+        with torch.inference_mode(False):  # threads write it too
+            return torch.full((num_rows, self.words), -1, dtype=torch.int32)
 
-    def compute(self, matchers: Sequence[Matcher], windows: Sequence[HostWindow], memory: Tensor) -> Tensor:
-        """Write masks of windows of w columns. Columns that no draw can reach have any mask that allows something.
+    def compute(
+        self, matchers: Sequence[Matcher], windows: Sequence[HostWindow], memory: Tensor, places: Sequence[int]
+    ) -> None:
+        """Write the masks of windows of w columns, those of window i from row places[i] of the memory on.
 
-        Shapes: memory [N] i32, on the host -> [G * w * n] i32, or one more, so that it is even: packed masks.
+        Columns that no draw can reach keep what is there, or get any mask that allows something.
+        Shapes: memory [R, n] i32, contiguous, on the host.
         """
-        width = len(windows[0].tokens)
         if windows[0].parents is None:
             chains = [_chain(window.tokens, self._ends) for window in windows]
-            self._compute([(matcher, i * width, chains[i]) for i, matcher in enumerate(matchers)], memory)
-            return memory[: self._num_ints(len(windows) * width)]
+            self._compute(list(zip(matchers, places, chains, strict=True)), memory)
+        else:
+            self._compute_trees(matchers, windows, memory, places)
+
+    def _compute_trees(
+        self, matchers: Sequence[Matcher], windows: Sequence[HostWindow], memory: Tensor, places: Sequence[int]
+    ) -> None:
+        """Masks of all runs, in their order; then each is put where its column has its place."""
+        width = len(windows[0].tokens)
         runs = [runs_of(window, self._ends) for window in windows]
-        order = [first for first in range(0, len(windows) * width, width) for _ in range(width)]  # rows, by column
+        in_runs = self.memory(len(windows) * width)
+        found: list[int] = []  # rows in the order of runs
+        wanted: list[int] = []  # where they belong
         free = list(range(0, len(windows) * width, width))  # the next row of each window
         for turn in zip_longest(*runs):
-            work: list[tuple[Matcher, int, list[int]]] = []
+            work: list[Work] = []
             entered: list[tuple[Matcher, int]] = []
             for index, run in enumerate(turn):
                 if run is None:
                     continue
                 row, matcher = free[index], matchers[index]
                 free[index] += len(run.columns)
-                for column, place in zip(run.columns, range(row, free[index]), strict=True):
-                    order[index * width + column] = place
+                found += range(row, free[index])
+                wanted += [places[index] + column for column in run.columns]
                 if run.path and not _enter(matcher, run.path):
                     continue
                 entered.append((matcher, len(run.path)))
                 work.append((matcher, row, run.guesses))
-            self._compute(work, memory)
+            self._compute(work, in_runs)
             for matcher, depth in entered:
                 if depth:
                     matcher.rollback(depth)
-        ordered = self.memory(len(order))
-        rows = memory[: len(order) * self.words].view(-1, self.words)
-        ordered[: rows.numel()] = rows[torch.tensor(order)].view(-1)
-        return ordered
+        memory[torch.tensor(wanted)] = in_runs[torch.tensor(found)]
 
-    def _num_ints(self, num_columns: int) -> int:
-        return 2 * -(-num_columns * self.words // 2)
-
-    def _compute(self, work: list[tuple[Matcher, int, list[int]]], memory: Tensor) -> None:
-        """Masks along runs. Of each: a matcher at its first column, the row of that, and the guesses below."""
-        place = memory.data_ptr(), 4 * self.words, len(memory) // self.words
-        library = [each for each in work if not isinstance(each[0], ReasonedMatcher)]
-        if guessed := [each for each in library if each[2]]:
+    def _compute(self, work: list[Work], memory: Tensor) -> None:
+        """Masks along runs."""
+        address, num_bytes = memory.data_ptr(), 4 * self.words
+        reasoned = [each for each in work if isinstance(each[0], ReasonedMatcher)]
+        if len(work) <= MAX_ALONE or reasoned:
+            for matcher, row, guesses in work:
+                _masks_along(matcher, guesses, address + row * num_bytes, num_bytes)
+            return
+        if guessed := [each for each in work if each[2]]:
+            place = address, num_bytes, len(memory)
             self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *place)  # type: ignore[arg-type]
-        if single := [(matcher, row) for matcher, row, guesses in library if not guesses]:
-            self._executor.unsafe_compute_mask_ptr(single, *place)  # type: ignore[arg-type]
-        for matcher, row, guesses in work:
-            if isinstance(matcher, ReasonedMatcher):
-                self._walk(matcher, guesses, memory[row * self.words :])
-
-    def _walk(self, matcher: ReasonedMatcher, guesses: list[int], memory: Tensor) -> None:
-        """The same, one after another."""
-        depth, num_bytes = 0, 4 * self.words
-        matcher.unsafe_compute_mask_ptr(memory.data_ptr(), num_bytes)
-        while depth < len(guesses) and matcher.try_consume_tokens([guesses[depth]]) == 1:
-            depth += 1
-            matcher.unsafe_compute_mask_ptr(memory.data_ptr() + depth * num_bytes, num_bytes)
-        matcher.rollback(depth)
+        if single := [(matcher, row) for matcher, row, guesses in work if not guesses]:
+            self._executor.unsafe_compute_mask_ptr(single, address, num_bytes, len(memory))  # type: ignore[arg-type]
 
     @cached_property
     def _executor(self) -> LLExecutor:
         from llguidance import LLExecutor
 
         return LLExecutor(self.num_threads)
+
+
+def _masks_along(matcher: Matcher, guesses: list[int], address: int, num_bytes: int) -> None:
+    """Write the masks of one run, from an address on."""
+    if guesses and not isinstance(matcher, ReasonedMatcher):
+        matcher.unsafe_compute_mask_ptr_with_draft_token(address, num_bytes, guesses)  # type: ignore[attr-defined]
+        return
+    depth = 0
+    matcher.unsafe_compute_mask_ptr(address, num_bytes)
+    while depth < len(guesses) and matcher.try_consume_tokens([guesses[depth]]) == 1:
+        depth += 1
+        matcher.unsafe_compute_mask_ptr(address + depth * num_bytes, num_bytes)
+    if depth:
+        matcher.rollback(depth)
 
 
 def runs_of(window: HostWindow, ends: frozenset[int]) -> list[Run]:

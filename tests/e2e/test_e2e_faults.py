@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.command_line import Service, wait_until_gone
+from support.command_line import Service, actors_of, is_running, wait_until_gone
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.errors import ActorDied
@@ -86,6 +86,42 @@ def ends_within_two_seconds(own_service: Service, role: str) -> None:
         assert "error" in stream.events[-1], "the last event says why, and the connection has ended"
         assert role in stream.events[-1]["error"]["message"]
     assert own_service.leftovers() == []
+
+
+def text_of(stream: Stream) -> str:
+    """Of a stream that has ended well."""
+    assert stream.events[-1] == "[DONE]"
+    return "".join(choice["delta"].get("content") or "" for event in stream.events[:-1] for choice in event["choices"])
+
+
+@pytest.mark.slow
+def test_a_stream_over_http_pauses_and_too_many_deaths_end_the_server(
+    tmp_path: Path, tiny_flags: tuple[str, ...]
+) -> None:
+    with Service(tmp_path, *tiny_flags, "--max-recoveries", "1") as served:
+        streams = [Stream(served.url, max_tokens=300), Stream(served.url, max_tokens=300)]
+        os.kill(served.children["worker"], signal.SIGKILL)
+        while (health := served.get("/health")).status_code != 503:
+            pass
+        assert (health.json()["state"], health.json()["actor"]) == ("recovering", "worker")
+        asked = BODY | {"stream": False, "max_tokens": 4}
+        waits = httpx.post(f"{served.url}/v1/chat/completions", json=asked, timeout=60)
+        assert waits.status_code == 200, "one that comes meanwhile waits"
+        for stream in streams:
+            stream.join()
+        undisturbed = Stream(served.url, max_tokens=300)
+        undisturbed.join()
+        assert text_of(streams[0]) == text_of(streams[1]) == text_of(undisturbed)
+        assert served.get("/health").status_code == 200
+        assert "overlap_spec:recoveries_total 1.0" in served.get("/metrics").text
+        last = Stream(served.url, max_tokens=8000)
+        children = {role: pid for pid, role in actors_of(served.process.pid)}
+        began = time.monotonic()
+        os.kill(children["scheduler"], signal.SIGKILL)
+        assert served.process.wait(END_S) == 1 and time.monotonic() - began < END_S
+        last.join()
+        assert "scheduler" in last.events[-1]["error"]["message"]
+        assert not any(is_running(pid) for pid in children.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])

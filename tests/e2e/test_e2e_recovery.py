@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap_spec import Engine, SamplingParams
+import pytest
+
+from overlap_spec import Client, Engine, SamplingParams
 from overlap_spec.client.answers import Delta
 from overlap_spec.client.calls import Completion, completion_of
-from overlap_spec.messages import Grammar, GrammarKind, LogProbParams
+from overlap_spec.errors import ActorDied, RequestAborted
+from overlap_spec.messages import EngineState, Grammar, GrammarKind, LogProbParams
 
 Flags = dict[str, Any]
 EngineOf = Callable[[Flags], Engine]
-NUM_TOKENS = 48
+NUM_TOKENS = 40
 DIGITS = Grammar(GrammarKind.REGEX, f"([a-f]{{2}}[0-9]+-?){{{NUM_TOKENS}}}")
 KINDS: dict[str, Flags] = {  # what requests ask for, in turn
     "greedy": {"temperature": 0.0},
@@ -30,6 +33,13 @@ KINDS: dict[str, Flags] = {  # what requests ask for, in turn
 }
 BASE: Flags = {"max_total_tokens": 40000, "recover": True, "max_recoveries": 100, "random_seed": 1}
 PAIR = ("worker", "scheduler")
+WATCHDOG_S = 2.5
+EAGLE3: Flags = {"algorithm": "EAGLE3", "draft_model_path": "head"}
+
+
+def set_watchdog(engine: Engine, timeout_s: float) -> None:
+    assert engine._supervisor is not None
+    engine._supervisor.watchdog._timeout_s = timeout_s
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,12 @@ class Disturbance:
 
     role: str
     number: int = signal.SIGKILL
+
+    def happen(self, engine: Engine) -> None:
+        """The watchdog is impatient only with one that was stopped: a busy machine may take seconds for a step."""
+        os.kill(engine.pids[self.role], self.number)
+        if self.number == signal.SIGSTOP:
+            set_watchdog(engine, WATCHDOG_S)
 
 
 def asked(count: int) -> list[tuple[str, SamplingParams]]:
@@ -64,7 +80,7 @@ async def disturbed(
             deltas.append(delta)
             before, left = left, left - len(delta.token_ids)
             if before >= 0 > left:
-                os.kill(engine.pids[what.role], what.number)
+                what.happen(engine)
         return completion_of(deltas)
 
     return list(await asyncio.gather(*(stream(*request) for request in requests)))
@@ -106,8 +122,10 @@ async def quiet_audit(engine: Engine) -> AsyncIterator[None]:
 async def same_streams(engine: Engine, count: int, disturbances: Sequence[Disturbance], rng: random.Random) -> None:
     """Disturb as many streams once for each, and compare."""
     requests = asked(count)
+    set_watchdog(engine, 60.0)
     wanted = await answers(engine, requests)
     for number, what in enumerate(disturbances, 1):
+        set_watchdog(engine, 60.0)
         found = await disturbed(engine, requests, what, rng.uniform(0, 0.7))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_same(ours, theirs)
@@ -116,10 +134,82 @@ async def same_streams(engine: Engine, count: int, disturbances: Sequence[Distur
     await assert_nothing_is_left(engine)
 
 
+METHODS: dict[str, Flags] = {
+    "chain": EAGLE3 | {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4},
+    "tree": EAGLE3 | {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6},
+    "ngram": {"algorithm": "NGRAM", "num_draft_tokens": 4, "ngram_max_bfs_breadth": 1},
+}
+ROWS: list[
+    tuple[str, int, int, list[Disturbance]]
+] = [  # method, depth, streams, what happens to them, each time to all
+    ("chain", 2, 17, [Disturbance("worker"), Disturbance("scheduler", signal.SIGSTOP)]),
+    ("tree", 1, 17, [Disturbance("worker", signal.SIGSTOP)]),
+    ("ngram", 2, 16, [Disturbance("scheduler")]),
+]
+EVERYTHING = [Disturbance(role, number) for role in PAIR for number in (signal.SIGKILL, signal.SIGSTOP)]
+
+
+def flags_of(method: str, depth: int, tiny_model: Path) -> Flags:
+    flags = {f"speculative_{name}": value for name, value in METHODS[method].items()}
+    if "speculative_draft_model_path" in flags:
+        flags["speculative_draft_model_path"] = str(tiny_model / "head")
+    return BASE | flags | {"disable_overlap_schedule": depth == 1}
+
+
 def test_streams_go_on_after_the_death_of_the_worker(engine_of: EngineOf, tiny_model: Path) -> None:
     async def scenario() -> None:
-        flags = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tiny_model / "head")}
-        async with engine_of(BASE | flags) as engine:
-            await same_streams(engine, 7, [Disturbance("worker")], random.Random(0))
+        async with engine_of(flags_of("chain", 2, tiny_model)) as engine:
+            await same_streams(engine, len(KINDS), [Disturbance("worker")], random.Random(0))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "depth", "count", "disturbances"), ROWS)
+def test_fifty_streams_go_on_whoever_dies_or_hangs(
+    engine_of: EngineOf, tiny_model: Path, method: str, depth: int, count: int, disturbances: list[Disturbance]
+) -> None:
+    async def scenario() -> None:
+        flags = flags_of(method, depth, tiny_model) | {"watchdog_timeout": 4.0}
+        async with engine_of(flags) as engine:
+            await same_streams(engine, count, disturbances, random.Random(count))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(engine_of: EngineOf, tiny_model: Path) -> None:
+    async def scenario() -> None:
+        flags = {"speculative_algorithm": "NONE", "zmq_endpoint": "tcp://127.0.0.1:0"}
+        async with engine_of(BASE | flags) as engine, Client(engine.endpoint, heartbeat_s=0.2) as other:
+            greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+            wanted = await engine.client.complete("again", greedy)
+            endless = SamplingParams(max_new_tokens=7000, ignore_eos=True)
+            streams = [client.generate("On", endless) for client in (engine.client, other)]
+            for stream in streams:
+                await anext(stream)
+            os.kill(engine.pids["tokenizer"], signal.SIGKILL)
+            for stream, error in zip(streams, (ActorDied, RequestAborted), strict=True):
+                with pytest.raises(error):
+                    async for _ in stream:
+                        pass
+            while engine.health.state is not EngineState.READY:
+                await asyncio.sleep(0.05)
+            for client in (engine.client, other):
+                answer = await client.complete("again", greedy)
+                assert answer.token_ids == wanted.token_ids
+            assert (await other.stats()).recoveries_total == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_disturbance_of_every_method(engine_of: EngineOf, tiny_model: Path, method: str, depth: int) -> None:
+    async def scenario() -> None:
+        flags = flags_of(method, depth, tiny_model) | {"audit_rate": 0.1, "watchdog_timeout": 4.0}
+        async with engine_of(flags) as engine, quiet_audit(engine):
+            await same_streams(engine, 50, EVERYTHING, random.Random(depth))
 
     asyncio.run(scenario())

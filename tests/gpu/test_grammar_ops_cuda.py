@@ -10,10 +10,13 @@ from support.grammar_inputs import MASK_SHAPES, forced_state, mask_inputs
 pytestmark = pytest.mark.cuda
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
 @pytest.mark.parametrize(("batch", "rows", "columns"), [*MASK_SHAPES, (32, 5, 128256)])
-def test_mask_logits(batch: int, rows: int, columns: int) -> None:
+def test_mask_logits(batch: int, rows: int, columns: int, is_pinned: bool) -> None:
     inputs = mask_inputs(batch, rows, columns)
     on_gpu = [tensor.cuda() for tensor in inputs]
+    if is_pinned:
+        on_gpu[1] = inputs[1].pin_memory()
     mask_logits(*inputs)
     mask_logits(*on_gpu)
     assert torch.equal(on_gpu[0].cpu(), inputs[0])

@@ -42,11 +42,16 @@ class Gate:
         return grammar
 
     def _held(
-        self, grammars: Grammars, found: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: Tensor
-    ) -> Tensor:
+        self,
+        grammars: Grammars,
+        found: Sequence[RequestGrammar],
+        windows: Sequence[HostWindow],
+        memory: Tensor,
+        places: Sequence[int],
+    ) -> None:
         if threading.current_thread().name.startswith("grammar"):
             assert self._open.wait(20), "the others wait for this grammar"
-        return self._masks(grammars, found, windows, memory)
+        self._masks(grammars, found, windows, memory, places)
 
 
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])

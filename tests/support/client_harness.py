@@ -98,7 +98,8 @@ class Stage:
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler = EchoScheduler(self.inbox)
         codec = load_codec(Path(overlap_spec.__file__).parent / "data" / "smollm2")
-        checks = RequestChecks((EOS,), self.link.max_open_requests, seed=1)
+        checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)
+        checks.admin_key = self.link.admin_key
         self.service = TokenizerService(codec, checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
 
     def warm(self) -> None:

@@ -3,7 +3,7 @@
 A prompt of text is answered with its own words, one word a step; token ids are answered with "<id>" each.
 Words that have an effect: "sleep" never answers, "hang" stops answering after its first word, "fail" kills the engine
 after the first word, "busy" is refused as overload, "dead" fails at once, "bad" is a bad prompt,
-"mute" ends without a finish after the first word.
+"late" runs out of time after the first word, "slow" before it, "mute" ends without a finish after the first word.
 """
 
 import asyncio
@@ -17,8 +17,9 @@ from typing import Any
 import httpx
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed
+from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed, RequestTimeout
 from overlap_spec.messages import (
+    ANY_TERMS,
     READY,
     AuditReport,
     ChatPrompt,
@@ -29,6 +30,7 @@ from overlap_spec.messages import (
     Prompt,
     SamplingParams,
     Stats,
+    Terms,
     TextPrompt,
     TokenPrompt,
     Usage,
@@ -86,15 +88,17 @@ class FakeClient:
     statistics: Stats = field(default_factory=Stats)
     flushable: bool = True
     asked: list[tuple[str, Prompt, SamplingParams]] = field(default_factory=list)
+    terms: list[Terms] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     cancelled: list[tuple[str, bool]] = field(default_factory=list)
 
     async def generate(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ANY_TERMS
     ) -> AsyncGenerator[FakeDelta, None]:
         assert request_id is not None and request_id not in self.running
         self.asked.append((request_id, prompt, sampling))
+        self.terms.append(terms)
         words, num_prompt_tokens = _script(prompt)
         _check(words, num_prompt_tokens, sampling)
         abort = self.running[request_id] = asyncio.Event()
@@ -117,6 +121,8 @@ class FakeClient:
         for count, word in enumerate(words, start=1):
             if word == "sleep" or (word == "hang" and count > 1):
                 await abort.wait()
+            if word == "late" and count > 1:
+                raise RequestTimeout("timeout", "the request was ended before its end: timeout is 5 s")
             if word == "fail" and count > 1:
                 raise ActorDied("worker", "killed by signal 9")
             if word == "nan" and count > 1:
@@ -173,6 +179,8 @@ def _script(prompt: Prompt) -> tuple[list[str], int]:
 def _check(words: list[str], num_prompt_tokens: int, sampling: SamplingParams) -> None:
     if "busy" in words:
         raise Overloaded("2048 requests are open")
+    if "slow" in words:
+        raise RequestTimeout("first_token_timeout", "the request was ended before its first token")
     if "dead" in words:
         raise ActorDied("scheduler", "killed by signal 9")
     if "bad" in words or not words:

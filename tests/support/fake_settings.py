@@ -1,6 +1,7 @@
 """Settings for tests that start processes without a model."""
 
 from overlap_spec.config import (
+    ApiKeys,
     CacheSettings,
     LinkSettings,
     ModelFiles,
@@ -28,7 +29,7 @@ def fake_settings() -> Settings:
         spec=SpecSettings(method="NONE", draft_path=None, num_steps=0, topk=0, width=1),
         cache=CacheSettings(page_size=4, max_total_tokens=128, mem_fraction=0.88, prefix_cache=True),
         scheduler=SchedulerSettings(max_running_requests=4, depth=2, chunk_tokens=None, seed=1),
-        server=ServerSettings(host="127.0.0.1", port=0, api_key=None),
+        server=ServerSettings(host="127.0.0.1", port=0, keys=ApiKeys()),
         link=LinkSettings(client_endpoint=None, api_key=None),
         skip_tokenizer_init=True,
         log_level="info",

@@ -5,17 +5,19 @@ error goes into depends on their roots, and on nothing that time decides: the sa
 batches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.grammars import RequestGrammar
+from overlap_spec.worker.window_masks import HostWindow
 
 
 @dataclass
@@ -105,26 +107,28 @@ def shift_positions(executor: Executor, chance: Chance) -> None:
 
 def forbid_a_token(executor: Executor, chance: Chance) -> None:
     """The mask of a grammar lacks the first token that it allows, where it allows others."""
-    processors = executor.slots.processors
-    assert processors.masks is not None and executor.masking is not None
-    spoilt = MasksOfOneLess(processors.masks.bits, processors.masks.active)
-    spoilt.chance = chance
-    executor.masking._masks = spoilt
+    assert executor.masking is not None
+    grammars = executor.masking.grammars
+    compute = grammars.masks
+
+    def masks(
+        of: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: Tensor, places: Sequence[int]
+    ) -> None:
+        compute(of, windows, memory, places)
+        width = len(windows[0].tokens)
+        if width > 1:  # audits have one column
+            firsts, lasts = (torch.stack([memory[place + column] for place in places]) for column in (0, width - 1))
+            for window in chance.picks(firsts.sum(1), lasts.sum(1)):
+                for column in memory[places[window] : places[window] + width]:
+                    _forbid_first(column)
+
+    grammars.masks = masks  # type: ignore[method-assign]
 
 
-class MasksOfOneLess(TokenMasks):
-    """The same masks; a token less in some of those that the steps of requests write."""
-
-    chance: Chance
-
-    def write(self, slots: Tensor, masks: Tensor) -> None:
-        if masks.shape[1] > 1:  # audits write one column
-            for row in self.chance.picks(masks[:, 0].sum(1), masks[:, -1].sum(1)):
-                for column in masks[row]:
-                    less, first = column.clone(), int(column.nonzero()[0])
-                    less[first] &= less[first] - 1
-                    column.copy_(less if less.any() else column)
-        super().write(slots, masks)
+def _forbid_first(mask: Tensor) -> None:
+    less, first = mask.clone(), int(mask.nonzero()[0])
+    less[first] &= less[first] - 1
+    mask.copy_(less if less.any() else mask)
 
 
 def _picked(chance: Chance, tokens: Tensor, rows: RowBatch) -> list[int]:

@@ -292,10 +292,15 @@ def delay(masking: Masking, seconds: float) -> None:
     """Let all grammars be followed in threads, and take so much longer."""
     masks = masking.grammars.masks
 
-    def late(grammars: Sequence[RequestGrammar], windows: Sequence[HostWindow], memory: torch.Tensor) -> torch.Tensor:
+    def late(
+        grammars: Sequence[RequestGrammar],
+        windows: Sequence[HostWindow],
+        memory: torch.Tensor,
+        places: Sequence[int],
+    ) -> None:
         if threading.current_thread().name.startswith("grammar"):
             time.sleep(seconds)
-        return masks(grammars, windows, memory)
+        masks(grammars, windows, memory, places)
 
     masking.grammars.masks = late  # type: ignore[method-assign]
     masking.slow.slow_s = masking.slow.timeout_s = -1.0

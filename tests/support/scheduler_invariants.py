@@ -12,6 +12,7 @@ from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
 from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.waiting import WaitingQueue
 
 
 def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) -> None:
@@ -40,7 +41,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     slots = [request.slot for request in placed] + queues.free_slots
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
     assert all(a.order < b.order for a, b in pairwise(queues.running)), "running out of order"
-    assert all(a.order < b.order for a, b in pairwise(queues.waiting)), "waiting out of order"
+    check_waiting(queues.waiting)
     check_order(scheduler)
     unfinished = [request for request in queues.running if request.planned_len < request.target]
     assert queues.unfinished == unfinished, "a prompt is not known to be unfinished, or is finished"
@@ -53,14 +54,25 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     assert sorted(unfinished) == sorted(queues.open), "a request was lost"
 
 
+def check_waiting(waiting: WaitingQueue) -> None:
+    """Clients have requests that have never run, in the order in which the tokenizer sent them unless grammars are."""
+    assert len(waiting) == len(list(waiting)), "waiting requests are miscounted"
+    assert all(waiting.turns.values()), "a client that waits for nothing has a turn"
+    assert all(a.order < b.order for a, b in pairwise(waiting.returned)), "returned out of order"
+    for client, requests in waiting.turns.items():
+        assert all(not request.order and request.admit.client == client for request in requests), "in another's queue"
+        sure = [request.uid for request in requests if request.admit.sampling.grammar is None]
+        assert sure == sorted(sure), "waiting out of order"
+
+
 def check_order(scheduler: Scheduler) -> None:
-    """Requests run in the order of arrival. With `lpm` a longer cached prefix goes first, a bounded number of times."""
+    """No request passes one that has begun before. With `lpm` a longer cached prefix begins first, bounded times."""
     queues = scheduler.queues
-    if isinstance(scheduler.planner._admission._order, LongestPrefix):
-        assert all(request.passed <= MOST_PASSED for request in queues.open.values()), "passed too often"
-        return
-    if queues.running and queues.waiting:
-        assert queues.running[-1].order < queues.waiting[0].order, "a younger request runs before an older one"
+    assert all(request.passed <= MOST_PASSED for request in queues.open.values()), "passed too often"
+    if not isinstance(queues.waiting.order, LongestPrefix):
+        assert not any(request.passed for request in queues.open.values()), "one that came later has begun before"
+    if queues.running and queues.waiting.returned:
+        assert queues.running[-1].order < queues.waiting.returned[0].order, "a younger request runs before an older one"
     for victim in queues.leaving:
         passed = victim.finish is None and any(request.order > victim.order for request in queues.running)
         assert not passed, "a younger request passed a preempted one"

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 from msgspec.structs import replace
 
-from overlap_spec.messages import Finish, FinishKind, Prompt, SamplingParams, Usage
+from overlap_spec.messages import ANY_TERMS, Finish, FinishKind, Prompt, SamplingParams, Terms, Usage
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.http_server import HttpServer
@@ -45,7 +45,7 @@ class ScriptedClient(FakeClient):
     kind: FinishKind = FinishKind.STOP
 
     async def generate(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None
+        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ANY_TERMS
     ) -> AsyncGenerator[FakeDelta, None]:
         assert request_id is not None
         self.asked.append((request_id, prompt, sampling))

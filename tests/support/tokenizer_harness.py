@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from overlap_spec.client.link import Arrival, Gone, pack_ids
 from overlap_spec.messages import (
+    ANY_TERMS,
     Abort,
     Admit,
     EngineLimits,
@@ -15,6 +16,7 @@ from overlap_spec.messages import (
     Generate,
     SamplingParams,
     Shutdown,
+    Terms,
     TextPrompt,
     ToClient,
     TokenDeltas,
@@ -57,23 +59,29 @@ class FakeClients:
 class Harness:
     """Everything around one running service."""
 
-    def __init__(self, codec: Codec, max_open: int) -> None:
+    def __init__(self, codec: Codec, max_queued: int, flags: Terms) -> None:
         self.clients = FakeClients()
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.supervisor: list[ToSupervisor] = []
-        checks = RequestChecks((EOS,), max_open, seed=1)
+        checks = RequestChecks((EOS,), max_queued, seed=1)
+        checks.flags = flags
         self.service = TokenizerService(codec, checks, self.scheduler, self.clients, self.supervisor.append)
 
     def say(self, message: Arrival, client: int = 1) -> None:
         self.clients.said.put_nowait((client, message))
 
     def generate(
-        self, text: str | Sequence[int] = "Hi", request_id: str = "a", client: int = 1, **sampling: object
+        self,
+        text: str | Sequence[int] = "Hi",
+        request_id: str = "a",
+        client: int = 1,
+        terms: Terms = ANY_TERMS,
+        **sampling: object,
     ) -> None:
         prompt = TextPrompt(text) if isinstance(text, str) else TokenPrompt(pack_ids(text))
         params = SamplingParams(**sampling)
-        self.say(Generate(request_id, prompt, params), client)
+        self.say(Generate(request_id, prompt, params, terms), client)
 
     def leave(self, client: int = 1) -> None:
         self.say(Gone("left"), client)
@@ -117,9 +125,11 @@ class Harness:
 
 
 @asynccontextmanager
-async def serving(codec: Codec | None = None, max_open: int = 8, warm: bool = True) -> AsyncIterator[Harness]:
+async def serving(
+    codec: Codec | None = None, max_queued: int = 8, warm: bool = True, flags: Terms = ANY_TERMS
+) -> AsyncIterator[Harness]:
     """A service that runs while the block does."""
-    harness = Harness(codec or smollm2(), max_open)
+    harness = Harness(codec or smollm2(), max_queued, flags)
     if warm:
         harness.inbox.send(LIMITS)
     task = asyncio.create_task(harness.service.serve(harness.inbox))

@@ -32,10 +32,10 @@ MAX_FILES_OF_HEAD = 6  # that a new draft head adds or changes, beside its tests
 MAX_KERNEL_LINES = 90  # its arguments alone may be twenty
 
 # Package -> packages it may import, beside itself. A module at the top (engine.py) counts as a package.
-COMMON = {"errors", "config", "messages", "version"}
+COMMON = {"errors", "config", "messages", "version", "log_limits"}
 LINKS = {"ipc", "runtime", "client"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **dict.fromkeys(("errors", "version"), set()),
+    **dict.fromkeys(("errors", "version", "log_limits"), set()),
     **dict.fromkeys(("config", "messages"), {"errors"}),
     "ipc": COMMON,
     "hub": COMMON,

@@ -1,6 +1,9 @@
 """Forbids tokens in a window's logits by bit masks, in place: what a grammar does not allow becomes -inf.
 
 bits [S, W, n]    a bit for each token of a slot's row: 1 allowed        active [S]    0: the slot's rows are left alone
+
+The bits may lie in pinned memory of the host. So every word of them is read once, in whole runs of a cache line's size,
+and before the kernel waits for the logits.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = 1024  # logits of a program
+WORDS = 128  # of a program
 
 
 def mask_logits(logits: Tensor, bits: Tensor, active: Tensor, slots: Tensor) -> None:
     """Put -inf where row r of a slot has a 0 for the column, in place; columns behind the last word are forbidden too.
 
     Slots whose `active` is 0 cost a read of that. Sync: never.
-    Shapes: logits [B, R, V] float, bits [S, W, n] i32, R <= W, active [S] i32, slots [B] i64.
+    Shapes: logits [B, R, V] float, bits [S, W, n] i32, R <= W, on the device or pinned, active [S] i32, slots [B] i64.
     Raises: ValueError naming the argument.
     """
     require(logits.dim() == 3 and logits.is_contiguous(), "logits", "[B, R, V], contiguous")
@@ -37,7 +40,7 @@ def mask_logits(logits: Tensor, bits: Tensor, active: Tensor, slots: Tensor) -> 
 def mask_logits_reference(logits: Tensor, bits: Tensor, active: Tensor, slots: Tensor) -> None:
     columns = torch.arange(logits.shape[2], device=logits.device)
     word = (columns // 32).clamp(max=bits.shape[2] - 1)
-    rows = bits[slots, : logits.shape[1]].long()
+    rows = bits.to(logits.device)[slots, : logits.shape[1]].long()
     allowed = (rows[:, :, word] >> (columns % 32)) & (columns < 32 * bits.shape[2])
     forbidden = (allowed & 1 == 0) & (active[slots] != 0)[:, None, None]
     logits.masked_fill_(forbidden, -torch.inf)
@@ -45,7 +48,7 @@ def mask_logits_reference(logits: Tensor, bits: Tensor, active: Tensor, slots: T
 
 def _mask_logits_triton(logits: Tensor, bits: Tensor, active: Tensor, slots: Tensor) -> None:
     batch, rows, columns = logits.shape
-    _mask_logits_kernel[(batch * rows, ceil_div(columns, BLOCK))](
+    _mask_logits_kernel[(batch * rows, ceil_div(columns, 32 * WORDS))](
         logits,
         bits,
         active,
@@ -54,7 +57,7 @@ def _mask_logits_triton(logits: Tensor, bits: Tensor, active: Tensor, slots: Ten
         columns,
         bits.shape[1],
         bits.shape[2],
-        BLOCK=BLOCK,
+        WORDS=WORDS,
         num_warps=4,
         **dependent_launch(logits.device),
     )
@@ -70,18 +73,20 @@ def _mask_logits_kernel(
     columns: int,
     window_rows: int,
     words: int,
-    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Program (row, part of its columns). Forbidden columns alone are written."""
+    """Program (row, words of its mask). Forbidden columns alone are written."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    slot = tl.load(slots_ptr + row // rows)  # no kernel of the same graph writes slots, `active` or masks
+    is_active = tl.load(active_ptr + slot) != 0
+    mask_row = bits_ptr + (slot * window_rows + row % rows) * words
+    word = tl.load(mask_row + index, mask=(index < words) & is_active, other=0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slots_ptr + row // rows)
-    if tl.load(active_ptr + slot) != 0:
-        mask_row = bits_ptr + (slot * window_rows + row % rows) * words
-        word = tl.load(mask_row + column // 32, mask=column // 32 < words, other=0)
-        forbidden = (column < columns) & (((word >> (column % 32)) & 1) == 0)
-        tl.store(logits_ptr + row * columns + column, float("-inf"), mask=forbidden)
+    bit = tl.arange(0, 32)
+    column = index[:, None] * 32 + bit[None, :]
+    forbidden = is_active & (column < columns) & (((word[:, None] >> bit[None, :]) & 1) == 0)
+    tl.store(logits_ptr + row * columns + column, float("-inf"), mask=forbidden)

@@ -1,5 +1,12 @@
 """`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
-from overlap_spec.config.resolve.resolve import SPIN_CORES, SPIN_S, resolve, settled_flags, without_speculation
+from overlap_spec.config.resolve.resolve import (
+    SPIN_CORES,
+    SPIN_S,
+    http_limits,
+    resolve,
+    settled_flags,
+    without_speculation,
+)
 
-__all__ = ["SPIN_CORES", "SPIN_S", "resolve", "settled_flags", "without_speculation"]
+__all__ = ["SPIN_CORES", "SPIN_S", "http_limits", "resolve", "settled_flags", "without_speculation"]

@@ -10,9 +10,11 @@ import msgspec
 
 from overlap_spec.config import (
     PLAIN,
+    ApiKeys,
     AttentionSettings,
     CacheSettings,
     EngineConfig,
+    HttpLimits,
     LinkSettings,
     Machine,
     ModelFiles,
@@ -34,14 +36,18 @@ DEFAULT_RUNNING_WITH_SPECULATION = 48  # SGLang's
 DEFAULT_COMPILED_BATCH = 32  # SGLang's
 DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
 GPU_GAP_MS = 25.0
+NO_KEYS = ApiKeys()
+SECRETS = frozenset({"api_key", "api_key_file", "admin_api_key"})
 SPIN_S = 0.02  # longer than a decode step of a large model
 SPIN_CORES = 6  # two for the polling processes, the rest for tokenizer, server and clients
 
 
-def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[Settings, list[str]]:
+def resolve(
+    config: EngineConfig, files: ModelFiles, machine: Machine, keys: ApiKeys = NO_KEYS
+) -> tuple[Settings, list[str]]:
     """Resolve every automatic value. Returns the settings and notes for the log (adjusted values, with reasons).
 
-    Raises: ConfigError naming the flag.
+    `keys`: what `read_keys` has found. Raises: ConfigError naming the flag.
     """
     notes: list[str] = []
     spec, rules = resolve_speculation(config, files, machine, notes)
@@ -76,13 +82,9 @@ def resolve(config: EngineConfig, files: ModelFiles, machine: Machine) -> tuple[
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=_resolve_server(config, files),
+        server=_resolve_server(config, files, keys),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
-        link=LinkSettings(
-            client_endpoint=_resolve_endpoint(config),
-            api_key=config.api_key,
-            trusts_templates=config.trust_request_chat_template,
-        ),
+        link=_resolve_link(config, keys),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
@@ -110,15 +112,39 @@ def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
     return msgspec.structs.replace(recovery, most=config.max_recoveries)
 
 
-def _resolve_server(config: EngineConfig, files: ModelFiles) -> ServerSettings:
+def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> ServerSettings:
     return ServerSettings(
         config.host,
         config.port,
-        config.api_key,
+        keys,
         files.sampling_defaults,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         cors_allow_origins=config.cors_allow_origins or (),
+        http=http_limits(config),
+    )
+
+
+def http_limits(config: EngineConfig) -> HttpLimits:
+    """What HTTP clients are allowed; needed before anything else is resolved."""
+    return HttpLimits(
+        config.http_header_timeout,
+        config.http_body_timeout,
+        config.max_connections,
+        config.max_connections_per_address,
+    )
+
+
+def _resolve_link(config: EngineConfig, keys: ApiKeys) -> LinkSettings:
+    return LinkSettings(
+        client_endpoint=_resolve_endpoint(config, keys),
+        api_key=keys.first,
+        further_keys=tuple(keys.names),
+        admin_key=keys.admin,
+        max_queued_requests=config.max_queued_requests,
+        trusts_templates=config.trust_request_chat_template,
+        request_timeout_s=config.request_timeout,
+        first_token_timeout_s=config.first_token_timeout,
     )
 
 
@@ -254,7 +280,7 @@ def _resolve_cache(config: EngineConfig) -> CacheSettings:
     )
 
 
-def _resolve_endpoint(config: EngineConfig) -> str | None:
+def _resolve_endpoint(config: EngineConfig, keys: ApiKeys) -> str | None:
     endpoint = config.zmq_endpoint
     if endpoint is None or endpoint.startswith("ipc://"):
         return endpoint
@@ -265,18 +291,19 @@ def _resolve_endpoint(config: EngineConfig) -> str | None:
         raise ConfigError(
             "zmq_endpoint", f"must look like tcp://127.0.0.1:5555 (port 0: any free one), got {endpoint!r}"
         )
-    if address.strip("[]") not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
+    if address.strip("[]") not in ("127.0.0.1", "localhost", "::1") and keys.first is None:
         raise ConfigError("zmq_endpoint", f"{endpoint} is reachable from other machines: it needs --api-key")
     return endpoint
 
 
 def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
-    """Every flag with its resolved value."""
+    """Every flag with its resolved value, except keys."""
     spec, attention = settings.spec, settings.attention
     speculating, on_cpu = spec.width > 1, settings.model.device == "cpu"
     drafts = speculating and spec.draft_path is not None
     places_rows = on_cpu or attention.target_torch or attention.prefill_kernel
-    return msgspec.structs.asdict(config) | {
+    shown = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in SECRETS}
+    return shown | {
         "served_model_name": settings.model.name,
         "dtype": settings.model.dtype,
         "device": settings.model.device,

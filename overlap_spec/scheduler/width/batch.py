@@ -28,6 +28,7 @@ class BatchWidths:
         self._widths = limits.step_widths
         self._num_steps = limits.num_steps
         self._chose = False  # whether the last width is the policy's
+        self._is_self_drafting = limits.is_self_drafting
         # Of a tree, and of n-grams, a narrower window has fewer guesses on every level.
         self._narrows = limits.num_steps + 1 == limits.width and not limits.is_self_drafting
 
@@ -49,9 +50,15 @@ class BatchWidths:
         """Whether the draft runs after the step whose width was chosen last. Called once, when it is planned."""
         return not self._chose or self.policy.drafts()
 
-    def observe(self, requests: Sequence[Request], result: StepResult) -> None:
-        """Learn from a settled decode step. Nothing is learnt from a slot that was left out."""
+    def observe(self, requests: Sequence[Request], result: StepResult, asked: int = 0) -> None:
+        """Learn from a settled decode step. Nothing is learnt from a slot that was left out.
+
+        `asked`: the width that the draft was asked to fill; 0 where it was not. A model that gives no guess then, whose
+        logits are NaN, counts as one whose guesses are wrong: else nothing would show that wide steps do not pay.
+        """
         runs = result.tokens
+        if asked and not self._is_self_drafting and 0 in result.num_proposed:
+            result = _with_wrong_guesses(result, asked)
         if all(runs) and not any([request.is_limited for request in requests]):
             self.policy.observe(result)
         elif rows := [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]:
@@ -59,6 +66,12 @@ class BatchWidths:
 
     def _enough_for(self, most_steps: int) -> int:
         return next(width for width in self._widths if width > most_steps)
+
+
+def _with_wrong_guesses(result: StepResult, width: int) -> StepResult:
+    """Whole windows where there was no guess."""
+    last_guesses = [last or width - 1 for last in result.last_guesses]
+    return replace(result, num_proposed=[n or width - 1 for n in result.num_proposed], last_guesses=last_guesses)
 
 
 def rows_of(result: StepResult, rows: list[int]) -> StepResult:

@@ -1,5 +1,7 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`."""
 
+from typing import TypeVar
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -7,13 +9,16 @@ from starlette.routing import Route
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.server.anthropic.replies import MessageEvents, MessageHead
 from overlap_spec.server.anthropic.requests import MESSAGES, CountRequest, MessagesRequest, chat_fields
-from overlap_spec.server.bodies import Json, convert, read_json
+from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
-from overlap_spec.server.chat_runs import ChatRunner
+from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.streams import EventStream, unless_gone
 from overlap_spec.server.translation import prepare
+
+C = TypeVar("C", MessagesRequest, CountRequest)
 
 
 class Messages:
@@ -33,9 +38,8 @@ class Messages:
 
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of events."""
-        fields = await self._read(request)
-        body = convert(fields, MessagesRequest)
-        group = prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info)
+        body, group = await self._read(request, MessagesRequest)
+        group = sent_by(request, group)
         head = MessageHead(group.id, self._info.model_name, body.stop_sequences)
         if body.stream:
             events = MessageEvents(head)
@@ -45,15 +49,16 @@ class Messages:
 
     async def count(self, request: Request) -> Response:
         """Count the tokens of the prompt."""
-        fields = await self._read(request)
-        body = convert(fields, CountRequest)
-        group = prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info)
+        _, group = await self._read(request, CountRequest)
         prompt = group.requests[0].prompt
         assert isinstance(prompt, ChatPrompt)
         ids = await unless_gone(request.receive, self._client.tokenize(prompt))
         return as_json({"input_tokens": len(ids)})
 
-    async def _read(self, request: Request) -> Json:
-        fields = await read_json(request, self._info.max_body_bytes)
-        MESSAGES.refuse_not_built(fields)
-        return fields
+    async def _read(self, request: Request, shape: type[C]) -> tuple[C, ChatGroup]:
+        def check(fields: Json) -> tuple[C, ChatGroup]:
+            MESSAGES.refuse_not_built(fields)
+            body = convert(fields, shape)
+            return body, prepare(self._chats, MESSAGES, fields, chat_fields(body, fields), self._info)
+
+        return await read_body(request, self._info.max_body_bytes, check)

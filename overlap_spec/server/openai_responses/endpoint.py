@@ -3,9 +3,10 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.server.bodies import convert, read_json
+from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
-from overlap_spec.server.chat_runs import ChatRunner
+from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.openai_responses.replies import ResponseEvents, ResponseHead
@@ -23,13 +24,16 @@ class Responses:
 
     async def post(self, request: Request) -> Response:
         """Answer at once, or with a stream of events."""
-        fields = await read_json(request, self._info.max_body_bytes)
-        RESPONSES.refuse_not_built(fields)
-        body = convert(fields, ResponsesRequest)
-        group = prepare(self._chats, RESPONSES, fields, chat_fields(body), self._info)
+        body, group = await read_body(request, self._info.max_body_bytes, self._read)
+        group = sent_by(request, group)
         head = ResponseHead(group.id, self._info.model_name, body, group.requests[0].sampling)
         if body.stream:
             events = ResponseEvents(head)
             return EventStream(stream_blocks(self._chats.run(group), events), events.failed)
         answer = await unless_gone(request.receive, collect_blocks(self._chats.run(group, streams=False)))
         return as_json(head.whole(answer))
+
+    def _read(self, fields: Json) -> tuple[ResponsesRequest, ChatGroup]:
+        RESPONSES.refuse_not_built(fields)
+        body = convert(fields, ResponsesRequest)
+        return body, prepare(self._chats, RESPONSES, fields, chat_fields(body), self._info)

@@ -109,7 +109,7 @@ class Clients:
         if not events or events[-1] != "[DONE]":
             found = json.loads(events[-1]) if events else {}
             return _of_error(asked, found.get("error")) if "error" in found else Outcome(asked, CUT, "no last event")
-        return Outcome(asked, ANSWERED)
+        return Outcome(asked, ANSWERED, tokens=_streamed_tokens(asked, events[:-1]))
 
     async def _abort_later(self, asked: Asked) -> None:
         await asyncio.sleep(asked.delay_s)
@@ -163,3 +163,11 @@ def _tokens(asked: Asked, reply: Any) -> Any:
     if asked.path != "/generate" or asked.manner is not Manner.READ:
         return None
     return [each["output_ids"] for each in (reply if isinstance(reply, list) else [reply])]
+
+
+def _streamed_tokens(asked: Asked, events: list[Any]) -> Any:
+    """The same of a stream, whose events hold all tokens of a choice so far."""
+    if asked.path != "/generate" or asked.manner is not Manner.READ:
+        return None
+    whole = {event.get("index", 0): event["output_ids"] for event in map(json.loads, events)}
+    return [whole[index] for index in sorted(whole)]

@@ -189,18 +189,22 @@ def ended(role: str, number: int) -> Callable[[Scene], AbstractAsyncContextManag
 
 
 def spoils(what: str, held_s: float) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
-    """The worker's module for faults does that; `held_s` 0: once, and the engine recovers."""
+    """The worker's module for faults does that; `held_s` 0: until the engine starts again."""
 
     @asynccontextmanager
     async def happen(scene: Scene) -> AsyncIterator[None]:
         file, before = scene.service.tmp_path / FILE, scene.service.actors()
         file.write_text(what)
         yield
-        await asyncio.sleep(held_s)
         if held_s:
+            await asyncio.sleep(held_s)
             file.unlink()
-        else:
-            await recovered(scene, before)
+            return
+        async with asyncio.timeout(RECOVERED_S):
+            while scene.service.actors().get("worker") == before["worker"]:
+                await asyncio.sleep(0.05)
+        file.unlink()
+        await recovered(scene, before)
 
     return happen
 

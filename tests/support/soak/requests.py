@@ -1,8 +1,8 @@
 """The requests of a soak. Request number i of a seed is always the same, whoever sends it and when."""
 
+import copy
 import enum
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -146,11 +146,11 @@ def _zmq(random: Random) -> dict[str, Any]:
     return {"prompt": prompt(random), "sampling": sampling}
 
 
-def solo_body(asked: Asked) -> dict[str, Any]:
+def alone(asked: Asked) -> Asked:
     """The same request without speculation and without a stream."""
-    body = json.loads(json.dumps(asked.body)) | {"stream": False, "speculative": {"method": "NONE"}}
+    body = copy.deepcopy(asked.body)
+    fields = body["sampling"] if asked.path == "zmq" else body["sampling_params"]
+    fields["speculative"] = {"method": "NONE"}
     body.pop("rid", None)
-    if "sampling_params" in body:
-        body["sampling_params"]["speculative"] = {"method": "NONE"}
-        body.pop("speculative")
-    return body
+    body.pop("stream", None)
+    return replace(asked, body=body)

@@ -13,15 +13,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
-
 from overlap_spec import Client
 from support.command_line import Service
 from support.leftovers import as_before, drained, held_by
 from support.soak.clients import ANSWERED, Clients, Outcome, Tally
 from support.soak.faults import A_LONG_RUN, ANOTHER_STEP, FAULTS, HARSH, NO_TROUBLE, Fault, Scene
 from support.soak.measure import Memory, growing
-from support.soak.requests import CONTEXT, Manner, request, solo_body
+from support.soak.requests import CONTEXT, Manner, alone, request
 
 USERS = 32  # requests that are open at once
 WARM_S = 3.0  # of load and every fault's start, before descriptors and threads are counted
@@ -65,6 +63,7 @@ class Round:
         self._current: Fault | None = None
         self._happened: Counter[str] = Counter()
         self._kept: list[Outcome] = []
+        self._survived: set[int] = set()  # requests that were open when a process died
         self._open: dict[int, set[str]] = {}  # request -> kinds of trouble that faults during its life excuse
         self._ends_at = 0.0
 
@@ -96,7 +95,7 @@ class Round:
         assert (more := await asyncio.to_thread(as_before, self._service, before)) == "", more
         rows = self._memory.report()
         assert not growing(rows), rows
-        compared = await asyncio.to_thread(self._compare_alone)
+        compared = await self._compare_alone(zmq_client)
         self._check_log()
         return {
             "requests": sum(self._tally.counts.values()) + scene.num_sent,
@@ -131,11 +130,12 @@ class Round:
             outcome = await clients.send(asked)
             del self._open[asked.number]
             self._tally.add(outcome, frozenset(excused))
-            if outcome.kind == ANSWERED and outcome.tokens and asked.manner is Manner.READ:
+            if outcome.kind == ANSWERED and asked.manner is Manner.READ:
                 self._keep(outcome)
 
     def _keep(self, outcome: Outcome) -> None:
-        if outcome.asked.path == "/generate" and outcome.asked.number % ONE_IN == 0:
+        number = outcome.asked.number
+        if outcome.tokens and (number in self._survived or number % ONE_IN == 0):
             self._kept.append(outcome)
 
     async def _watch(self) -> None:
@@ -156,6 +156,8 @@ class Round:
                     await asyncio.sleep(scene.random.uniform(0.2, 0.8))
 
     async def _happen(self, fault: Fault, scene: Scene) -> None:
+        if fault in HARSH:
+            self._survived |= set(self._open)
         self._current = fault
         for excused in self._open.values():
             excused |= fault.excused
@@ -179,13 +181,15 @@ class Round:
         log, spoilt = self._service.log(), self._happened[A_LONG_RUN] + self._happened[ANOTHER_STEP]
         assert log.count("Traceback") <= spoilt, log[-4000:]
 
-    def _compare_alone(self) -> int:
-        """The kept requests once more, alone, without speculation: the same tokens."""
-        chosen = self._kept[:: max(1, len(self._kept) // ALONE)][:ALONE]
-        with httpx.Client(base_url=self._service.url, timeout=60) as http:
-            for outcome in chosen:
-                reply = http.post(outcome.asked.path, json=solo_body(outcome.asked)).json()
-                tokens = [each["output_ids"] for each in (reply if isinstance(reply, list) else [reply])]
-                assert tokens == outcome.tokens, (outcome.asked, outcome.tokens, tokens)
+    async def _compare_alone(self, zmq_client: Client) -> dict[str, int]:
+        """The kept requests once more, each alone, without speculation: the same tokens."""
+        survivors = [each for each in self._kept if each.asked.number in self._survived][:ALONE]
+        others = [each for each in self._kept if each.asked.number not in self._survived]
+        chosen = survivors + others[:: max(1, len(others) // ALONE)][:ALONE]
+        clients = Clients(self._service.url, zmq_client)
+        for outcome in chosen:
+            again = await clients.send(alone(outcome.asked))
+            assert again.tokens == outcome.tokens, (outcome.asked, outcome.tokens, again)
+        await clients.http.aclose()
         assert chosen, "nothing was compared"
-        return len(chosen)
+        return {"requests": len(chosen), "open_when_a_process_died": len(survivors)}

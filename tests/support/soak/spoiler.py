@@ -1,7 +1,7 @@
 """A logit processor that changes nothing, until a file asks for a fault in the worker that imports it.
 
 The engine's own `--logit-processor` brings it there; the server has no flag for faults. The file is named `spoil`, in
-the server's directory for temporary files. A wrong result is sent once, and the file is removed.
+the server's directory for temporary files. Results are wrong until the worker dies of it, or the file is gone.
 """
 
 import tempfile
@@ -34,11 +34,10 @@ def processor(logits: Tensor, context: DrawContext) -> Tensor:
 
 
 def spoilt(result: StepResult, directory: Path) -> StepResult:
-    """The result that leaves the worker: a wrong one, once, if the file asks for it."""
+    """The result that leaves the worker: a wrong one if the file asks for it."""
     wanted = asked(directory)
-    if wanted not in (LONG_RUN, OTHER_STEP) or not result.tokens:
+    if wanted not in (LONG_RUN, OTHER_STEP) or not any(result.tokens):
         return result
-    (directory / FILE).unlink()
     if wanted == OTHER_STEP:
         return msgspec.structs.replace(result, step_id=result.step_id + 1)
     return msgspec.structs.replace(result, tokens=[TOO_LONG for _ in result.tokens])

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.client_harness import Stage, with_engine
+from msgspec.structs import replace
+from support.client_harness import LIMITS, Stage, with_engine
 
 from overlap_spec.client import Client
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
@@ -157,15 +158,16 @@ def test_errors_are_exceptions(tmp_path: Path) -> None:
                 with pytest.raises(RequestError) as caught:
                     await client.complete(prompt, sampling)  # bad on purpose
                 assert caught.value.field == field
+            stage.inbox.send(replace(LIMITS, max_running_requests=1))
             deltas = client.generate("twice", most(3000), "same")
             await anext(deltas)
             with pytest.raises(RequestError, match="already in use"):
                 await client.complete("twice", most(1), "same")
-            with pytest.raises(Overloaded, match="requests are open"):
+            with pytest.raises(Overloaded, match="requests are waiting"):
                 await client.complete("more", most(1))
             await deltas.aclose()
 
-    with_engine(story, tmp_path, max_open_requests=1)
+    with_engine(story, tmp_path, max_queued_requests=0)
 
 
 def test_the_answers_to_questions(tmp_path: Path) -> None:
@@ -238,6 +240,28 @@ def test_a_tcp_endpoint_asks_for_the_key(tmp_path: Path, key: str, welcome: bool
                     await client.wait_ready(0.3)
 
     with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+
+
+def test_any_key_opens_a_tcp_endpoint_and_the_operators_key_ends_all(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client("ka") as alice, stage.client("ko") as operator:
+            assert (await alice.complete("one two", most(2))).text == "one two"
+            running = asyncio.create_task(alice.complete("for ever", most(3000)))
+            await stage.until(lambda: bool(stage.scheduler.running))
+            await alice.cancel("", everyone=True)
+            with pytest.raises(RequestError, match="needs the key of --admin-api-key"):
+                await alice.flush_cache()
+            assert stage.scheduler.running, "the request goes on"
+            await operator.cancel("", everyone=True)
+            with pytest.raises(RequestAborted):
+                await running
+            assert await operator.flush_cache()
+        async with stage.client("kc") as stranger:
+            with pytest.raises(ActorDied, match="API key"):
+                await stranger.wait_ready(0.3)
+
+    keys = {"api_key": "ko", "further_keys": ("ka", "kb"), "admin_key": "ko"}
+    with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
 
 
 def test_a_client_that_is_given_up_is_told_so_when_it_is_heard_of_again(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from support.client_harness import ScriptedTokenizer, with_script
 
 from overlap_spec.client import Client
-from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
+from overlap_spec.client.calls import error_of
+from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError, RequestFailed
 from overlap_spec.messages import (
     Cancel,
     ErrorCode,
@@ -179,3 +180,8 @@ def test_closing_twice_and_opening_again(tmp_path: Path) -> None:
         await asking
 
     with_script(story, tmp_path)
+
+
+def test_a_request_that_alone_has_failed_is_no_dead_engine() -> None:
+    error = error_of(Rejected("r", ErrorCode.NOT_FINITE, "the logits are NaN"))
+    assert isinstance(error, RequestFailed) and (error.code, str(error)) == ("not_finite", "the logits are NaN")

@@ -19,6 +19,7 @@ from overlap_spec.config import (
     decode_settings,
     encode_settings,
 )
+from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import ConfigError
 from overlap_spec.runtime import machine as this_machine
@@ -37,7 +38,8 @@ ALIAS = msgspec.structs.replace(LLAMA, preset_draft="/heads/tiny", preset_spec=(
 
 
 def resolved(files: ModelFiles = LLAMA, machine: Machine = CPU, **flags: Any) -> config_module.Settings:
-    return resolve(EngineConfig(**flags), files, machine)[0]
+    config = EngineConfig(**flags)
+    return resolve(config, files, machine, read_keys(config))[0]
 
 
 def test_defaults_on_a_cpu() -> None:

@@ -18,7 +18,7 @@ from support.fake_settings import fake_settings
 
 from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import TokenizerFacts
+from overlap_spec.messages import ActorFailed, Alive, DraftState, TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
 from overlap_spec.runtime import watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
@@ -50,6 +50,17 @@ def is_running(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_the_schedulers_judgement_of_the_draft_is_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            assert supervisor.draft is DraftState.UNKNOWN
+            for sign in (Alive("scheduler", draft=DraftState.DEAD), Alive("worker"), Alive("tokenizer")):
+                supervisor._dispatch(sign)
+            assert supervisor.draft is DraftState.DEAD
+
+    asyncio.run(scenario())
 
 
 def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
@@ -140,6 +151,36 @@ def test_scheduler_and_worker_are_started_again_up_to_a_limit(tmp_path: Path) ->
             os.kill(pids["worker"], signal.SIGKILL)
             error = await asyncio.wait_for(asyncio.shield(supervisor.failed), 2)
             assert error.actor == "worker" and "SIGKILL" in str(error)
+
+    asyncio.run(scenario())
+
+
+def test_all_are_started_again_with_the_tokenizer_whose_requests_are_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            lost: list[ActorDied] = []
+            supervisor.requests_lost = lost.append
+            await supervisor.start(recovering(most=3))
+            before = supervisor.pids
+            os.kill(before["tokenizer"], signal.SIGKILL)
+            while supervisor.recovering is None or "tokenizer" not in supervisor.pids:
+                await asyncio.sleep(0.001)
+            supervisor.actor_died(ActorDied("worker", "too"))  # while the tokenizer is not there yet
+            while supervisor.recovering is not None:
+                await asyncio.sleep(0.001)
+            assert not set(supervisor.pids.values()) & set(before.values())
+            assert [error.actor for error in lost] == ["tokenizer", "worker"]
+            await again(supervisor, "worker")
+
+    asyncio.run(scenario())
+
+
+def test_an_error_on_purpose_of_the_tokenizer_ends_the_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path) as supervisor:
+            await supervisor.start(recovering(most=3))
+            supervisor._dispatch(ActorFailed("tokenizer", "audit fault", "", on_purpose=True))
+            assert supervisor.failed.result().actor == "tokenizer"
 
     asyncio.run(scenario())
 

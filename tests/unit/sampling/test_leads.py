@@ -29,7 +29,8 @@ def sampling_of(params: SamplingParams) -> Sampling:
     slots = SlotRows(ROWS, 1, 1, no_processors(VOCAB))
     work = [SlotWork(i, reset=ResetSlot(replace_seed(params, i), 1, (), 0)) for i in range(ROWS)]
     resets = [value for item in work for value in slots.pack_reset(item)]
-    slots.apply(torch.tensor(resets), torch.zeros(0, dtype=torch.int64))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    slots.apply(torch.tensor(resets), nothing, nothing)
     return slots.sampling(torch.arange(ROWS), slots.sampling_work(work))
 
 

@@ -51,6 +51,8 @@ class MemoryContext:
     def ready(self, facts) -> None:
         self.facts = facts
 
+    def report_alive(self) -> None: ...
+
 
 def test_it_serves_once_the_worker_is_ready():
     async def inner() -> None:

@@ -1,11 +1,12 @@
-"""The order of prompts in prefill steps, and the longest that one of them waits."""
+"""The order of prompts in prefill steps, the turns of clients, and the longest that any of them waits."""
 
 import random
 
 import pytest
+from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.messages import Phase
+from overlap_spec.messages import Admit, Phase
 from overlap_spec.scheduler.queue_order import MOST_PASSED
 
 LONG = 600
@@ -146,6 +147,89 @@ def test_a_request_without_a_prefix_is_passed_so_often_and_no_oftener():
         step(bench)
     passed = [other for other in bench.finishes if other > 3]
     assert len(passed) == MOST_PASSED
+    bench.finish_all()
+    bench.check_streams()
+    bench.check_drained()
+
+
+# --- clients ----------------------------------------------------------------------------------------------
+
+
+def of(client: str, uid: int, prompt: list[int], max_new: int = 2) -> Admit:
+    return replace(make_admit(uid, prompt, max_new), client=client)
+
+
+def flooded(slots: int = 2, size: int = 300, **options: object) -> Bench:
+    bench = Bench(make_ready(num_slots=slots, num_pages=401), **options)
+    for uid in range(1, size + 1):
+        bench.admit(of("flood", uid, [uid % 90] * 3))
+    return bench
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_one_request_waits_for_a_turn_and_not_for_a_flood(policy: str) -> None:
+    bench = flooded(schedule_policy=policy)
+    bench.admit(of("other", 5000, [7] * 9))
+    while 5000 not in bench.finishes:
+        step(bench)
+    assert len(bench.finishes) <= 6, "those that ran, those admitted with it, and itself"
+
+
+def test_clients_take_turns_whatever_each_has_sent() -> None:
+    bench = Bench(make_ready(num_slots=1))
+    sizes = {"a": 9, "b": 3, "c": 1}
+    for index, (client, size) in enumerate(sizes.items()):
+        for number in range(size):
+            bench.admit(of(client, 100 * (index + 1) + number, [5] * 4))
+    bench.finish_all()
+    began = "".join(bench.admits[uid].client for uid in bench.finishes)
+    assert began == "a" + "abc" + "ab" * 2 + "a" * 5, began  # the first was alone when it came
+    bench.check_streams()
+    bench.check_drained()
+
+
+def test_a_client_that_asks_again_and_again_waits_for_a_turn_of_the_others_each_time() -> None:
+    bench, uid = flooded(slots=1), 5000
+    for _ in range(20):
+        uid += 1
+        bench.admit(of("other", uid, [uid % 90] * 3))
+        before = len(bench.finishes)
+        while uid not in bench.finishes:
+            step(bench)
+        assert len(bench.finishes) - before <= 3
+
+
+def test_age_counts_from_the_first_start_so_that_a_flood_is_its_own_victim() -> None:
+    """What it has sent before another's request, and begins after it, is younger. A victim comes back first."""
+    bench = flooded(slots=3, size=20)
+    bench.admit(of("other", 100, [7] * 4, 30))
+    while not bench.tokens[100]:
+        step(bench)
+    while bench.scheduler.queues.running[-1].uid == 100:
+        step(bench)
+    queues = bench.scheduler.queues
+    victim = queues.running[-1]
+    assert victim.uid < 100 and any(request.uid == 100 for request in queues.running)
+    bench.scheduler.planner._preempt(victim)
+    while not victim.running:
+        assert queues.victims_leaving or queues.waiting.next() is victim
+        step(bench)
+    bench.finish_all()
+    bench.check_streams()
+    bench.check_drained()
+
+
+def test_a_request_that_does_not_fit_yet_is_not_passed_by_another_client() -> None:
+    bench = Bench(make_ready(num_slots=4, num_pages=30, max_len=150))
+    bench.admit(of("a", 1, [1] * 4, 60))
+    bench.admit(of("a", 2, [2] * 60, 30))
+    step(bench)
+    for uid in range(3, 20):
+        bench.admit(of("b", uid, [uid] * 4, 2))
+    while not bench.tokens[2]:
+        step(bench)
+    assert 1 in bench.finishes, "the large one had to wait for it"
+    assert bench.scheduler.queues.open[2].order == 2, "it has begun before every one of the other client"
     bench.finish_all()
     bench.check_streams()
     bench.check_drained()

@@ -1,18 +1,19 @@
 """Settling: where a run is cut, and what is counted."""
 
 import pytest
+from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.messages import FinishKind, StepResult
+from overlap_spec.messages import NO_TOKEN, ErrorCode, FinishKind, StepResult
 from overlap_spec.scheduler.ledger import _cut
 from overlap_spec.scheduler.prefix_cache import Node
-from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.requests import Request, unpack_tokens
 
 PROMPT = [1, 2, 3]
 
 
 def request_with(max_new: int, stop_ids=(), min_new: int = 0, output=()) -> Request:
-    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), 1, Node(None, b"", []))
+    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), Node(None, b"", []))
     request.tokens.extend(output)
     return request
 
@@ -93,3 +94,45 @@ def test_a_result_of_another_step_is_a_bug():
     bench.admit(make_admit(1, PROMPT, 6))
     with pytest.raises(AssertionError, match="result 9 for step 1"):
         bench.scheduler.dispatch(StepResult(9, [[1]], [0], 0.0))
+
+
+def marked(result: StepResult, row: int, num_kept: int) -> StepResult:
+    """The target could draw no token after so many of a slot's run."""
+    tokens = [list(run) for run in result.tokens]
+    tokens[row] = [*tokens[row][:num_kept], NO_TOKEN]
+    return replace(result, tokens=tokens)
+
+
+@pytest.mark.parametrize("num_kept", [0, 1])
+def test_a_request_that_no_token_can_be_drawn_for_ends_and_leaves_nothing(num_kept: int) -> None:
+    bench = Bench(make_ready(page_size=4))
+    for uid in (1, 2):
+        bench.admit(make_admit(uid, [uid, 2, 3, 4, 5], 30))
+    for _ in range(9):  # both prompts, and some pages of output
+        bench.run_device()
+        bench.deliver_result()
+    bench.run_device()
+    said = len(bench.tokens[1])
+    bench.results[0] = marked(bench.results[0], 0, num_kept)
+    kept = bench.results[0].tokens[0][:num_kept]
+    bench.deliver_result()
+    refused = bench.refused[1]
+    assert refused.code is ErrorCode.NOT_FINITE and f"after {5 + said + num_kept} tokens" in refused.message
+    assert bench.tokens[1][said:] == kept and 1 not in bench.finishes
+    bench.finish_all()
+    cache = bench.scheduler.queues.memory.cache
+    assert bench.scheduler.planner.counters.not_finite == 1 and bench.tokens[2] and 2 in bench.finishes
+    text = unpack_tokens(bench.admits[1].prompt)
+    text.fromlist(bench.tokens[1])
+    assert len(text) >= 13 and len(cache.match(text, 99).pages) == 1, "what its prompt has shared, and no output"
+
+
+def test_what_ends_a_run_before_the_mark_ends_the_request_as_ever() -> None:
+    bench = Bench(make_ready())
+    bench.admit(make_admit(1, PROMPT, 30, stop_ids=(77,)))
+    bench.run_device()
+    bench.deliver_result()
+    bench.run_device()
+    bench.results[0] = replace(bench.results[0], tokens=[[77, NO_TOKEN]])
+    bench.deliver_result()
+    assert bench.finishes[1].kind is FinishKind.STOP and not bench.refused

@@ -1,12 +1,9 @@
 """Requests that limit their speculation, as the scheduler sees them; and a draft that is never right."""
 
-import logging
-
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.messages import Phase, Speculative, StepCosts, StepResult
-from overlap_spec.scheduler.draft_health import ENOUGH_DRAFTS, WARN_S, DraftHealth
 
 COSTS = StepCosts((1, 4), (1, 2, 4), ((1.0, 1.01, 1.02), (1.0, 1.01, 1.02)))
 READY = make_ready(num_pages=400, num_steps=3, step_widths=(1, 2, 4), step_costs=COSTS, max_deferred=8)
@@ -54,17 +51,3 @@ def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench.scheduler.planner.widths.policy.observe = seen.append  # type: ignore[method-assign]
     run(bench, [None, 0, None, 1])
     assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)
-
-
-def test_a_dead_draft_is_warned_of_once_per_interval(caplog: pytest.LogCaptureFixture) -> None:
-    health = DraftHealth()
-    with caplog.at_level(logging.WARNING):
-        health.check(ENOUGH_DRAFTS - 1, 0, 0.0)
-        assert not health.is_dead, "too few to judge by"
-        for turn in range(1, 4):
-            health.check(turn * ENOUGH_DRAFTS, 2, WARN_S * turn / 3)
-        assert health.is_dead and len(caplog.records) == 1
-        health.check(4 * ENOUGH_DRAFTS, 2, 2 * WARN_S)
-        assert len(caplog.records) == 2 and "0 were accepted" in caplog.records[-1].getMessage()
-        health.check(5 * ENOUGH_DRAFTS, 2 + ENOUGH_DRAFTS // 20, 9 * WARN_S)
-    assert not health.is_dead and len(caplog.records) == 2

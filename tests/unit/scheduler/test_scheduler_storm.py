@@ -76,7 +76,7 @@ def run_schedule(seed: int) -> Counter:
         event = rng.random()
         if to_admit and event < rng.choice([0.05, 0.4]):
             uid, to_admit = uid + 1, to_admit - 1
-            bench.admit(make(rng, uid, prompts))
+            bench.admit(replace(make(rng, uid, prompts), client="abc"[uid * uid % 3]))  # draws nothing: schedules stay
         elif uid and event > 0.97:
             victim = rng.randint(1, uid)
             request = bench.scheduler.queues.open.get(victim)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from support.fake_engine_client import FakeClient, ask
 
+from overlap_spec.log_limits import Allowance
 from overlap_spec.server import info
-from overlap_spec.server.access_log import Allowance
 
 BAD: Any = {"prompt": "a", "temperature": -1}
 

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from support.fake_engine_client import INFO, FakeClient, ask, named_events_of
 from support.scripted_chats import ABORTED, CALLS, CUT, PLAIN, THOUGHT, ScriptedChats
 
+from overlap_spec.config import ApiKeys
 from overlap_spec.messages import ChatPrompt, SamplingParams
 from overlap_spec.server.anthropic.endpoints import Messages
 from overlap_spec.server.anthropic.requests import MessagesRequest, chat_fields
@@ -20,7 +21,7 @@ from overlap_spec.server.chat_runs import ChatDelta
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TURNS = [{"role": "user", "content": "one two three"}]
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": TURNS}
-INFO_WITH_KEY = msgspec.structs.replace(INFO, api_key="secret")
+INFO_WITH_KEY = msgspec.structs.replace(INFO, keys=ApiKeys({"secret": "one"}))
 STEP = ["content_block_delta"]
 
 

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
 
+from overlap_spec.config import ApiKeys
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import READY, EngineHealth, EngineState, Stats
+from overlap_spec.messages import READY, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.server import probes
 from overlap_spec.server.app import create_app
+from overlap_spec.server.engine_client import ServerInfo
 
-SECURED = msgspec.structs.replace(INFO, api_key="sésame")
+SECURED = msgspec.structs.replace(INFO, keys=ApiKeys({"sésame": "one"}))
 
 
 def test_models() -> None:
@@ -131,7 +134,10 @@ def test_health_says_what_the_supervisor_says() -> None:
                 "actor": "worker",
                 "since_s": 12.5,
                 "last_sign_s": {"worker": 12.5, "scheduler": 0.25},
+                "draft": "unknown",
             }
+    dead = EngineIn(replace(READY, draft=DraftState.DEAD)).ask("GET", "/health")
+    assert (dead.status_code, dead.json()["draft"]) == (200, "dead"), "no token is wrong"
 
 
 STOPPING = EngineHealth(EngineState.DRAINING, "the server is shutting down")
@@ -235,6 +241,43 @@ def test_the_key(header: str | None, status: int) -> None:
     if status == 401:
         assert reply.json()["error"]["code"] == "invalid_api_key"
         assert reply.headers["www-authenticate"] == "Bearer"
+
+
+SEVERAL = msgspec.structs.replace(INFO, keys=ApiKeys({"ka": "alice", "kb": "bob", "kb2": "bob"}, "ko"))
+
+
+def status_with(key: str | None, method: str, path: str, info: ServerInfo = SEVERAL, **request: object) -> int:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return ask(FakeClient(), method, path, info, headers=headers, **request).status_code
+
+
+def test_each_of_several_keys_is_a_client() -> None:
+    for key, name in {"ka": "key alice", "kb": "key bob", "kb2": "key bob", "ko": "key admin"}.items():
+        client = FakeClient()
+        assert (
+            ask(client, "POST", "/generate", SEVERAL, json={"text": "a"}, headers={"x-api-key": key}).status_code == 200
+        )
+        assert client.terms[0].client == name
+    assert status_with("kc", "GET", "/v1/models") == 401
+    alone = FakeClient()
+    ask(alone, "POST", "/generate", SECURED, json={"text": "a"}, headers={"x-api-key": "sésame".encode()})
+    assert alone.terms[0].client == "address 127.0.0.1", "one key tells no clients apart"
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
+def test_what_concerns_all_clients_needs_the_operators_key(path: str) -> None:
+    assert [status_with(key, "POST", path) for key in (None, "wrong", "ka", "ko")] == [401, 401, 403, 200]
+    every, one = {"json": {"abort_all": True}}, {"json": {"rid": "x"}}
+    assert [status_with(key, "POST", "/abort_request", **every) for key in (None, "kb", "ko")] == [401, 403, 200]
+    assert [status_with(key, "POST", "/abort_request", **one) for key in (None, "kb", "ko")] == [401, 200, 200]
+    without = msgspec.structs.replace(SEVERAL, keys=ApiKeys({"ka": "alice"}))
+    assert status_with("ka", "POST", path, without) == 200, "there is no such key"
+    admin_alone = msgspec.structs.replace(SEVERAL, keys=ApiKeys({}, "ko"))
+    assert [status_with(key, "POST", path, admin_alone) for key in (None, "ko")] == [401, 200]
+    assert status_with(None, "POST", "/abort_request", admin_alone, **every) == 401
+    assert status_with(None, "GET", "/v1/models", admin_alone) == 200
+    refused = ask(FakeClient(), "POST", path, SEVERAL, headers={"x-api-key": "ka"})
+    assert refused.json()["error"]["code"] == "admin_key_required" and "ko" not in refused.text
 
 
 def test_only_health_needs_no_key() -> None:

@@ -10,11 +10,12 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 from support.fake_engine_client import INFO, FakeClient, ask, healthy
 
+from overlap_spec.config import ApiKeys
 from overlap_spec.server.app import create_app
 from overlap_spec.server.openai_requests import ChatRequest
 from overlap_spec.server.openapi import ENDPOINTS
 
-LOCKED = msgspec.structs.replace(INFO, api_key="secret")
+LOCKED = msgspec.structs.replace(INFO, keys=ApiKeys({"secret": "one"}))
 PAGE = "https://page.example"
 
 

@@ -16,6 +16,7 @@ from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
 from overlap_spec.client import Client
 from overlap_spec.config import (
+    ApiKeys,
     CacheSettings,
     LinkSettings,
     ModelFiles,
@@ -60,7 +61,7 @@ SETTINGS = Settings(
     spec=SpecSettings("NONE", None, 0, 0, 1),
     cache=CacheSettings(page_size=4, max_total_tokens=128, mem_fraction=0.88, prefix_cache=True),
     scheduler=SchedulerSettings(max_running_requests=4, depth=2, chunk_tokens=None, seed=1),
-    server=ServerSettings("127.0.0.1", 0, None),
+    server=ServerSettings("127.0.0.1", 0, ApiKeys()),
     link=LinkSettings(None, None),
     skip_tokenizer_init=False,
     log_level="info",

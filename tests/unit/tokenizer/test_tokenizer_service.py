@@ -165,17 +165,18 @@ def test_a_second_request_of_the_same_id_is_rejected_while_the_first_is_open() -
 
 def test_too_many_open_requests_are_an_overload() -> None:
     async def story(h: Harness) -> None:
-        for name in "abc":
+        for name in "uvabc":  # four can run
             h.generate(request_id=name)
         answer = await h.heard(Rejected)
         assert (answer.request_id, answer.code) == ("c", ErrorCode.OVERLOADED)
+        assert answer.message.startswith("0 requests are waiting, and --max-queued-requests is 0")
         h.say(Cancel("a"))
         assert (await h.heard(TextDeltas)).finishes[0] is not None
         h.generate(request_id="c")
         await h.settle()
-        assert [type(message).__name__ for message in h.scheduler.drain()] == ["Admit", "Admit", "Abort", "Admit"]
+        assert [type(message).__name__ for message in h.scheduler.drain()] == [*["Admit"] * 4, "Abort", "Admit"]
 
-    told(story, max_open=2)
+    told(story, max_queued=0)
 
 
 def test_before_the_engine_is_warm_requests_are_refused_and_pings_say_so() -> None:

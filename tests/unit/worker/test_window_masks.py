@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from support.tiny.grammars import END, TINY_GRAMMARS, tiny_grammar_vocabulary
 
 from overlap_spec.grammar import GrammarCompiler
-from overlap_spec.worker.window_masks import HostWindow, Run, WindowMasks, runs_of
+from overlap_spec.worker.window_masks import MAX_ALONE, HostWindow, Run, WindowMasks, runs_of
 
 VOCAB = 131  # the last word of a mask is not full, and there are odd numbers of words
 VOCABULARY = tiny_grammar_vocabulary(VOCAB)
@@ -55,8 +55,10 @@ def test_every_column_that_can_be_reached_has_its_mask(is_tree: bool) -> None:
     for _ in range(12):
         matchers = [COMPILER.compile(rng.choice(list(TINY_GRAMMARS.values()))) for _ in range(3)]
         windows = [random_window(rng, matcher, 6, is_tree) for matcher in matchers]
-        packed = masks.compute(matchers, windows, masks.memory(3 * 6))
-        rows = packed[: 3 * 6 * masks.words].view(3, 6, masks.words)
+        memory = masks.memory(4 * 6)
+        masks.compute(matchers, windows, memory, [12, 0, 18])
+        assert (memory[6:12] == -1).all(), "rows of another window"
+        rows = memory.view(4, 6, masks.words)[[2, 0, 3]]
         for index, (matcher, window) in enumerate(zip(matchers, windows, strict=True)):
             for column in range(6):
                 path = path_to(window, column)
@@ -90,13 +92,20 @@ class Counted:
         return getattr(self._inner, name)
 
 
-def test_the_chains_of_a_step_are_one_call() -> None:
-    """Windows without any guess are another."""
+def test_many_chains_are_one_call_and_few_are_followed_by_the_calling_thread() -> None:
+    """Windows without any guess are another call."""
     masks = WindowMasks(VOCAB, frozenset({END}), num_threads=1)
     counted = Counted(masks._executor)
     masks.__dict__["_executor"] = counted
-    matchers = [COMPILER.compile(TINY_GRAMMARS["any object"]) for _ in range(8)]
-    masks.compute(matchers, [HostWindow([9, 96, 7, 5])] * 8, masks.memory(32))
+    num_windows = MAX_ALONE + 7
+    matchers = [COMPILER.compile(TINY_GRAMMARS["any object"]) for _ in range(num_windows)]
+    places, memory = list(range(0, 4 * num_windows, 4)), masks.memory(4 * num_windows)
+    masks.compute(matchers, [HostWindow([9, 96, 7, 5])] * num_windows, memory, places)
     assert counted.calls == 1
-    masks.compute(matchers, [HostWindow([9, 96, 7, 5])] * 4 + [HostWindow([9, -1, -1, -1])] * 4, masks.memory(32))
+    some = [HostWindow([9, 96, 7, 5])] * 4 + [HostWindow([9, -1, -1, -1])] * (num_windows - 4)
+    masks.compute(matchers, some, memory, places)
     assert counted.calls == 3
+    few = masks.memory(4 * MAX_ALONE)
+    masks.compute(matchers[:MAX_ALONE], some[:MAX_ALONE], few, places[:MAX_ALONE])
+    assert counted.calls == 3
+    assert torch.equal(few, memory[: len(few)])

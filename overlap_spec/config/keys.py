@@ -1,0 +1,50 @@
+"""The API keys: of a flag, of the environment, and of a file, which keeps them out of the list of processes.
+
+# /etc/overlap-spec/keys
+alice:sk-1f0c..
+alice:sk-77ab..         two keys of one client
+sk-9d3e..               a client without a name
+"""
+
+from pathlib import Path
+
+from overlap_spec.config.environment import ADMIN_API_KEY, API_KEY, asked_key
+from overlap_spec.config.flags import EngineConfig
+from overlap_spec.config.settings import ApiKeys
+from overlap_spec.errors import ConfigError
+
+
+def read_keys(config: EngineConfig) -> ApiKeys:
+    """Every key that the flags, the environment and the file give. Raises: ConfigError, which shows no key."""
+    names: dict[str, str] = {}
+    single = config.api_key or asked_key(API_KEY)
+    if single is not None:
+        names[single] = "default"
+    if config.api_key_file is not None:
+        names |= _of_file(Path(config.api_key_file).expanduser(), names)
+    admin = config.admin_api_key or asked_key(ADMIN_API_KEY)
+    if admin is not None and admin in names:
+        raise ConfigError("admin_api_key", "is also one of the API keys: give the operator a key of its own")
+    return ApiKeys(names, admin)
+
+
+def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError("api_key_file", f"{path} cannot be read: {reason}") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        name, colon, key = entry.partition(":")
+        name, key = (name.strip(), key.strip()) if colon else (f"line {number}", entry)
+        if not (name and key) or key in found or key in others:
+            wrong = "has a key that was given before" if name and key else "must be KEY or NAME:KEY"
+            raise ConfigError("api_key_file", f"{path}: line {number} {wrong}")
+        found[key] = name
+    if not found:
+        raise ConfigError("api_key_file", f"{path} has no key")
+    return found

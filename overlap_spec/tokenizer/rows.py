@@ -1,0 +1,29 @@
+"""A client's message of one step, row by row."""
+
+from overlap_spec.messages import Finish, LogProbs, TextDeltas, Usage
+from overlap_spec.tokenizer.open_requests import OpenRequest
+
+
+def counted(usage: Usage, num_tokens: int) -> Usage:
+    """The scheduler's counts, with the completion tokens that are left after a cut."""
+    if usage.completion_tokens == num_tokens:
+        return usage
+    return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
+
+
+def add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
+    """Of the row that was added last, and of the prompt if it is the request's first."""
+    assert request.log_probs is not None
+    reply.log_probs[request.request_id] = of_output
+    of_prompt = request.log_probs.take_prompt()
+    if of_prompt is not None:
+        reply.prompt_log_probs[request.request_id] = of_prompt
+
+
+def add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:
+    """What a request has gained."""
+    reply.request_ids.append(request.request_id)
+    reply.texts.append(request.opened(text) if request.opening else text)
+    reply.token_ids.append(token_ids)
+    reply.finishes.append(finish)
+    reply.usages.append(request.usage)
