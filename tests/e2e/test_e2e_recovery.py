@@ -33,13 +33,21 @@ KINDS: dict[str, Flags] = {  # what requests ask for, in turn
 }
 BASE: Flags = {"max_total_tokens": 40000, "recover": True, "max_recoveries": 100, "random_seed": 1}
 PAIR = ("worker", "scheduler")
-WATCHDOG_S = 2.5
+WATCHDOG_S, PATIENT_S = 2.5, 60.0
 EAGLE3: Flags = {"algorithm": "EAGLE3", "draft_model_path": "head"}
 
 
 def set_watchdog(engine: Engine, timeout_s: float) -> None:
     assert engine._supervisor is not None
     engine._supervisor.watchdog._timeout_s = timeout_s
+
+
+async def watch_one_death(engine: Engine) -> None:
+    """Be impatient until an actor is given up: a step may take seconds on a busy machine, before that and after."""
+    set_watchdog(engine, WATCHDOG_S)
+    while engine.health.state is not EngineState.RECOVERING:
+        await asyncio.sleep(0.02)
+    set_watchdog(engine, PATIENT_S)
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,7 @@ class Disturbance:
     number: int = signal.SIGKILL
 
     def happen(self, engine: Engine) -> None:
-        """The watchdog is impatient only with one that was stopped: a busy machine may take seconds for a step."""
         os.kill(engine.pids[self.role], self.number)
-        if self.number == signal.SIGSTOP:
-            set_watchdog(engine, WATCHDOG_S)
 
 
 def asked(count: int) -> list[tuple[str, SamplingParams]]:
@@ -72,6 +77,7 @@ async def disturbed(
 ) -> list[Completion]:
     """The same answers; an actor is killed or stopped once this share of the tokens has come."""
     left = share * NUM_TOKENS * len(requests)
+    watching: list[asyncio.Task[None]] = []
 
     async def stream(prompt: str, sampling: SamplingParams) -> Completion:
         nonlocal left
@@ -81,9 +87,12 @@ async def disturbed(
             before, left = left, left - len(delta.token_ids)
             if before >= 0 > left:
                 what.happen(engine)
+                watching.append(asyncio.create_task(watch_one_death(engine)))
         return completion_of(deltas)
 
-    return list(await asyncio.gather(*(stream(*request) for request in requests)))
+    found = await asyncio.gather(*(stream(*request) for request in requests))
+    await asyncio.gather(*watching)
+    return list(found)
 
 
 def assert_same(found: Completion, wanted: Completion) -> None:
@@ -122,10 +131,9 @@ async def quiet_audit(engine: Engine) -> AsyncIterator[None]:
 async def same_streams(engine: Engine, count: int, disturbances: Sequence[Disturbance], rng: random.Random) -> None:
     """Disturb as many streams once for each, and compare."""
     requests = asked(count)
-    set_watchdog(engine, 60.0)
+    set_watchdog(engine, PATIENT_S)
     wanted = await answers(engine, requests)
     for number, what in enumerate(disturbances, 1):
-        set_watchdog(engine, 60.0)
         found = await disturbed(engine, requests, what, rng.uniform(0, 0.7))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_same(ours, theirs)

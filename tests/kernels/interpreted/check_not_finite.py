@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of logs of 0
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("columns", [100, 2500])
 def test_nothing_is_drawn_from_what_is_no_number(columns: int, temperature: float) -> None:
@@ -45,6 +46,7 @@ def test_the_best_of_nan_is_nothing_and_a_guess_is_some_token(mapped: bool, by_r
     assert out.tolist() == ([13, 10, 10, 10] if mapped else [3, NO_TOKEN, NO_TOKEN, NO_TOKEN])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("kind", step_inputs.DRAWS)
 def test_a_chain_publishes_the_mark_and_keeps_a_token(kind: str) -> None:
     state = step_inputs.slot_state(9, 4, page_size=16)
@@ -53,6 +55,7 @@ def test_a_chain_publishes_the_mark_and_keeps_a_token(kind: str) -> None:
     check_judged(state, slots, (marked(drawn, 3), window, slots, state.length[slots]), (), "chain")
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("kind", tree_inputs.DRAWS)
 def test_a_tree_publishes_the_mark_and_keeps_a_token(kind: str) -> None:
     state = tree_inputs.tree_state(9, 9, page_size=16)
@@ -85,6 +88,7 @@ def check_judged(state, slots, arguments, depth, kind) -> None:
     assert torch.equal(published.clamp(min=-1)[run > 0], run[run > 0])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("columns", "k"), [(16, 8), (100, 4), (4100, 20)])
 def test_every_ranked_column_exists(columns: int, k: int) -> None:
     logits = ranked_rows(columns, torch.float32, CPU)

@@ -18,7 +18,7 @@ from support.fake_settings import fake_settings
 
 from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import ActorFailed, Alive, DraftState, TokenizerFacts
+from overlap_spec.messages import ActorFailed, ActorReady, Alive, DraftState, TokenizerFacts
 from overlap_spec.runtime import supervisor as supervisor_module
 from overlap_spec.runtime import watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
@@ -181,6 +181,25 @@ def test_an_error_on_purpose_of_the_tokenizer_ends_the_run(tmp_path: Path) -> No
             await supervisor.start(recovering(most=3))
             supervisor._dispatch(ActorFailed("tokenizer", "audit fault", "", on_purpose=True))
             assert supervisor.failed.result().actor == "tokenizer"
+
+    asyncio.run(scenario())
+
+
+def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            await supervisor.start(recovering(most=1))
+            supervisor._on_exit("worker", 1)
+            supervisor.watchdog._signs["tokenizer"].probed = True
+            supervisor._dispatch(ActorFailed("worker", "out of memory", ""))
+            supervisor._dispatch(ActorFailed("scheduler", "its worker is gone", ""))
+            supervisor._dispatch(ActorReady("worker", TokenizerFacts("of the one that died", "")))
+            while supervisor.recovering is not None:
+                await asyncio.sleep(0.01)
+            assert supervisor.facts["worker"] == TokenizerFacts("worker", "")
+            assert not supervisor.watchdog._signs["tokenizer"].probed, "its answer is lost with the link"
+            await asyncio.sleep(supervisor_module.FAILURE_S)
+            assert not supervisor.failed.done()
 
     asyncio.run(scenario())
 

@@ -59,10 +59,10 @@ def test_a_resumed_request_ends_by_its_length_and_counts_once() -> None:
     bench = Bench(make_ready())
     admit = make_admit(1, [1, 2, 3], 4)
     bench.admits[1], bench.tokens[1] = admit, [7, 8, 9]
-    bench.deliver(replace(admit, resumed=Resumed(pack_ids([7, 8, 9]), 0, 2)))
+    bench.deliver(replace(admit, resumed=Resumed(pack_ids([7, 8, 9]), 2, 2)))
     bench.finish_all()
     assert bench.finishes[1].kind is FinishKind.LENGTH and len(bench.tokens[1]) == 4
-    assert bench.usages[1] == Usage(3, 0, 4, 2), "the token after a prefill is no verify step's"
+    assert bench.usages[1] == Usage(3, 2, 4, 2), "the token after a prefill is no verify step's"
     assert bench.scheduler.planner.counters.requests == 0
     (reset,) = [work.reset for plan in bench.all_plans for work in plan.work if work.reset is not None]
     assert (reset.prompt_len, reset.output_from) == (6, 3)
