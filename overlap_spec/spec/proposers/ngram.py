@@ -30,7 +30,6 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 from overlap_spec.config import NgramSettings
-from overlap_spec.messages import MOST_RESTING
 from overlap_spec.models.interfaces import DraftProfile, RowBatch, TargetOutput, TreeShape
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.sampling.token_pool import TokenPool
@@ -38,6 +37,8 @@ from overlap_spec.spec.drafts import EngineShape
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram_corpus import enter_corpus, read_corpus
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
+
+MOST_MISSED = 32  # tokens: of steps that rested, `MOST_RESTING` of the messages
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class NgramProposer:
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Share what was committed, by this step and by those before it that rested."""
         newest, ends = self.memory.newest, verdict.next_lengths
-        starts, most = newest.index_select(0, batch.slots) + 1, verdict.tokens.shape[1] + MOST_RESTING
+        starts, most = newest.index_select(0, batch.slots) + 1, verdict.tokens.shape[1] + MOST_MISSED
         self.memory.share(batch.page_table, batch.slots, starts, ends, most)
         newest.index_copy_(0, batch.slots, ends)
 

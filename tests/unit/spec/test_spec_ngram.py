@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.messages import MOST_RESTING
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.proposers.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
+from overlap_spec.spec.proposers.ngram import MOST_MISSED, NgramLimits, NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus
 from overlap_spec.spec.types import SlotBatch
 
@@ -264,6 +265,7 @@ def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
 def test_what_steps_at_rest_commit_is_shared_later(prompt: int) -> None:
     """The log is the same, inside a page and across two."""
     torch.manual_seed(1)
+    assert MOST_MISSED >= MOST_RESTING
     shared, rested = Requests(Limits()), Requests(Limits())
     rested.tables = shared.tables
     tokens = torch.randint(0, 50, (prompt + 41,)).tolist()
