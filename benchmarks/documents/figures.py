@@ -160,6 +160,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",
     "soak-audited": lambda results: f"{results['audit_soak_h200']['audit']['figures']['tokens']:,}",
     "soak-faults": lambda results: str(results["audit_soak_h200"]["audit"]["figures"]["faults"]),
+    "fuzzed-requests": lambda results: f"{results['fuzz_cpu']['fuzzed_http']['figures']['cases']:,}",
+    "fuzzed-frames": lambda results: f"{results['fuzz_cpu']['fuzzed_frames']['figures']['frames']:,}",
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
     "bf16-largest": lambda results: _verdict(results, "largest_margin"),
     "bf16-bound": lambda results: _verdict(results, "margin_bound"),

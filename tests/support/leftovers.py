@@ -12,6 +12,7 @@ from support.command_line import Service
 
 GAUGES = ("num_running_reqs", "num_queue_reqs", "num_used_tokens", "kv_evictable_tokens", "audit_backlog")
 SETTLED_S = 20.0
+SPARE_DESCRIPTORS = 4  # of connections between processes, which are made again after a recovery
 POOL_THREADS = 6  # of pools, which start their threads as more work comes at once than ever before
 
 
@@ -28,16 +29,18 @@ def held_by(service: Service) -> dict[str, Held]:
     """By role; the HTTP server is `main`. A process that ends meanwhile is left out."""
     found: dict[str, Held] = {}
     for role, pid in {"main": service.process.pid, **service.actors()}.items():
-        with suppress(FileNotFoundError, ProcessLookupError):
+        with suppress(OSError):
             found[role] = held(pid)
     return found
 
 
 def held(pid: int) -> Held:
-    """Of one process, as the kernel counts."""
+    """Of one process, as the kernel counts. Raises: OSError if it has ended, though its parent may not know yet."""
     of = Path(f"/proc/{pid}")
-    status = (of / "status").read_text()
-    rss, threads = (int(re.findall(rf"^{name}:\s+(\d+)", status, re.M)[0]) for name in ("VmRSS", "Threads"))
+    found = dict(re.findall(r"^(VmRSS|Threads):\s+(\d+)", (of / "status").read_text(), re.M))
+    if "VmRSS" not in found:
+        raise ProcessLookupError(pid)
+    rss, threads = int(found["VmRSS"]), int(found["Threads"])
     return Held(len(list((of / "fd").iterdir())), threads, rss << 10)
 
 
@@ -61,13 +64,14 @@ def gauges_above_zero(metrics: str) -> dict[str, float]:
 
 
 def as_before(service: Service, before: dict[str, Held], timeout_s: float = 10.0) -> str:
-    """Wait until no process has more descriptors and threads than before, pools apart. "" then, else what is more."""
+    """Wait until no process has more descriptors and threads than before, but few. "" then, else what is more."""
     deadline = time.monotonic() + timeout_s
     while True:
         more = [
             f"{role}: {now.descriptors} descriptors and {now.threads} threads, had {had.descriptors} and {had.threads}"
             for role, now in held_by(service).items()
-            if now.descriptors > (had := before[role]).descriptors or now.threads > had.threads + POOL_THREADS
+            if now.descriptors > (had := before[role]).descriptors + SPARE_DESCRIPTORS
+            or now.threads > had.threads + POOL_THREADS
         ]
         if not more or time.monotonic() > deadline:
             return "; ".join(more)

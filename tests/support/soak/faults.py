@@ -176,7 +176,7 @@ async def junk_frames(scene: Scene) -> AsyncIterator[None]:
 
 
 def ended(role: str, number: int) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
-    """A process gets a signal; the engine recovers, and takes requests again."""
+    """A process gets a signal; the engine recovers, and takes requests again. The tokenizer takes both others along."""
 
     @asynccontextmanager
     async def happen(scene: Scene) -> AsyncIterator[None]:
@@ -237,11 +237,12 @@ FAULTS = [
     Fault("NaN of the draft", spoils(NAN_DRAFT, HELD_S)),
     Fault("NaN of the target", spoils(NAN_TARGET, HELD_S / 20), frozenset({BROKEN})),
 ]
-HARSH = [  # the engine starts scheduler and worker again, and requests go on
+HARSH = [  # the engine starts scheduler and worker again, and requests go on; without a tokenizer they end
     Fault("the worker is killed", ended("worker", signal.SIGKILL)),
     Fault("the scheduler stops", ended("scheduler", signal.SIGSTOP)),
     Fault(A_LONG_RUN, spoils(LONG_RUN, 0.0)),
     Fault("the worker stops", ended("worker", signal.SIGSTOP)),
     Fault("the scheduler is killed", ended("scheduler", signal.SIGKILL)),
     Fault(ANOTHER_STEP, spoils(OTHER_STEP, 0.0)),
+    Fault("the tokenizer is killed", ended("tokenizer", signal.SIGKILL), frozenset({BROKEN, CUT})),
 ]

@@ -38,10 +38,10 @@ class Memory:
 
     def report(self) -> list[dict[str, Any]]:
         """One row per process: its slope after its warm-up, and what it held at the ends."""
-        return [_row(role, samples) for role, samples in sorted(self._samples.items()) if len(samples) > 2]
+        return [row_of(role, samples) for role, samples in sorted(self._samples.items()) if len(samples) > 2]
 
 
-def _row(role: str, samples: list[Sample]) -> dict[str, Any]:
+def row_of(role: str, samples: list[Sample]) -> dict[str, Any]:
     first, last = samples[0].requests, samples[-1].requests
     warm = [each for each in samples if each.requests >= first + WARM_SHARE * (last - first)]
     slope = slope_mb(warm)

@@ -16,7 +16,7 @@ from typing import Any
 from overlap_spec import Client
 from support.command_line import Service
 from support.leftovers import as_before, drained, held_by
-from support.soak.clients import ANSWERED, Clients, Outcome, Tally
+from support.soak.clients import ANSWERED, REFUSED, Clients, Outcome, Tally
 from support.soak.faults import A_LONG_RUN, ANOTHER_STEP, FAULTS, HARSH, NO_TROUBLE, Fault, Scene
 from support.soak.measure import Memory, growing
 from support.soak.requests import CONTEXT, Manner, alone, request
@@ -25,6 +25,7 @@ USERS = 32  # requests that are open at once
 WARM_S = 3.0  # of load and every fault's start, before descriptors and threads are counted
 HARSH_SHARE = 0.35  # of the time, at its end: then processes die, so memory is measured before
 SAMPLE_S = 0.25
+REFUSED_S = 0.1  # that a user waits then
 ALONE = 60  # answers that are compared with solo runs, at most
 ONE_IN = 5  # answers that may be compared
 POOL = ("--max-total-tokens", "960", "--max-running-requests", "16")  # 60 pages: requests are preempted
@@ -86,9 +87,9 @@ class Round:
         scene.num_sent = 0
         begun = time.monotonic()
         await self._load(clients, (1 - HARSH_SHARE) * self._seconds, self._faults_in_turn(scene, FAULTS), sampled=True)
+        stats = await zmq_client.stats()  # a tokenizer that is started again counts from 0
         await self._load(clients, HARSH_SHARE * self._seconds, self._faults_in_turn(scene, HARSH))
         spent = time.monotonic() - begun
-        stats = await zmq_client.stats()
         self._check_outcomes()
         assert (left := await asyncio.to_thread(drained, self._service)) == "", left
         await clients.http.aclose()
@@ -132,6 +133,8 @@ class Round:
             self._tally.add(outcome, frozenset(excused))
             if outcome.kind == ANSWERED and asked.manner is Manner.READ:
                 self._keep(outcome)
+            if outcome.kind == REFUSED:
+                await asyncio.sleep(REFUSED_S)
 
     def _keep(self, outcome: Outcome) -> None:
         number = outcome.asked.number
@@ -148,12 +151,12 @@ class Round:
             await self._happen(fault, scene)
 
     async def _faults_in_turn(self, scene: Scene, faults: Sequence[Fault]) -> None:
-        """In another order each time, with a pause after each."""
+        """In another order each time, with a pause before each."""
         while time.monotonic() < self._ends_at:
             for fault in scene.random.sample(faults, len(faults)):
+                await asyncio.sleep(scene.random.uniform(0.3, 1.0))  # requests are open by then
                 if time.monotonic() < self._ends_at:
                     await self._happen(fault, scene)
-                    await asyncio.sleep(scene.random.uniform(0.2, 0.8))
 
     async def _happen(self, fault: Fault, scene: Scene) -> None:
         if fault in HARSH:
