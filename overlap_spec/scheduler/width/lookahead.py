@@ -10,7 +10,7 @@ own. How many columns a tree needs for a level is learnt from the columns of the
 
 Free is not quite true: of a small model's step the lookup takes a fifth. So steps rest while it does not pay: they are
 narrow, and nothing is looked up after them. Lookups are paid for with what they have gained (`credit.py`), and a match
-that is worth it keeps them going.
+that promises a clear gain keeps them going.
 """
 
 from bisect import bisect_right
