@@ -82,6 +82,7 @@ from overlap_spec.messages.request import (
     TokenPrompt,
 )
 from overlap_spec.messages.ring import (
+    MOST_RESTING,
     NO_TOKEN,
     Abort,
     Admit,
@@ -194,6 +195,7 @@ __all__ = [
     "MAX_LISTED_LOG_PROBS",
     "MAX_MARKER_TOKENS",
     "MAX_STOP_IDS",
+    "MOST_RESTING",
     "NO_TOKEN",
     "MAX_STOP_STRINGS",
     "MAX_TOP_LOG_PROBS",

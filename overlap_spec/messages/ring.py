@@ -110,13 +110,17 @@ class SlotWork(Message, frozen=True):
     scored: tuple[int, int] = (0, 0)
 
 
+MOST_RESTING = 32  # steps that rest, one after another
+
+
 class StepPlan(Message, frozen=True):
     """One step: which slots, and how wide the window (1..W) is. Steps run in the order they are sent.
 
     A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
     token. At width 1, where W is more, the draft is left out; what it missed it absorbs at the start of a step with
-    `catch_up`. A prefill step proposes for a whole window. In a step of an `audit` the draft takes no part, its decode
-    steps are one column wide, and are padded to `padded_to` slots.
+    `catch_up`. Methods that are self-drafting leave it out where a step of width 1 `rests`. A prefill step proposes for
+    a whole window. In a step of an `audit` the draft takes no part, its decode steps are one column wide, and are
+    padded to `padded_to` slots.
     """
 
     step_id: int
@@ -126,6 +130,7 @@ class StepPlan(Message, frozen=True):
     catch_up: bool = False
     audit: bool = False
     padded_to: int = 0
+    rests: bool = False
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------
@@ -134,12 +139,14 @@ class StepPlan(Message, frozen=True):
 class StepCosts(Message, frozen=True):
     """What decode steps take, measured: seconds[i][j] for batch_sizes[i] and widths[j], both ascending.
 
-    `widths` are all that a step may have. Empty: every step is as wide as the window.
+    `widths` are all that a step may have. Empty: every step is as wide as the window. `resting[i]`: a step of width 1
+    of a method that is self-drafting, without its draft; empty for other methods.
     """
 
     batch_sizes: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     seconds: tuple[tuple[float, ...], ...] = ()
+    resting: tuple[float, ...] = ()
 
 
 class PrefillCosts(Message, frozen=True):
@@ -221,7 +228,7 @@ class StepResult(Message, frozen=True):
     paths: list[list[int]] = []  # window columns of the accepted guesses; of chains column i holds guess i
     last_guesses: list[int] = []  # the last window column with a guess, 0 without one
     # Of methods that are self-drafting, whose windows are whole whatever the step's width; empty: no slot had a guess.
-    levels: list[int] = []  # of guesses in the whole window
+    levels: list[int] = []  # of guesses in the whole window; -1: the step before rested, so there is none
     strengths: list[int] = []  # how many tokens the guesses rest on
     next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
     # Packed log-probs (`LogProbs.records`) of `tokens`, and of prompt tokens in the plan's chunks. Empty: no request

@@ -157,7 +157,7 @@ class Planner:
             return None
         self._admission.ratio.decay()
         if not self.limits.max_deferred:
-            return self._step(Phase.DECODE, work, requests, [], width)
+            return self._step(Phase.DECODE, work, requests, [], width, rests=not self.widths.drafts())
         catch_up = self._catches_up(requests, width)
         if catch_up:
             work = [replace(item, deferred=request.deferred) for item, request in zip(work, requests, strict=True)]
@@ -231,7 +231,9 @@ class Planner:
         width: int,
         catch_up: bool = False,
         expected_s: float = 0.0,
+        rests: bool = False,
     ) -> Step:
         self._last = phase
         self._next_step_id += 1
-        return Step(StepPlan(self._next_step_id, phase, work, width, catch_up), requests, ends, expected_s)
+        plan = StepPlan(self._next_step_id, phase, work, width, catch_up, rests=rests)
+        return Step(plan, requests, ends, expected_s)

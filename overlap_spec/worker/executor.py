@@ -169,12 +169,13 @@ class Executor:
         handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)
         draft = partial(decoder.draft, forwarded, batch_slots.sampling)
-        if self.device.asynchronous:
+        drafts = not handle.plan.rests
+        if drafts and self.device.asynchronous:
             draft()  # enqueued first, so that the device need not wait for this thread
         if masking is not None:
             masking.launched(handle, constrained)
         on_published(handle)
-        if not self.device.asynchronous:
+        if drafts and not self.device.asynchronous:
             draft()  # tokens leave before the draft works
         for row, slots in rows_left_out:
             forwarded.batch.slots.index_copy_(0, row, slots)

@@ -44,7 +44,8 @@ class Steps:
         self.pool = TokenPool.allocate(batch_size * NUM_PAGES + 1, PAGE_SIZE, self.place)
         chosen = LIMITS["by recency"]._replace(**limits)
         corpus = torch.zeros(0, dtype=torch.int32, device=place)
-        memory = NgramMemory(chosen, self.pool, log, corpus)
+        newest = torch.zeros(batch_size + 1, dtype=torch.int64, device=place)
+        memory = NgramMemory(chosen, self.pool, log, corpus, newest)
         self.proposer = NgramProposer(memory, NgramWindows.allocate(batch_size + 1, WIDTH - 1, self.place))
         self.slots = torch.arange(batch_size, device=place)
         pages = 1 + torch.arange(batch_size * NUM_PAGES, device=place, dtype=torch.int32)
@@ -61,14 +62,14 @@ class Steps:
         """Absorb what is committed, guess, move on."""
         columns = PublishedColumns(WIDTH, is_self_drafting=True)
         verdict = Verdict.allocate(self.batch_size, columns, self.place)
-        verdict = verdict._replace(tokens=self.committed, accept_len=self.accept_len)
+        after = self.lengths + self.accept_len + 1
+        verdict = verdict._replace(tokens=self.committed, accept_len=self.accept_len, next_positions=after[None])
         before, nothing = self.batch(self.lengths), self.committed[:0]
         lookahead = verdict.published.lookahead
         self.proposer.lookahead(before, verdict, lookahead)
         rows, output = RowBatch(nothing, None, self.table, None, 1, True), TargetOutput(nothing, nothing)
         store_tokens(*self.pool.rows_of(self.table), self.lengths + 1, self.committed, self.accept_len + 1)
         learnt = self.proposer.extend(before, rows, output, verdict)
-        after = self.lengths + self.accept_len + 1
         guesses = self.proposer.propose(self.batch(after), learnt, WIDTH - 1)
         self.lengths.copy_(after)
         return guesses, lookahead

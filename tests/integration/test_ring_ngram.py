@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
 
@@ -73,6 +74,27 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
     assert answer.token_ids == fixed.token_ids and set(all_wide) == {8}
     assert widths[1] >= 3 and widths[8] >= 3, widths
     assert answer.usage.spec_verify_ct < 50
+
+
+@pytest.mark.parametrize(("method", "depth"), list(zip(LIMITS, [2, 1], strict=True)))
+def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, depth: int) -> None:
+    """Nothing is found at first, and lookups are dear: they cease. Then the answer goes round, and they go on."""
+    config = replace(BASE, method=method, depth=depth, max_len=200)
+    costs = StepCosts((1,), (1, 2, 4, 8), ((1.0, 1.02, 1.05, 1.1),), (0.75,))
+    sampling = replace_struct(GREEDY, max_new_tokens=120)
+
+    async def main(policy: LookaheadWidth | None) -> tuple[Answer, list[bool], Counter[int]]:
+        async with running(tiny_loaded(3, config.num_steps, method=config.method), config, codec) as ring:
+            if policy is not None:
+                ring.scheduler.planner.widths.policy = policy
+            answer = await ring.ask([40 + i for i in range(20)], sampling)
+            return answer, ring.plans.rests, ring.plans.widths
+
+    answer, rests, widths = asyncio.run(main(LookaheadWidth(costs)))
+    fixed, never, _ = asyncio.run(main(None))
+    assert answer.token_ids == fixed.token_ids and not any(never)
+    assert not rests[0] and sum(rests) >= 10 and not any(rests[-4:]), rests
+    assert widths[8] >= 3, widths
 
 
 def test_a_flush_reaches_the_log(codec: TextCodec) -> None:

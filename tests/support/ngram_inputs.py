@@ -80,6 +80,7 @@ class NgramCase:
             published = torch.zeros(len(at), 5, dtype=torch.int64, device=place)
             ops.lookahead(*guessed, levels, strength, at, run, at.clamp(max=2), published[:, 1:4])
             found += [keys[:3].topk(16, 1).values, *(row[..., :3] for row in merged), published[:3]]
+            found.append(levels[:DUMMY])
         return [tensor.cpu() for tensor in (*found, *self._said(log), pool[self.page_size :])]
 
     def _said(self, log: NgramLog) -> list[Tensor]:

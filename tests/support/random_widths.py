@@ -12,6 +12,7 @@ class RandomWidths:
         self._rng = random.Random(seed)
         self._widths = range(1, width + 1)
         self._now, self._left = width, 0
+        self._last, self._drafts = width, True
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         assert batch_size >= 1
@@ -20,7 +21,13 @@ class RandomWidths:
         if self._left <= 0:
             self._now = self._rng.choice([1, *self._widths])
             self._left = self._rng.choice([1, 1, 2, 5, 25 if self._now == 1 else 3])
+        self._last = now
         return now
+
+    def drafts(self) -> bool:
+        if self._rng.random() < 0.2:
+            self._drafts = not self._drafts
+        return self._drafts or self._last > 1
 
     def observe(self, result: StepResult) -> None:
         assert all(len(run) <= proposed + 1 for run, proposed in zip(result.tokens, result.num_proposed, strict=True))

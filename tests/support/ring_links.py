@@ -229,6 +229,7 @@ class WatchedPlans:
         self._last_audit = False
         self.widths: Counter[int] = Counter()  # of decode steps
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
+        self.rests: list[bool] = []  # each decode step
 
     def send(self, message: ToWorker) -> None:
         if isinstance(message, StepPlan):
@@ -243,6 +244,7 @@ class WatchedPlans:
                 self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
             else:
                 self.widths[message.width] += 1
+                self.rests.append(message.rests)
                 self.catch_ups[message.width > 1] += message.catch_up
         self._link.send(message)
 

@@ -29,6 +29,7 @@ def ngram_lookahead(
 ) -> None:
     """Write of each slot's whole window its levels, its strength, and the column of the guess that was right next.
 
+    Each window is told of once: its levels become -1 until the next one is proposed.
     Right next is a guess after the run of accepted ones; column 0: none was. `last` is the window column where the run
     ends, 0 the root; `committed` holds the tokens of the run, and then the token after it.
     Shapes: guesses, parents [S, K] i64, levels, strength [S] i64, slots, last [B] i64, committed [B, D] i64, padded
@@ -59,9 +60,11 @@ def ngram_lookahead_reference(
 ) -> None:
     count = (committed >= 0).sum(1, keepdim=True)
     newest = committed.gather(1, (count - 1).clamp(min=0))
-    right = (guesses[slots] == newest) & (parents[slots] == last[:, None])
+    found = levels[slots]
+    right = (guesses[slots] == newest) & (parents[slots] == last[:, None]) & (found > 0)[:, None]
     column = (right * torch.arange(1, 1 + guesses.shape[1], device=slots.device)).amax(1)
-    out.copy_(torch.stack((levels[slots], strength[slots], column), 1))
+    out.copy_(torch.stack((found, strength[slots], column), 1))
+    levels[slots] = -1
 
 
 def _ngram_lookahead_triton(
@@ -124,9 +127,11 @@ def _ngram_lookahead_kernel(
     inside = guess < num_guesses
     token = tl.load(guesses_ptr + slot * num_guesses + guess, mask=inside, other=-1)
     parent = tl.load(parents_ptr + slot * num_guesses + guess, mask=inside, other=-1)
-    right = inside & (token == newest) & (parent == tl.load(last_ptr + row))
+    found = tl.load(levels_ptr + slot)
+    right = inside & (token == newest) & (parent == tl.load(last_ptr + row)) & (found > 0)
     next_column = tl.max(tl.where(right, guess + 1, 0), axis=0).to(tl.int64)
     out_ptr += row * out_stride
-    tl.store(out_ptr, tl.load(levels_ptr + slot))
+    tl.store(out_ptr, found)
     tl.store(out_ptr + 1, tl.load(strength_ptr + slot))
     tl.store(out_ptr + 2, next_column)
+    tl.store(levels_ptr + slot, -1)

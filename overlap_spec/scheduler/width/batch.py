@@ -27,6 +27,7 @@ class BatchWidths:
         self.policy = policy
         self._widths = limits.step_widths
         self._num_steps = limits.num_steps
+        self._chose = False  # whether the last width is the policy's
         self._is_self_drafting = limits.is_self_drafting
         # Of a tree, and of n-grams, a narrower window has fewer guesses on every level.
         self._narrows = limits.num_steps + 1 == limits.width and not limits.is_self_drafting
@@ -34,14 +35,20 @@ class BatchWidths:
     def choose(self, queues: RequestQueues) -> int:
         """The width of the next decode step."""
         batch_size = len(queues.running)
+        self._chose = True
         if not queues.num_limited:
             return self.policy.choose(batch_size)
         most_steps = [self._num_steps if each.most_steps is None else each.most_steps for each in queues.running]
         most = max(most_steps)
         if most == 0:
+            self._chose = False
             return self._widths[0]
         width = self.policy.choose(batch_size, most_steps.count(0))
         return min(width, self._enough_for(most)) if self._narrows else width
+
+    def drafts(self) -> bool:
+        """Whether the draft runs after the step whose width was chosen last. Called once, when it is planned."""
+        return not self._chose or self.policy.drafts()
 
     def observe(self, requests: Sequence[Request], result: StepResult, asked: int = 0) -> None:
         """Learn from a settled decode step. Nothing is learnt from a slot that was left out.

@@ -7,6 +7,10 @@ usually goes on.
 
 A guess after a long match is right more often than one after a short match, so each class of matches has a rate of its
 own. How many columns a tree needs for a level is learnt from the columns of the right guesses there.
+
+Free is not quite true: of a small model's step the lookup takes a fifth. So steps rest while it does not pay: they are
+narrow, and nothing is looked up after them. Lookups are paid for with what they have gained (`credit.py`), and a match
+that promises a clear gain keeps them going.
 """
 
 from bisect import bisect_right
@@ -15,6 +19,7 @@ from typing import NamedTuple
 
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.acceptance import accepted_columns, fading
+from overlap_spec.scheduler.width.credit import LookupCredit
 from overlap_spec.scheduler.width.policy import CostTable
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next
@@ -35,11 +40,13 @@ class Lookahead(NamedTuple):
 
 
 def lookaheads(result: StepResult) -> list[Lookahead]:
-    """The windows of a result, by slot."""
+    """The windows of a result, but for slots whose step before rested."""
     none = [0] * len(result.tokens)
     facts = (result.levels or none, result.strengths or none, result.next_columns or none)
     seen = []
     for accepted, levels, strength, following in zip(accepted_columns(result), *facts, strict=True):
+        if levels < 0:
+            continue
         right = [*accepted, following] if following else list(accepted)
         seen.append(Lookahead(bisect_right(CLASSES, strength) - 1, levels, right, min(len(accepted) + 1, levels)))
     return seen
@@ -55,8 +62,11 @@ class MatchedWidth:
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._width if self._matched else 1
 
+    def drafts(self) -> bool:
+        return True
+
     def observe(self, result: StepResult) -> None:
-        self._matched = any(result.levels)
+        self._matched = any(level > 0 for level in result.levels)
 
 
 class MatchClass:
@@ -94,19 +104,34 @@ class LookaheadWidth:
         self._costs = CostTable(costs)
         self._widths = costs.widths
         self._classes = [MatchClass(rate, costs.widths[-1] - 1) for rate in FIRST_RATES]
-        self._windows = Counter({(NO_MATCH, 0): 1})  # (class, levels) of the last result's slots
+        self._windows = Counter({(NO_MATCH, 0): 1})  # (class, levels) of the slots of the last result with windows
+        self._credit = LookupCredit(costs)
+        self._drafted = True  # after the last step
+        self._seconds = 0.0  # of the step that was chosen, with lookups
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         tokens = [float(num_plain)] * len(self._widths)
         for (kind, levels), slots in self._windows.items():
             match = self._classes[kind].committed(levels if kind != NO_MATCH else 0, self._widths)
             tokens = [count + slots * more for count, more in zip(tokens, match, strict=True)]
-        speeds = [count / s for count, s in zip(tokens, self._costs.seconds(batch_size), strict=True)]
+        seconds = self._costs.seconds(batch_size)
+        speeds = [count / s for count, s in zip(tokens, seconds, strict=True)]
         best = speeds.index(max(speeds))
-        return self._widths[best if speeds[best] > CLEAR_GAIN * speeds[0] else 0]
+        best = best if speeds[best] > CLEAR_GAIN * speeds[0] else 0
+        looks = self._credit.grant(batch_size, num_plain, speeds[best] / (self._windows.total() + num_plain))
+        chosen = best if looks and self._drafted else 0  # after a step that rested there is no guess to verify
+        self._seconds = seconds[chosen]
+        return self._widths[chosen]
+
+    def drafts(self) -> bool:
+        self._drafted = self._credit.spend(self._seconds)
+        return self._drafted
 
     def observe(self, result: StepResult) -> None:
+        self._credit.earn(result)
         windows = lookaheads(result)
+        if not windows:
+            return
         self._windows = Counter((window.kind, window.levels) for window in windows)
         for kind, match_class in enumerate(self._classes):
             match_class.observe([window for window in windows if window.kind == kind and window.levels])

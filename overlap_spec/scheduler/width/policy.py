@@ -25,6 +25,13 @@ class WidthPolicy(Protocol):
         """The width of the next decode step, of whose slots `num_plain` have no guesses."""
         ...
 
+    def drafts(self) -> bool:
+        """Whether guesses are looked up after the step whose width was chosen last; called once it is planned.
+
+        Asked of methods that are self-drafting. A step that is wider than one column must be followed by its draft.
+        """
+        ...
+
     def observe(self, result: StepResult) -> None:
         """Learn from a settled decode step."""
         ...
@@ -38,6 +45,9 @@ class FixedWidth:
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._width
+
+    def drafts(self) -> bool:
+        return True
 
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
@@ -92,6 +102,9 @@ class MeasuredWidth:
             )
             self._logged = self._now
         return self.current
+
+    def drafts(self) -> bool:
+        return True
 
     def observe(self, result: StepResult) -> None:
         self.accepted.observe(result)

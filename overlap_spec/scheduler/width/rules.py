@@ -71,6 +71,10 @@ class RuledWidth:
         """See `WidthPolicy`."""
         return self._rule_for(batch_size).steps + 1
 
+    def drafts(self) -> bool:
+        """See `WidthPolicy`."""
+        return True
+
     def observe(self, result: StepResult) -> None:
         """See `WidthPolicy`."""
         tokens = result.tokens

@@ -8,7 +8,9 @@ Two memories:
               complete; what a step commits enters it before that step's guesses are made
 
 Guesses cost next to nothing, so a whole window is filled after every step, and its lookahead goes out with the next
-step's tokens: the width policy sees how good guesses are that were never verified.
+step's tokens: the width policy sees how good guesses are that were never verified. Next to nothing is still a fifth of
+a small model's step: while guesses do not pay, steps rest, and neither look up nor share; the next that does makes up
+for them.
 """
 
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram_corpus import enter_corpus, read_corpus
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 
+MOST_MISSED = 32  # tokens: of steps that rested, `MOST_RESTING` of the messages
+
 
 @dataclass(frozen=True)
 class NgramWindows:
@@ -43,7 +47,7 @@ class NgramWindows:
 
     tokens: Tensor  # [S, K] i64, -1: none
     parents: Tensor  # [S, K] i64, window columns
-    levels: Tensor  # [S] i64: of the deepest guess
+    levels: Tensor  # [S] i64: of the deepest guess; -1 once the window was told of
     strength: Tensor  # [S] i64: tokens of the longest match
 
     @staticmethod
@@ -66,6 +70,7 @@ class NgramMemory:
     pool: TokenPool
     log: NgramLog  # with a row of `open_page` for each slot row, the dummy last
     corpus: Tensor  # [n] i32: what is in the log from the start, and again after it was forgotten
+    newest: Tensor  # [S] i64: the last position of each slot that is in the log
 
     @property
     def dummy(self) -> int:
@@ -99,13 +104,16 @@ class NgramProposer:
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
         """Share the prompts that are complete, with the tokens drawn after them."""
         ends = rows.positions[prompts.last_rows] + 1
+        self.memory.newest.index_copy_(0, prompts.slots, ends)
         most = rows.page_table.shape[1] * self.memory.pool.page_size
         self.memory.share(rows.page_table, prompts.slots, torch.zeros_like(ends), ends, most)
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
-        """Share what was committed."""
-        starts, most = batch.lengths + 1, verdict.tokens.shape[1]
-        self.memory.share(batch.page_table, batch.slots, starts, starts + verdict.accept_len, most)
+        """Share what was committed, by this step and by those before it that rested."""
+        newest, ends = self.memory.newest, verdict.next_lengths
+        starts, most = newest.index_select(0, batch.slots) + 1, verdict.tokens.shape[1] + MOST_MISSED
+        self.memory.share(batch.page_table, batch.slots, starts, ends, most)
+        newest.index_copy_(0, batch.slots, ends)
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Nothing ever waits."""
@@ -178,6 +186,7 @@ class NgramDraft:
 
     def attach(self, cache: KVCache, shape: EngineShape) -> NgramProposer:
         log = with_slots(self.log, shape.num_rows)
-        memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus)
+        newest = torch.zeros(shape.num_rows, dtype=torch.int64, device=shape.device)
+        memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus, newest)
         memory.enter_corpus()
         return NgramProposer(memory, NgramWindows.allocate(shape.num_rows, self.num_guesses, shape.device))

@@ -282,8 +282,15 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     of_size = _single_steps if on_cpu else _queued_steps
     # all steps in each round: a short disturbance then spoils a step in one round, not in all
     rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
-    fastest = tuple(tuple(map(min, *rows)) for rows in zip(*rounds, strict=True))
-    return StepCosts(tuple(sizes), geometry.step_widths, fastest)
+    fastest = [tuple(map(min, *rows)) for rows in zip(*rounds, strict=True)]
+    resting = tuple(row[0] for row in fastest) if executor.is_self_drafting else ()
+    seconds = tuple(row[-len(geometry.step_widths) :] for row in fastest)
+    return StepCosts(tuple(sizes), geometry.step_widths, seconds, resting)
+
+
+def _kinds(executor: Executor, geometry: Geometry) -> list[tuple[int, bool]]:
+    """What is timed: (width, whether the step rests), narrowest first."""
+    return [*([(1, True)] if executor.is_self_drafting else []), *((width, False) for width in geometry.step_widths)]
 
 
 def measured_again(executor: Executor, geometry: Geometry, costs: StepCosts) -> float:
@@ -296,38 +303,42 @@ def measured_again(executor: Executor, geometry: Geometry, costs: StepCosts) -> 
 
 
 def _queued_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
-    return [_step_seconds(executor, geometry, size, width, QUEUED_STEPS) for width in geometry.step_widths]
+    kinds = _kinds(executor, geometry)
+    return [_step_seconds(executor, geometry, size, width, QUEUED_STEPS, rests) for width, rests in kinds]
 
 
 def _single_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
-    """Seconds of one step of each width where nothing is queued, one after another on the same requests.
+    """Seconds of one step of each kind where nothing is queued, one after another on the same requests.
 
     From the widest to the narrowest: so each finds the guesses that it needs, and no draft has rows to catch up with.
     """
     seconds: list[float] = []
     last = geometry.max_len - 1
-    start = min(COST_CONTEXT, max(last - 1 - sum(geometry.step_widths), 0))
+    kinds = _kinds(executor, geometry)
+    start = min(COST_CONTEXT, max(last - 1 - sum(width for width, _ in kinds), 0))
     length = last  # so the first width begins new requests
-    for width in reversed(geometry.step_widths):
+    for width, rests in reversed(kinds):
         if length + width > last:
             work = [_prompt(geometry, GREEDY, start, 1, slot) for slot in range(size)]
             _run(executor, StepPlan(0, Phase.PREFILL, work, geometry.width))
             length = start + 1
-        decode = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
+        decode = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width, rests=rests)
         result = executor.launch(decode).wait()
         seconds.append(result.gpu_time + result.gpu_gap)
         length += width
     return seconds[::-1]
 
 
-def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int) -> float:
+def _step_seconds(
+    executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int, rests: bool = False
+) -> float:
     """Mean device time from the tokens of one step to those of the next, with steps queued ahead."""
     room = max(geometry.max_len - 1 - num_steps * width, 0)
     num_steps = max(min(num_steps, (geometry.max_len - 1) // width), 1)
     start = min(COST_CONTEXT, room)
     work = [_prompt(geometry, GREEDY, start, 1, slot) for slot in range(size)]
     _run(executor, StepPlan(0, Phase.PREFILL, work, width))
-    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
+    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width, rests=rests)
     handles = [executor.launch(plan) for _ in range(num_steps + 1)]
     results = [handle.wait() for handle in handles]
     return sum(result.gpu_time + result.gpu_gap for result in results[1:]) / num_steps

@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.messages import MOST_RESTING
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
 from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.proposers.ngram import NgramLimits, NgramMemory, NgramProposer, NgramWindows
+from overlap_spec.spec.proposers.ngram import MOST_MISSED, NgramLimits, NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus
 from overlap_spec.spec.types import SlotBatch
 
@@ -56,7 +57,7 @@ class Requests:
             limits.min_match, limits.max_match, limits.branch, limits.min_breadth, limits.max_breadth,
             limits.by_frequency,
         )  # fmt: skip
-        self.memory = NgramMemory(own, self.pool, log, corpus)
+        self.memory = NgramMemory(own, self.pool, log, corpus, torch.zeros(NUM_SLOTS + 1, dtype=torch.int64))
         self.windows = NgramWindows.allocate(NUM_SLOTS + 1, num_guesses, self.pool.tokens.device)
         self.proposer = NgramProposer(self.memory, self.windows)
         self.num_guesses = num_guesses
@@ -87,13 +88,21 @@ class Requests:
         lengths = torch.tensor([len(self.tokens[slot]) - 1 for slot in runs])
         committed = torch.tensor([run + [-1] * (most - len(run)) for run in runs.values()])
         counts = torch.tensor([len(run) for run in runs.values()])
-        verdict = unwritten(len(slots), PublishedColumns(most))._replace(tokens=committed, accept_len=counts - 1)
+        verdict = unwritten(len(slots), PublishedColumns(most))._replace(
+            tokens=committed, accept_len=counts - 1, next_positions=(lengths + counts)[None]
+        )
         store_tokens(*self.pool.rows_of(self.tables[slots]), lengths + 1, committed, counts)
         self.proposer.extend(
             self.batch(slots, lengths), RowBatch(NO_ROWS, None, self.tables, None, 1, True), NOTHING, verdict
         )
         for slot, run in runs.items():
             self.tokens[slot] += run
+
+    def rest(self, slot: int, run: list[int]) -> None:
+        """A step that rests: its tokens are in the pool, and shared by the next one that does not."""
+        start, counts = torch.tensor([len(self.tokens[slot])]), torch.tensor([len(run)])
+        store_tokens(*self.pool.rows_of(self.tables[slot : slot + 1]), start, torch.tensor([run]), counts)
+        self.tokens[slot] += run
 
     def batch(self, slots: Tensor, lengths: Tensor) -> SlotBatch:
         return SlotBatch(slots, lengths, self.tables[slots], sampling())
@@ -237,6 +246,7 @@ def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
 
     def lookahead(committed: list[int]) -> tuple[int, ...]:
         accept_len = len(committed) - 1 - committed.count(-1)
+        requests.windows.levels[0] = 4
         verdict = unwritten(1, PublishedColumns(len(committed), is_self_drafting=True))._replace(
             tokens=torch.tensor([committed]), accept_len=torch.tensor([accept_len])
         )
@@ -248,6 +258,29 @@ def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
     assert lookahead([3, 4]) == (4, 2, 2), "in the column after"
     assert lookahead([3, 9]) == (4, 2, 0)
     assert lookahead([3, 4, 1, 2, 7]) == (4, 2, 0), "nothing was guessed there"
+    assert requests.windows.levels.tolist()[:2] == [-1, 0], "it is told once"
+
+
+@pytest.mark.parametrize("prompt", [20, 225, 240, 250])
+def test_what_steps_at_rest_commit_is_shared_later(prompt: int) -> None:
+    """The log is the same, inside a page and across two."""
+    torch.manual_seed(1)
+    assert MOST_MISSED >= MOST_RESTING
+    shared, rested = Requests(Limits()), Requests(Limits())
+    rested.tables = shared.tables
+    tokens = torch.randint(0, 50, (prompt + 41,)).tolist()
+    for requests in (shared, rested):
+        requests.prefill(0, tokens[:prompt])
+        for step in range(20):
+            run = tokens[prompt + 2 * step : prompt + 2 * step + 2]
+            requests.rest(0, run) if requests is rested and step % 8 else requests.commit({0: run})
+        requests.commit({0: tokens[-1:]})
+    pages = int(shared.memory.log.opened)
+    inside = torch.arange(shared.memory.log.tokens.shape[1]) < shared.memory.log.fill[:pages, None]
+    said = [each.memory.log.tokens[:pages].masked_fill(~inside, -1) for each in (shared, rested)]
+    assert torch.equal(*said) and inside.sum() >= prompt + 41
+    for name in ("fill", "opened", "open_page", "places"):
+        assert torch.equal(getattr(shared.memory.log, name), getattr(rested.memory.log, name)), name
 
 
 def test_the_references_walk() -> None:

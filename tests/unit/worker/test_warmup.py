@@ -59,7 +59,7 @@ def test_a_disturbance_shorter_than_a_round_is_in_no_figure(begin: int, monkeypa
         return [(size + w) * (10 if bad else 1) for w, bad in zip(geometry.step_widths, disturbed, strict=True)]
 
     monkeypatch.setattr(warmup, "_single_steps", seconds)
-    on_cpu = SimpleNamespace(slots=SimpleNamespace(length=SimpleNamespace(is_cuda=False)))
+    on_cpu = SimpleNamespace(slots=SimpleNamespace(length=SimpleNamespace(is_cuda=False)), is_self_drafting=False)
     costs = measure_steps(on_cpu, replace(geometry(8, 64, 500), narrower=(1, 2)), ())
     assert (costs.batch_sizes, costs.widths) == ((1, 4), (1, 2, 4))
     assert costs.seconds == ((2, 3, 5), (5, 6, 8))
@@ -82,10 +82,14 @@ def test_steps_of_every_width_share_a_prompt_while_it_has_room(max_len: int, sta
         return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5))
 
     sized = replace(geometry(8, 64, max_len), narrower=(1, 2))
-    assert _single_steps(SimpleNamespace(launch=launch), sized, 3) == [1.5, 2.5, 4.5]
+    assert _single_steps(SimpleNamespace(launch=launch, is_self_drafting=False), sized, 3) == [1.5, 2.5, 4.5]
     assert ["prefill" if plan.phase is Phase.PREFILL else plan.width for plan in plans] == steps
     assert plans[0].work[0].start == start
     assert [work.slot for work in plans[1].work] == [0, 1, 2]
+    assert not any(plan.rests for plan in plans)
+    plans.clear()
+    assert _single_steps(SimpleNamespace(launch=launch, is_self_drafting=True), sized, 3) == [1.5, 1.5, 2.5, 4.5]
+    assert [plan.width for plan in plans if plan.rests] == [1], "the first of these"
 
 
 @pytest.mark.parametrize(
