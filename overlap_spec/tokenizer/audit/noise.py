@@ -41,9 +41,9 @@ class BatchNoise:
         return max(self._floor, FACTOR * (tail or 0.0))
 
     def add(self, first: "array[float]", second: "array[float]") -> None:
-        """Learn from two runs of a request."""
+        """Learn from two runs of a request. A lead of NaN, of logits that were not finite, tells nothing."""
         for one, other in zip(first, second, strict=True):
-            if max(abs(one), abs(other)) > BOUNDLESS:
+            if not (abs(one) <= BOUNDLESS and abs(other) <= BOUNDLESS):
                 continue
             change = abs(one - other)
             self._largest = max(self._largest, change)

@@ -227,6 +227,13 @@ def test_many_changes_bound_it_by_all_but_one_in_a_thousand() -> None:
     assert noise.quantile(0.5) == pytest.approx(0.01, rel=0.08)
 
 
+@pytest.mark.parametrize("pair", [(float("nan"), 1.0), (1.0, float("nan")), (float("nan"), float("nan"))])
+def test_leads_of_logits_that_were_not_finite_tell_nothing(pair: tuple[float, float]) -> None:
+    noise = BatchNoise(1e-9)
+    noise.add(array("d", pair[:1]), array("d", pair[1:]))
+    assert (noise.num_leads, noise.bound) == (0, 1e-9)
+
+
 def test_forbidden_tokens_tell_nothing() -> None:
     noise = BatchNoise(0.1)
     noise.add(array("d", [-1e30, 1e30, 1.0]), array("d", [2.0, -1e30, 1.25]))
