@@ -130,7 +130,8 @@ class Chunks:
         tokens[:num_rows] = self._tokens
         next_tokens[:num_rows] = self._next_tokens()
         positions[:num_rows] = self._positions()
-        positions[num_rows:] = np.arange(shape.rows - num_rows)
+        # A captured step may be empty and have more rows than a request has positions.
+        positions[num_rows:] = np.minimum(np.arange(shape.rows - num_rows), shape.max_rows - 1)
         owners[:num_rows] = np.repeat(np.arange(len(self._work)), self._sizes)
         owners[num_rows:] = shape.chunks - 1
         goes_on = self._goes_on

@@ -45,6 +45,16 @@ def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None
     assert prefiller.shape_for(too_many) == too_many
 
 
+def test_an_empty_step_of_more_rows_than_a_request_has_positions() -> None:
+    """As it is captured: `--context-length` may be below the rows of a step with many requests."""
+    models = tiny_loaded(1, 3, method="EAGLE3")
+    config = RingConfig(num_steps=3, num_slots=10, num_pages=401, max_len=1040)
+    executor = build_executor(models, config.geometry(), torch.device("cpu"))
+    shapes = captured_shapes(config.max_len, 1536, config.num_slots)
+    assert shapes[-1].rows > config.max_len + 100
+    GraphPrefiller(executor.prefill_step, executor.slots, shapes[-1:]).run_once()
+
+
 def test_rows_left_over_are_the_last_chunks() -> None:
     work = [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotWork(5, start=2, prompt_chunk=pack([1]), next_token=6)]
     shape = PromptShape(7, 4, 7)
