@@ -147,12 +147,12 @@ METHODS: dict[str, Flags] = {
     "tree": EAGLE3 | {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6},
     "ngram": {"algorithm": "NGRAM", "num_draft_tokens": 4, "ngram_max_bfs_breadth": 1},
 }
-ROWS: list[
-    tuple[str, int, int, list[Disturbance]]
-] = [  # method, depth, streams, what happens to them, each time to all
-    ("chain", 2, 17, [Disturbance("worker"), Disturbance("scheduler", signal.SIGSTOP)]),
-    ("tree", 1, 17, [Disturbance("worker", signal.SIGSTOP)]),
-    ("ngram", 2, 16, [Disturbance("scheduler")]),
+ROWS = [  # method, depth, streams, what happens to them, each time to all
+    pytest.param(
+        "chain", 2, 17, [Disturbance("worker"), Disturbance("scheduler", signal.SIGSTOP)], marks=pytest.mark.full
+    ),
+    pytest.param("tree", 1, 17, [Disturbance("worker", signal.SIGSTOP)]),
+    pytest.param("ngram", 2, 16, [Disturbance("scheduler")]),
 ]
 EVERYTHING = [Disturbance(role, number) for role in PAIR for number in (signal.SIGKILL, signal.SIGSTOP)]
 
@@ -164,6 +164,7 @@ def flags_of(method: str, depth: int, tiny_model: Path) -> Flags:
     return BASE | flags | {"disable_overlap_schedule": depth == 1}
 
 
+@pytest.mark.slow
 def test_streams_go_on_after_the_death_of_the_worker(engine_of: EngineOf, tiny_model: Path) -> None:
     async def scenario() -> None:
         async with engine_of(flags_of("chain", 2, tiny_model)) as engine:

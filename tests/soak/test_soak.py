@@ -20,7 +20,7 @@ import pytest
 from support.command_line import Service
 from support.soak.run import METHODS, Round, flags_of
 
-CI_S = 45.0
+CI_S = 25.0
 ROUND_S = 180.0
 STARTS_S = 25.0  # of a round: start, warm-up, end
 

@@ -252,6 +252,7 @@ OUTSIDE = {
         ("model", "rid", "request_id", "user", "metadata", "safety_identifier", "prompt_cache_key"), "names"
     ),
     **dict.fromkeys(("stream", "stream_options", "stream_reasoning"), "how a reply is sent"),
+    **dict.fromkeys(("timeout", "first_token_timeout"), "how long a reply may take"),
     **dict.fromkeys(("prompt", "messages", "input", "input_ids", "sampling_params"), "what is asked"),
     **dict.fromkeys(("cache_control", "prompt_cache_retention", "prompt_cache_options"), "every prefix is cached"),
     **dict.fromkeys(("speed", "truncation", "guided_decoding_backend"), "one value is accepted"),

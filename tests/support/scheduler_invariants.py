@@ -55,14 +55,12 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
 
 
 def check_waiting(waiting: WaitingQueue) -> None:
-    """Clients have requests that have never run, in the order in which the tokenizer sent them unless grammars are."""
+    """Clients have requests that have never run. Their order is not checked here: threads encode long prompts."""
     assert len(waiting) == len(list(waiting)), "waiting requests are miscounted"
     assert all(waiting.turns.values()), "a client that waits for nothing has a turn"
     assert all(a.order < b.order for a, b in pairwise(waiting.returned)), "returned out of order"
     for client, requests in waiting.turns.items():
         assert all(not request.order and request.admit.client == client for request in requests), "in another's queue"
-        sure = [request.uid for request in requests if request.admit.sampling.grammar is None]
-        assert sure == sorted(sure), "waiting out of order"
 
 
 def check_order(scheduler: Scheduler) -> None:
