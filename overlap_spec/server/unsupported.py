@@ -52,7 +52,7 @@ REFUSED: dict[str, dict[str, Neutral]] = {  # why -> field -> neutral values
         "web_search_options": (),
         "session_params": ({},),
     },
-    "requests are served in the order of their arrival": {"priority": (0,), "service_tier": ("auto", "default")},
+    "clients take turns, whatever their requests say": {"priority": (0,), "service_tier": ("auto", "default")},
     "all requests share the prefix cache of one node": {
         "extra_key": ("",),
         "cache_salt": ("",),

@@ -151,7 +151,7 @@ ROWS = [  # method, depth, streams, what happens to them, each time to all
     pytest.param(
         "chain", 2, 17, [Disturbance("worker"), Disturbance("scheduler", signal.SIGSTOP)], marks=pytest.mark.full
     ),
-    pytest.param("tree", 1, 17, [Disturbance("worker", signal.SIGSTOP)]),
+    pytest.param("tree", 1, 17, [Disturbance("worker", signal.SIGSTOP)], marks=pytest.mark.full),
     pytest.param("ngram", 2, 16, [Disturbance("scheduler")]),
 ]
 EVERYTHING = [Disturbance(role, number) for role in PAIR for number in (signal.SIGKILL, signal.SIGSTOP)]
