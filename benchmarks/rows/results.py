@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured figure. `facts`: what it was made of."""
+    """One measured figure. `facts`: the measurements that it was computed from."""
 
     row: int
     part: str

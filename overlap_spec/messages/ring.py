@@ -14,7 +14,7 @@ NO_TOKEN = -2  # ends a run of tokens where the target could draw none (`overlap
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How far a request had come in a scheduler that is gone. `output`: what it was given, int32, little-endian."""
+    """What a request was given before its scheduler died. `output`: its tokens, int32, little-endian."""
 
     output: bytes
     cached_tokens: int

@@ -34,7 +34,7 @@ class ActorSigns:
 
 @dataclass(frozen=True)
 class Late:
-    """An actor that should have been heard from, and what it was doing for how long."""
+    """An actor whose sign of life is overdue: for how long, and what it was doing."""
 
     actor: str
     seconds: float

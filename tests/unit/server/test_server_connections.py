@@ -1,4 +1,4 @@
-"""Connections that say nothing, say it slowly, are too many, or still send when their answer is there."""
+"""Connections that send nothing, send slowly, are too many, or go on sending after their answer."""
 
 import asyncio
 import json
