@@ -72,12 +72,12 @@ def _of_format(directory: Path, name: str, suffix: str) -> list[Path]:
 
 def _check_numbers(index: Path, shards: list[str]) -> None:
     """Raises: CheckpointError if shards count themselves, and the index leaves one out."""
-    counted = [match for shard in shards if (match := SHARD.search(Path(shard).stem))]
-    for number in range(1, int(counted[0][2]) + 1 if counted else 1):
-        if number not in {int(match[1]) for match in counted}:
-            raise CheckpointError(
-                f"{index}: shard {number} of {int(counted[0][2])} is missing from it: found {len(shards)} shards"
-            )
+    counts = {int(found[1]): int(found[2]) for shard in shards if (found := SHARD.search(Path(shard).stem))}
+    of = max(counts.values(), default=0)
+    if missing := set(range(1, of + 1)) - counts.keys():
+        raise CheckpointError(
+            f"{index}: weight_map names {len(shards)} shards of {of}; number {min(missing)} is missing"
+        )
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -57,7 +57,7 @@ def address(tensor: Tensor) -> tuple[int, int]:
     """
     if tensor.layout is not torch.strided:
         return id(tensor), 0
-    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
 
 
 def tensors_in(node: object) -> list[Tensor]:
