@@ -43,7 +43,7 @@ export class LivePanel {
 
   show(live) {
     byId("model").textContent = live.model;
-    byId("method").textContent = live.method === "NONE" ? "plain decoding" : live.method;
+    byId("method").textContent = live.num_steps === 0 ? "plain decoding" : live.method;
     setState(live.state, live.draft === "dead" || live.draft === "collapsed" ? `draft ${live.draft}` : live.state);
     const isIdle = live.running + live.queued === 0;
     byId("live-note").textContent = isIdle ? "idle: the figures of the last second with work" : "the last second";

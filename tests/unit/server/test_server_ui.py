@@ -101,7 +101,7 @@ def test_figures_are_those_of_the_last_report() -> None:
         "state": "ready",
         "draft": "unknown",
         "model": "tiny",
-        "method": "NONE",
+        "method": "",
         "num_steps": 3,
         "accept_length": 2.25,
         "accept_rate": 0.5,
