@@ -95,6 +95,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     cors_allow_origins: tuple[str, ...] = ()
     http: HttpLimits = HttpLimits()
     ui: bool = True  # the page at /ui is served
+    method: str = ""
+    max_queued_requests: int = 0
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -117,6 +119,8 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         cors_allow_origins=settings.server.cors_allow_origins,
         http=settings.server.http,
         ui=settings.server.ui,
+        method=settings.spec.method,
+        max_queued_requests=settings.link.max_queued_requests,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),

@@ -92,7 +92,7 @@ class Live:
             state=health.state.value,
             draft=health.draft.value,
             model=self._info.model_name,
-            method=str(settings.get("speculative_algorithm") or ""),
+            method=self._info.method,
             num_steps=self._info.num_steps,
             accept_length=stats.accept_length,
             accept_rate=stats.accept_rate,

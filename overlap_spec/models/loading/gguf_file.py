@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderTensor
-from gguf.quants import dequantize, quant_shape_to_byte_shape
+from gguf.quants import _type_traits, dequantize, quant_shape_to_byte_shape
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,8 +27,13 @@ class GgufTensor:
     kind: GGMLQuantizationType
     data: Bytes
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether `values` can dequantise the type."""
+        return self.kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16) or self.kind in _type_traits
+
     def values(self) -> Tensor:
-        """The values in float32. Raises: NotImplementedError for a type that gguf cannot dequantise."""
+        """The values in float32, of a tensor that `is_readable`."""
         if self.kind is GGMLQuantizationType.F32:
             return torch.from_numpy(self.data.copy()).view(torch.float32).view(self.shape)
         if self.kind is GGMLQuantizationType.Q4_1:  # per 32 values: scale, least, then 16 bytes: values 0.. and 16..

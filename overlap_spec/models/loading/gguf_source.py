@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
@@ -51,15 +52,18 @@ class GgufSource:
     def file_of(self, name: str) -> str:
         return self.origin
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises: CheckpointError if gguf cannot dequantise the tensor's type."""
+        tensor = self._tensors[name]
+        if tensor.is_readable:
+            return torch.float32
+        raise CheckpointError(f"{self.origin}: tensor {tensor.name}: type {tensor.kind.name} cannot be dequantised")
+
     def read(self, name: str) -> Tensor:
         """The tensor, dequantised to float32 on the CPU."""
         tensor = self._tensors[name]
-        try:
-            values = tensor.values()
-        except NotImplementedError:  # gguf cannot dequantise this type
-            raise CheckpointError(
-                f"{self.origin}: tensor {tensor.name}: type {tensor.kind.name} cannot be dequantised"
-            ) from None
+        self.dtype(name)  # refuses a type that cannot be dequantised
+        values = tensor.values()
         if ".q_proj." in name:
             return _in_halves(values, self._config.num_heads)
         return _in_halves(values, self._config.num_kv_heads) if ".k_proj." in name else values
