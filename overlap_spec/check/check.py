@@ -83,7 +83,7 @@ def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignor
 def _with_method(config: EngineConfig, notes: list[str]) -> EngineConfig:
     """The method that a draft is for, where no flag names one: `serve` wants it named."""
     path = config.speculative_draft_model_path
-    if path is None or config.speculative_algorithm is not None or not Path(path).is_dir():
+    if path is None or config.speculative_algorithm or not Path(path).is_dir():
         return config
     method = hub.method_of_draft(Path(path))
     if method is None:
