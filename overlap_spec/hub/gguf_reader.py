@@ -48,7 +48,7 @@ class TensorReader(GGUFReader):
     @functools.cached_property
     def _bytes(self) -> memoryview:
         """The file; there is a string for each token, and slices of an array would take ten times as long."""
-        return memoryview(self.data)
+        return self.data.data
 
     def _number(self, offset: int, num_bytes: int) -> int:
         found = self._bytes[offset : offset + num_bytes]

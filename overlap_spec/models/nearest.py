@@ -22,7 +22,7 @@ IDLE = frozenset(
         ),
     )
 )
-OFF = (None, False, 0, 1, [], {})
+OFF: tuple[object, ...] = (None, False, 0, 1, [], {})
 MOST_KEYS = 4  # that are named
 ORIGIN = "config.json"
 
