@@ -15,7 +15,7 @@ UNITS["TI"] = 1 << 40
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says of a GPU that need not be here."""
+    """A GPU as the command line describes it; it need not be here."""
 
     gpu_bytes: int | None = None
     capability: tuple[int, int] | None = None
@@ -32,7 +32,7 @@ class Place:
 
 
 def place_of(config: EngineConfig, asked: Asked) -> Place:
-    """Raises: ConfigError if a GPU is asked for that is not here, and nothing says how large it is."""
+    """Raises: ConfigError if a GPU is asked for that is not here, and its memory is not given."""
     found = machine.inspect()
     wants_gpu = config.device == "cuda" or (config.device == "auto" and (found.has_cuda or asked.gpu_bytes is not None))
     if not wants_gpu:
