@@ -68,7 +68,7 @@ from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQu
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
-from support.tiny.models import CPU, load_tiny_target, tiny_target
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 
 TIMEOUT_S = 30.0
 
@@ -90,11 +90,18 @@ def tiny_loaded(
     """
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = convert(load_tiny_target(checkpoint, dtype, place))
+    return tiny_models(checkpoint, target, seed + 1, num_steps, method, topk)
+
+
+def tiny_models(
+    checkpoint: TinyCheckpoint, target: LoadedTarget, seed: int, num_steps: int, method: str, topk: int = 1
+) -> LoadedModels:
+    """A loaded target with a draft. `checkpoint`: what the draft is made for; `seed`: of the draft."""
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
     record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
-    draft = load(seed + 1, checkpoint, target, num_steps)
+    draft = load(seed, checkpoint, target, num_steps)
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
     return LoadedModels(target, draft, record)

@@ -1,0 +1,114 @@
+"""One cell of the matrix of models: an architecture in a format, loaded from files, with a drafting method."""
+
+import asyncio
+import functools
+import tempfile
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from overlap_spec import hub
+from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.messages import SamplingParams
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.loading.loader import load_target
+from overlap_spec.tokenizer.codec import TextCodec
+from support.parameter_cases import COLUMNS
+from support.ring import RingConfig, running, tiny_models
+from support.tiny.formats import ARCHITECTURES, FORMATS
+from support.tiny.models import TinyCheckpoint
+
+SEED, NUM_STEPS, NUM_TOKENS = 3, 3, 20
+PLAIN, EQUAL, DIFFERS = "NONE", "equal", "differs"
+METHODS = [name for name in COLUMNS if name != PLAIN]
+PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True),
+    SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
+]
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place in the matrix."""
+
+    architecture: str
+    format: str
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.architecture}, {self.format}, {self.method}"
+
+    @property
+    def rank(self) -> str:
+        """In this order cells are sampled: any few of them are spread over the matrix."""
+        return sha256(str(self).encode()).hexdigest()
+
+
+CELLS = [Cell(name, format_, method) for name in ARCHITECTURES for format_ in FORMATS for method in METHODS]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A target that was loaded, and the float checkpoint that drafts are made for; or why it is refused."""
+
+    target: LoadedTarget | None
+    checkpoint: TinyCheckpoint
+    refusal: str = ""
+
+
+@functools.lru_cache(maxsize=4)
+def served(architecture: str, format_: str, dtype: torch.dtype, place: torch.device) -> Served:
+    """Written to files and loaded as an engine loads them."""
+    kind = FORMATS[format_]
+    checkpoint = kind.checkpoint(architecture, SEED)
+    with tempfile.TemporaryDirectory() as directory:
+        path, kept = kind.write(Path(directory), checkpoint)
+        try:
+            target = kind.convert(load_target(files_of(path, kind.flags), dtype, place))
+        except OverlapSpecError as error:
+            return Served(None, kept, str(error).replace(f"{path.parent}/", "").replace(f"{path}/", ""))
+    return Served(target, kept)
+
+
+def files_of(path: Path, flags: dict[str, object]) -> ModelFiles:
+    """As `serve` finds them."""
+    return hub.resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True, **flags))  # type: ignore[arg-type]
+
+
+def outcome_of(cell: Cell, codec: TextCodec, dtype: torch.dtype, place: torch.device) -> str:
+    """`EQUAL` if all tokens are those of plain decoding, `DIFFERS`, or the sentence by which it is refused."""
+    found = served(cell.architecture, cell.format, dtype, place)
+    if found.target is None:
+        return found.refusal
+    plain = plain_tokens(cell.architecture, cell.format, codec, dtype, place)
+    return EQUAL if tokens_of(found, cell.method, codec, dtype, place) == plain else DIFFERS
+
+
+@functools.lru_cache(maxsize=4)
+def plain_tokens(architecture: str, format_: str, codec: TextCodec, dtype: torch.dtype, place: torch.device) -> Tokens:
+    """Of plain decoding: one request at a time, one step in flight, nothing cached."""
+    config = RingConfig(num_steps=0, num_slots=1, depth=1, prefix_cache=False, dtype=dtype, place=place)
+    return asyncio.run(_answers(served(architecture, format_, dtype, place), PLAIN, 0, codec, config))
+
+
+def tokens_of(found: Served, method: str, codec: TextCodec, dtype: torch.dtype, place: torch.device) -> Tokens:
+    """Of all requests at once, drafted by the method."""
+    name, topk = COLUMNS[method]
+    config = RingConfig(
+        method=name, num_steps=NUM_STEPS, topk=topk, num_slots=3, num_pages=300, dtype=dtype, place=place
+    )
+    return asyncio.run(_answers(found, name, NUM_STEPS, codec, config))
+
+
+async def _answers(found: Served, method: str, num_steps: int, codec: TextCodec, config: RingConfig) -> Tokens:
+    assert found.target is not None
+    models = tiny_models(found.checkpoint, found.target, SEED + 1, num_steps, method, config.topk)
+    async with running(models, config, codec) as ring:
+        asked = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+        answers = await asyncio.gather(*(ring.ask(prompt, sampling) for prompt, sampling in asked))
+    return [answer.token_ids for answer in answers]

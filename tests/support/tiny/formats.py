@@ -1,0 +1,87 @@
+"""Tiny random checkpoints of every architecture in every format of weights, as files, for the matrix of models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.quantization.int8 import with_int8_linears
+from support.gguf_files import KIND, write_gguf
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
+
+# By the name in config.json: what a tiny one says beside `tiny_config`.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": TINY_FAMILIES["llama"],
+    "MistralForCausalLM": TINY_FAMILIES["mistral with a window"],
+    "Qwen2ForCausalLM": TINY_FAMILIES["qwen2"] | {"use_sliding_window": False},
+    "MiMoForCausalLM": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
+    "Qwen3ForCausalLM": TINY_FAMILIES["qwen3"],
+    "Gemma3ForCausalLM": TINY_FAMILIES["gemma 3"],
+    "Olmo2ForCausalLM": TINY_FAMILIES["olmo 2"],
+    "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
+}
+
+Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
+
+
+def unchanged(target: LoadedTarget) -> LoadedTarget:
+    """The target as it was loaded."""
+    return target
+
+
+@dataclass(frozen=True)
+class TinyFormat:
+    """`write` returns the path to load, and the checkpoint as the format leaves it, which drafts are made for.
+
+    `flags`: of the engine. `shape`: of the target, where rows must fill whole blocks. `convert`: after loading.
+    """
+
+    write: Write
+    flags: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)
+    convert: Callable[[LoadedTarget], LoadedTarget] = unchanged
+
+    def checkpoint(self, architecture: str, seed: int) -> TinyCheckpoint:
+        """A random target of this architecture."""
+        return tiny_target(seed, **ARCHITECTURES[architecture], **self.shape)
+
+
+def _as_it_is(directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
+    return write_checkpoint(directory, checkpoint), checkpoint
+
+
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+GGUF_ARCHITECTURES = {  # llama.cpp's names; a Mistral is converted as a llama
+    **{"MiMoForCausalLM": "mimo", "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"},
+    **{"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"},
+    **{"Qwen3ForCausalLM": "qwen3", "Gemma3ForCausalLM": "gemma3"},
+}
+
+
+def _as_gguf(kind: Any, directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
+    architecture = GGUF_ARCHITECTURES[checkpoint.config["architectures"][0]]
+    config = checkpoint.config | ({"model_type": "llama", "sliding_window": None} if architecture == "llama" else {})
+    checkpoint = TinyCheckpoint(config, checkpoint.tensors)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "tiny.gguf"
+    kept = write_gguf(path, checkpoint, dict.fromkeys(PARTS, kind), architecture=architecture)
+    return path, kept
+
+
+def _gguf(kind: Any, **shape: int) -> TinyFormat:
+    return TinyFormat(partial(_as_gguf, kind), shape=shape)
+
+
+WHOLE_BLOCKS = {"hidden": 256}  # rows of 256 values and more
+FORMATS: dict[str, TinyFormat] = {
+    "float": TinyFormat(_as_it_is),
+    "int8 (a toy, by no flag)": TinyFormat(_as_it_is, convert=with_int8_linears),
+    **{f"GGUF {kind.name}": _gguf(kind) for kind in (KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)},
+    **{
+        f"GGUF {kind.name}": _gguf(kind, **WHOLE_BLOCKS)
+        for kind in (KIND.Q2_K, KIND.Q3_K, KIND.Q4_K, KIND.Q5_K, KIND.Q6_K)
+    },
+}
