@@ -1,4 +1,4 @@
-"""The default target with a trained MTP layer in its checkpoint; where the matrices of parameters and models go."""
+"""The default target with a trained MTP layer in its checkpoint; where the matrix of parameters is written."""
 
 import functools
 import shutil
@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.merged_mimo import merge
-from support.model_cells import METHODS
 from support.parameter_cases import COLUMNS, DEPTHS
 from support.summaries import describe, update
-from support.tiny.formats import FORMATS
 
 from overlap_spec.config import ModelFiles
 
 COMMAND = 'python -m pytest -m "" tests/integration/test_parameter_matrix.py --matrix FILE'
-MODELS_COMMAND = 'python -m pytest -m "" tests/integration/test_model_matrix.py --matrix FILE'
 
 
 @pytest.fixture(scope="session")
@@ -44,33 +41,6 @@ def note_cell(request: pytest.FixtureRequest) -> Callable[[str, str, int, str], 
 
     request.addfinalizer(write)
     return note
-
-
-@pytest.fixture
-def note_model(request: pytest.FixtureRequest) -> Callable[[str, str, str, str], None]:
-    """Writes the outcome of a cell of the matrix of models; does nothing without --matrix."""
-    given = request.config.getoption("--matrix")
-    noted: list[tuple[str, str, str, str]] = []
-
-    def note(architecture: str, format_: str, method: str, outcome: str) -> None:
-        noted.append((architecture, format_, method, outcome))
-
-    def write() -> None:
-        if given is not None and noted:
-            run = described() | {"command": MODELS_COMMAND}
-            update(Path(given), lambda matrix: fill_in_models(matrix, run, noted))
-
-    request.addfinalizer(write)
-    return note
-
-
-def fill_in_models(matrix: dict[str, Any], run: dict[str, Any], noted: list[tuple[str, str, str, str]]) -> None:
-    """Cells of another source are forgotten: a table is of one."""
-    if matrix.get("run", {}).get("source") != run["source"]:
-        matrix.clear()
-    matrix.update(benchmark="model_matrix", run=run, formats=list(FORMATS), methods=METHODS)
-    for architecture, format_, method, outcome in noted:
-        matrix.setdefault("cells", {}).setdefault(architecture, {}).setdefault(format_, {})[method] = outcome
 
 
 @functools.cache

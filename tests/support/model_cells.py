@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,16 +16,18 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.targets.families import FAMILIES
 from overlap_spec.tokenizer.codec import TextCodec
 from support.parameter_cases import COLUMNS
 from support.ring import RingConfig, running, tiny_models
+from support.summaries import describe, update
 from support.tiny.formats import ARCHITECTURES, FORMATS
 from support.tiny.models import TinyCheckpoint
 
-SEED, NUM_STEPS, NUM_TOKENS = 3, 3, 20
+SEED, NUM_STEPS, NUM_TOKENS = 3, 3, 16
 PLAIN, EQUAL, DIFFERS = "NONE", "equal", "differs"
 METHODS = [name for name in COLUMNS if name != PLAIN]
-PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
+PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 23)]
 SAMPLINGS = [
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True),
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
@@ -61,6 +64,38 @@ class Served:
     refusal: str = ""
 
 
+class MatrixFile:
+    """The JSON file that outcomes of cells go to. Cells of another source are forgotten: a table is of one."""
+
+    def __init__(self, path: Path, test: Path) -> None:
+        self._path = path
+        self._run = _described() | {"command": f'python -m pytest -m "" {test.as_posix()} --matrix FILE'}
+        self._noted: list[tuple[Cell, str]] = []
+
+    def note(self, architecture: str, format_: str, method: str, outcome: str) -> None:
+        """Keep the outcome of a cell."""
+        self._noted.append((Cell(architecture, format_, method), outcome))
+
+    def write(self) -> None:
+        """Add what was noted."""
+        update(self._path, self._fill_in)
+
+    def _fill_in(self, matrix: dict[str, Any]) -> None:
+        if matrix.get("run", {}).get("source") != self._run["source"]:
+            matrix.clear()
+        matrix.update(benchmark="model_matrix", run=self._run, formats=list(FORMATS), methods=METHODS)
+        for cell, outcome in self._noted:
+            row = matrix.setdefault("cells", {}).setdefault(cell.architecture, {}).setdefault(cell.format, {})
+            row[cell.method] = outcome
+
+
+@functools.cache
+def _described() -> dict[str, Any]:
+    """Reads all sources."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return describe(device, torch.get_num_threads())
+
+
 @functools.lru_cache(maxsize=4)
 def served(architecture: str, format_: str, dtype: torch.dtype, place: torch.device) -> Served:
     """Written to files and loaded as an engine loads them."""
@@ -72,7 +107,14 @@ def served(architecture: str, format_: str, dtype: torch.dtype, place: torch.dev
             target = kind.convert(load_target(files_of(path, kind.flags), dtype, place))
         except OverlapSpecError as error:
             return Served(None, kept, str(error).replace(f"{path.parent}/", "").replace(f"{path}/", ""))
-    return Served(target, kept)
+    return Served(target, _drafted_for(kept))
+
+
+def _drafted_for(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
+    """Heads have Llama's layers, as most are trained: those of the target's own family have tests of their own."""
+    of_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
+    is_relative = checkpoint.config["architectures"][0] in FAMILIES
+    return TinyCheckpoint(checkpoint.config | of_llama, checkpoint.tensors) if is_relative else checkpoint
 
 
 def files_of(path: Path, flags: dict[str, object]) -> ModelFiles:

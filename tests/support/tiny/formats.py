@@ -53,22 +53,21 @@ def _as_it_is(directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCh
     return write_checkpoint(directory, checkpoint), checkpoint
 
 
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
-GGUF_ARCHITECTURES = {  # llama.cpp's names; a Mistral is converted as a llama
-    **{"MiMoForCausalLM": "mimo", "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"},
-    **{"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"},
-    **{"Qwen3ForCausalLM": "qwen3", "Gemma3ForCausalLM": "gemma3"},
-}
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NOT_READ = {"MiMoForCausalLM": "mimo", "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"}  # their names in .gguf
 
 
 def _as_gguf(kind: Any, directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
-    architecture = GGUF_ARCHITECTURES[checkpoint.config["architectures"][0]]
-    config = checkpoint.config | ({"model_type": "llama", "sliding_window": None} if architecture == "llama" else {})
-    checkpoint = TinyCheckpoint(config, checkpoint.tensors)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "tiny.gguf"
-    kept = write_gguf(path, checkpoint, dict.fromkeys(PARTS, kind), architecture=architecture)
-    return path, kept
+    """A Mistral becomes a llama, as llama.cpp converts it. Of what is not read, only the name in the file matters."""
+    name, path = checkpoint.config["architectures"][0], directory / "tiny.gguf"
+    types = dict.fromkeys(PARTS, kind)
+    if name in NOT_READ:
+        write_gguf(path, tiny_target(1, hidden=256), types, architecture=NOT_READ[name])
+        return path, checkpoint
+    if name == "MistralForCausalLM":
+        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
+        checkpoint = TinyCheckpoint(checkpoint.config | llama, checkpoint.tensors)
+    return path, write_gguf(path, checkpoint, types)
 
 
 def _gguf(kind: Any, **shape: int) -> TinyFormat:
@@ -78,7 +77,7 @@ def _gguf(kind: Any, **shape: int) -> TinyFormat:
 WHOLE_BLOCKS = {"hidden": 256}  # rows of 256 values and more
 FORMATS: dict[str, TinyFormat] = {
     "float": TinyFormat(_as_it_is),
-    "int8 (a toy, by no flag)": TinyFormat(_as_it_is, convert=with_int8_linears),
+    "int8 toy": TinyFormat(_as_it_is, convert=with_int8_linears),
     **{f"GGUF {kind.name}": _gguf(kind) for kind in (KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)},
     **{
         f"GGUF {kind.name}": _gguf(kind, **WHOLE_BLOCKS)
