@@ -36,6 +36,7 @@ COMMANDS = {
         "serve-ray [--model PATH] [flags]",
         "serve a model by several engines, on the machines of a Ray cluster",
     ),
+    "check": Command("overlap_spec.cli.check", "check [MODEL] [flags]", "tell from headers what would run, and how"),
     "bench": Command(
         "overlap_spec.cli.bench",
         "bench WHAT [flags]",
