@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "client": COMMON | LINKS,
     "engine": COMMON | LINKS | {"hub"},
     "cli": COMMON | LINKS | {"engine", "hub", "server", "bench", "metrics", "check", "ray"},
-    "ray": COMMON | {"engine", "server"},
+    "ray": COMMON | {"runtime", "engine", "server"},
     "bench": COMMON | LINKS | {"engine", "hub", "server"},
     "check": COMMON | {"runtime", "hub", "models", "spec", "worker", "server", "tokenizer"},
     "server": COMMON | {"client", "metrics"},
