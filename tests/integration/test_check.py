@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from msgspec.structs import replace
-from overlap_spec_kernels.launch import runs_gluon
+from overlap_spec_kernels.launch import assuming, runs_gluon
 from overlap_spec_kernels.nvrtc import runs_hopper
 from safetensors.torch import save_file
 from support.bad_checkpoints import (
@@ -24,7 +24,6 @@ from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import hub
-from overlap_spec.check import kernels
 from overlap_spec.check.check import check
 from overlap_spec.check.place import Asked, parse_bytes
 from overlap_spec.cli import main
@@ -151,15 +150,26 @@ def test_a_gpu_that_is_not_here(target: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_kernels_are_said_as_ops_choose_them(capability: tuple[int, int]) -> None:
-    device = torch.device("cuda", capability[0] * 10 + capability[1])  # one that no cache has seen
+def test_ops_answer_for_a_gpu_that_is_not_here_as_on_it(capability: tuple[int, int]) -> None:
+    device, meta = torch.device("cuda", 10 * capability[0] + capability[1]), torch.device("meta")  # in no cache yet
     with (
         patch("torch.cuda.get_device_capability", return_value=capability),
         patch("overlap_spec_kernels.launch._has_gluon", return_value=True),
-        patch("overlap_spec_kernels.nvrtc.importlib.util.find_spec", return_value=object()),
+        patch("overlap_spec_kernels.nvrtc._has_bindings", return_value=True),
+        assuming(capability),
     ):
-        assert kernels.depends(capability) == runs_gluon(device)
-        assert kernels.has_warpgroups(capability) == runs_hopper(device)
+        assert (runs_gluon(meta), runs_hopper(meta)) == (runs_gluon(device), runs_hopper(device))
+    assert not runs_gluon(meta), "elsewhere it stands for a CPU"
+
+
+@pytest.mark.parametrize(("capability", "names"), [((8, 0), "Triton"), ((9, 0), "warpgroup"), ((10, 0), "Gluon")])
+def test_kernels_by_capability(capability: tuple[int, int], names: str, target: Path) -> None:
+    config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
+    kernels = check(config, Asked(parse_bytes("8GiB"), capability)).kernels
+    linears = next(text for name, text in kernels.items() if name.startswith("linears in bfloat16"))
+    assert names in linears
+    assert ("wide_linear" in linears) == (capability == (9, 0))
+    assert ("cuDNN" in kernels["attention, prompts"]) == (capability >= (9, 0))
 
 
 def test_a_draft_tells_its_method(target: Path, tmp_path: Path) -> None:
