@@ -1,6 +1,6 @@
 """Cells of the matrix of models on a GPU, as many as fit into --seconds: tokens are plain decoding's on that GPU.
 
-In float32, where the order of sums decides no token. With `--matrix FILE` outcomes are written, from which
+In float32, where the order of sums decides no token; formats that have kernels of their own, in bfloat16. With `--matrix FILE` outcomes are written, from which
 docs/models.md has its columns of the GPU.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.model_cells import CELLS, DIFFERS, Cell, outcome_of
+from support.tiny.formats import FORMATS
 
 from overlap_spec.tokenizer.codec import TextCodec
 
@@ -34,7 +35,7 @@ def test_cells(codec: TextCodec, note_model: NoteCell, request: pytest.FixtureRe
     for cell in in_turns(CELLS):
         if time.monotonic() > ends:
             break
-        outcome = outcome_of(cell, codec, torch.float32, PLACE)
+        outcome = outcome_of(cell, codec, FORMATS[cell.format].dtype_on_gpu, PLACE)
         print(f"{cell}: {outcome}", flush=True)
         note_model(cell.architecture, cell.format, cell.method, outcome)
         wrong += [str(cell)] if outcome == DIFFERS else []

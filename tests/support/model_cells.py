@@ -18,6 +18,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.targets.families import FAMILIES
 from overlap_spec.tokenizer.codec import TextCodec
+from support.near_oracle import NearOracle
 from support.parameter_cases import COLUMNS
 from support.ring import RingConfig, running, tiny_models
 from support.summaries import describe, update
@@ -25,12 +26,22 @@ from support.tiny.formats import ARCHITECTURES, FORMATS
 from support.tiny.models import TinyCheckpoint
 
 SEED, NUM_STEPS, NUM_TOKENS = 3, 3, 16
-PLAIN, EQUAL, DIFFERS = "NONE", "equal", "differs"
-METHODS = [name for name in COLUMNS if name != PLAIN]
+PLAIN, EQUAL, NEAR, DIFFERS = "NONE", "equal", "near-ties", "differs"
+MOST = 0.15  # of logits with a deviation of 3: what rounding to 16 bits explains
+CPU = torch.device("cpu")
+METHODS = (
+    "EAGLE",
+    "EAGLE3",
+    "EAGLE3 tree",
+    "NEXTN",
+    "NEXTN, several layers",
+    "STANDALONE",
+    "NGRAM tree",
+)  # of each kind
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 23)]
 SAMPLINGS = [
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True),
-    SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
+    SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.9, seed=5, ignore_eos=True),
 ]
 Tokens = list[list[int]]
 
@@ -83,7 +94,7 @@ class MatrixFile:
     def _fill_in(self, matrix: dict[str, Any]) -> None:
         if matrix.get("run", {}).get("source") != self._run["source"]:
             matrix.clear()
-        matrix.update(benchmark="model_matrix", run=self._run, formats=list(FORMATS), methods=METHODS)
+        matrix.update(benchmark="model_matrix", run=self._run, formats=list(FORMATS), methods=list(METHODS))
         for cell, outcome in self._noted:
             row = matrix.setdefault("cells", {}).setdefault(cell.architecture, {}).setdefault(cell.format, {})
             row[cell.method] = outcome
@@ -123,12 +134,30 @@ def files_of(path: Path, flags: dict[str, object]) -> ModelFiles:
 
 
 def outcome_of(cell: Cell, codec: TextCodec, dtype: torch.dtype, place: torch.device) -> str:
-    """`EQUAL` if all tokens are those of plain decoding, `DIFFERS`, or the sentence by which it is refused."""
+    """`EQUAL` if all tokens are those of plain decoding, `DIFFERS`, or the sentence by which it is refused.
+
+    `NEAR`: in 16 bits, where near-ties may fall the other way.
+    """
     found = served(cell.architecture, cell.format, dtype, place)
     if found.target is None:
         return found.refusal
     plain = plain_tokens(cell.architecture, cell.format, codec, dtype, place)
-    return EQUAL if tokens_of(found, cell.method, codec, dtype, place) == plain else DIFFERS
+    tokens = tokens_of(found, cell.method, codec, dtype, place)
+    if tokens == plain:
+        return EQUAL
+    return NEAR if dtype.itemsize == 2 and are_best(cell, codec, [*tokens, *plain]) else DIFFERS
+
+
+def are_best(cell: Cell, codec: TextCodec, answers: Tokens) -> bool:
+    """Whether no token falls short of the best one by more than rounding explains, by the same weights in float64."""
+    exact = served(cell.architecture, cell.format, torch.float64, CPU).target
+    assert exact is not None
+    oracle = NearOracle(exact, codec, MOST)
+    asked = [(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+    return all(
+        oracle.falls_short(prompt, tokens, sampling) < MOST
+        for (prompt, sampling), tokens in zip(asked * (len(answers) // len(asked)), answers, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=4)

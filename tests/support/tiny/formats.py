@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.quantization.int8 import with_int8_linears
 from support.gguf_files import KIND, write_gguf
@@ -43,6 +45,7 @@ class TinyFormat:
     flags: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, int] = field(default_factory=dict)
     convert: Callable[[LoadedTarget], LoadedTarget] = unchanged
+    dtype_on_gpu: torch.dtype = torch.float32  # that of its kernels
 
     def checkpoint(self, architecture: str, seed: int) -> TinyCheckpoint:
         """A random target of this architecture."""
