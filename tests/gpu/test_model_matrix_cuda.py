@@ -1,7 +1,7 @@
 """Cells of the matrix of models on a GPU, as many as fit into --seconds: tokens are plain decoding's on that GPU.
 
-In float32, where the order of sums decides no token; formats that have kernels of their own, in bfloat16. With `--matrix FILE` outcomes are written, from which
-docs/models.md has its columns of the GPU.
+In float32, where the order of sums decides no token; formats that have kernels of their own, in bfloat16, where they
+are up to near-ties. With `--matrix FILE` outcomes are written, from which docs/models.md has its columns of the GPU.
 """
 
 import time

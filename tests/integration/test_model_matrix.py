@@ -21,7 +21,7 @@ from overlap_spec.models.registry import ARCHITECTURES
 from overlap_spec.tokenizer.codec import TextCodec
 
 RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "model_matrix.json"
-NUM_QUICK, NUM_SLOW = 5, 12
+NUM_QUICK, NUM_SLOW = 3, 10
 NoteCell = Callable[[str, str, str, str], None]  # architecture, format, method, outcome
 
 RANKED = sorted(CELLS, key=lambda cell: cell.rank)
