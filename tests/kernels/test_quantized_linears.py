@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from support.gluon_interpreter.launch import Hopper
 
 BFLOAT, F64 = torch.bfloat16, torch.float64
-STREAM = "_quantized_stream_kernel"
+STREAM, TILED = "_quantized_stream_kernel", "_quantized_tiles_kernel"
 
 
 class Case(NamedTuple):
@@ -35,6 +35,8 @@ class Case(NamedTuple):
 CASES = {
     "fp8, rows": Case(3, 60, 1024, 8),
     "fp8, rows, K of 64s, 9 rows": Case(9, 40, 576, 8),
+    "fp8, tiles": Case(17, 200, 512, 8),
+    "fp8, tiles, 128 rows": Case(100, 330, 256, 8),
     "fp8, blocks": Case(5, 256, 1280, 8, 128, 128),
     "fp8, groups": Case(1, 36, 384, 8, 128),
     "int4": Case(2, 48, 1152, 4, 128, scales=BFLOAT),
@@ -43,6 +45,10 @@ CASES = {
     "int4, groups of 32": Case(8, 40, 576, 4, 32, has_zeros=True, scales=torch.float16),
     "int4, groups of 64, symmetric": Case(33, 32, 256, 4, 64, scales=BFLOAT),
 }
+
+
+def kernel_of(name: str) -> str:
+    return TILED if "tiles" in name else STREAM
 
 
 def weight_of(case: Case, dtype: torch.dtype = BFLOAT) -> QuantizedWeight:
@@ -106,7 +112,7 @@ def test_the_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_of_few_rows(gpu: Hopper, name: str) -> None:
+def test_the_kernels(gpu: Hopper, name: str) -> None:
     """Rows on their way into a norm, whose sums of squares come in 40 parts."""
     case = CASES[name]
     weight, rows = weight_of(case), drawn(case.rows, case.size_k)
@@ -115,22 +121,22 @@ def test_the_kernel_of_few_rows(gpu: Hopper, name: str) -> None:
     expected = rows.double() * scale @ matrix_of(weight).t()
     x = Normed(rows, rows, parts.float(), 0.1)
     logits = linear_logits(x, weight)
-    assert logits.dtype == torch.float32 and gpu.launches[-1].kernel == STREAM
+    assert logits.dtype == torch.float32 and gpu.launches[-1].kernel == kernel_of(name)
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
     assert_close(fused_linear(x, weight), expected)
     gate, up = expected.chunk(2, dim=1)
     assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up)
-    assert gpu.kernels == [STREAM] * 3
+    assert gpu.kernels == [kernel_of(name)] * 3
 
 
-@pytest.mark.parametrize("name", ["fp8, rows", "fp8, blocks", "int4 with zero points"])
+@pytest.mark.parametrize("name", ["fp8, rows", "fp8, tiles", "fp8, blocks", "int4 with zero points"])
 def test_addition(gpu: Hopper, name: str) -> None:
     case = CASES[name]
     weight, x = weight_of(case), drawn(case.rows, case.size_k)
     residual = drawn(case.rows, 2 * case.size_n)[:, : case.size_n]
     norm = Norm(drawn(case.size_n, scale=0.1) + 1, 0.1)
     found = linear_add(x, weight, residual, norm)
-    assert gpu.kernels == [STREAM]
+    assert gpu.kernels == [kernel_of(name)]
     assert_close(found.values, residual.double() + x.double() @ matrix_of(weight).t())
     assert_close(found.normalised(), F.rms_norm(found.values.double(), (case.size_n,), norm.weight.double(), norm.eps))
 

@@ -78,4 +78,5 @@ def dequantised(data: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
         zeros = (packing.zeros - BIASED).to(dtype).t()
         values = unpacked(data, packing.part).to(dtype) - zeros.repeat_interleave(packing.group, dim=1)
     scales = packing.row_scales(data.shape[0]).to(dtype).t()
-    return values * (scales.repeat_interleave(packing.group, dim=1) if packing.group else scales)
+    matrix: Tensor = values * (scales.repeat_interleave(packing.group, dim=1) if packing.group else scales)
+    return matrix

@@ -1,9 +1,10 @@
 """A weight in 8 or 4 bits, and the choice of the kernel that multiplies by it.
 
     quantized_stream.py   few rows of x: W streams through shared memory, and becomes bfloat16 in registers
+    quantized_tiles.py    17 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
     dequantize.py         many rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
 
-Both compute the same function up to rounding: activations are never quantised.
+All compute the same function up to rounding: activations are never quantised.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packing import Packing, dequantised
-from overlap_spec_kernels.linear.quantized_stream import stream_of
+from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
+from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles, tiles_of
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
@@ -58,42 +60,57 @@ class QuantizedWeight(LinearOperand):
         require(x.dtype == self.dtype, "weight", "made for the dtype of x")
 
     def product(self, x: Tensor | Normed) -> Tensor:
-        if self._streams(x):
-            return self._stream(x, False, None, self.dtype).values
+        if out := self._launch(x, False, None, self.dtype):
+            return out.values
         return quantized_linear_reference(x, self, False) if self._is_twin(x) else self._dense().product(x)
 
     def gated(self, x: Tensor | Normed) -> Tensor:
-        if self._streams(x):
-            return self._stream(x, True, None, self.dtype).values
+        if out := self._launch(x, True, None, self.dtype):
+            return out.values
         return quantized_linear_reference(x, self, True) if self._is_twin(x) else self._dense().gated(x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        if self._streams(x):
-            return self._stream(x, False, Addition(residual, norm), self.dtype)
+        if out := self._launch(x, False, Addition(residual, norm), self.dtype):
+            return out
         if not self._is_twin(x):
             return self._dense().add(x, residual, norm)
         rows, values = add_rms_norm(quantized_linear_reference(x, self, False), residual, norm.weight, norm.eps)
         return Normed(values, rows)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        if self._streams(x):
-            return self._stream(x, False, None, torch.float32).values
+        if out := self._launch(x, False, None, torch.float32):
+            return out.values
         return quantized_logits_reference(x, self) if self._is_twin(x) else self._dense().logits(x)
 
-    def _is_twin(self, x: Tensor | Normed) -> bool:
-        return self.scratch is None or not runs_triton(rows_of(x))
+    def cut(self, x: Tensor, gated: bool) -> QuantizedTiles | QuantizedStream | None:
+        """How a kernel divides the linear; None where none applies."""
+        if x.dtype != torch.bfloat16 or not runs_gluon(x.device) or x.stride(0) % 8:
+            return None
+        if tiles := tiles_of(x, self.data, gated, self.packing):
+            return tiles
+        return stream_of(x, self.data, gated, self.packing) if x.shape[0] <= MOST_STREAMED else None
 
-    def _streams(self, x: Tensor | Normed) -> bool:
-        rows = rows_of(x)
-        return rows.shape[0] <= MOST_STREAMED and rows.dtype == torch.bfloat16 and runs_gluon(rows.device)
-
-    def _stream(self, x: Tensor | Normed, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed:
-        stream = stream_of(rows_of(x), self.data, gated, self.packing)
-        call = call_of(x, self.data, gated, add, dtype, stream.block_n)
-        stream.run(call, stream.num_programs(self.data, gated), self.packing)
+    def launch(
+        self,
+        cut: QuantizedTiles | QuantizedStream,
+        x: Tensor | Normed,
+        gated: bool,
+        add: Addition | None,
+        dtype: torch.dtype,
+    ) -> Normed:
+        """Run a kernel."""
+        call = call_of(x, self.data, gated, add, dtype, cut.block_n)
+        cut.run(call, cut.num_programs(self.data, gated), self.packing)
         assert call.out is not None
         weighted = call.out if call.weighted is None else call.weighted
         return Normed(call.out, weighted, call.sums, add.norm.eps if add else 0)
+
+    def _launch(self, x: Tensor | Normed, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed | None:
+        cut = self.cut(rows_of(x), gated)
+        return None if cut is None else self.launch(cut, x, gated, add, dtype)
+
+    def _is_twin(self, x: Tensor | Normed) -> bool:
+        return self.scratch is None or not runs_triton(rows_of(x))
 
     def _dense(self) -> DenseWeight:
         """W in the scratch buffer. The next weight overwrites it, on the same stream."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2
@@ -227,9 +226,7 @@ def _group_scales(ring: gl.shared_memory_descriptor, place: gl.tensor, mma: gl.c
 
 
 @GluonKernel
-def _zeros(
-    ring: gl.shared_memory_descriptor, place: gl.tensor, ZEROS: gl.constexpr, left: gl.constexpr
-) -> gl.tensor:
+def _zeros(ring: gl.shared_memory_descriptor, place: gl.tensor, ZEROS: gl.constexpr, left: gl.constexpr) -> gl.tensor:
     """128 + the zero points, in bfloat16: stored ones [parts, rows of W, 1], or 8."""
     zeros = gl.full([1, 1, 1], 136.0, gl.bfloat16, left)
     if ZEROS:
@@ -264,7 +261,7 @@ def floats_of_bytes(w: gl.tensor) -> gl.tensor:
 
 
 @GluonKernel
-def floats_of_halves(w: gl.tensor, zeros: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
+def floats_of_halves(w: gl.tensor, zeros: gl.tensor) -> gl.tuple:
     """Low and high 4 bits less the zero points, in bfloat16: 0x4300 + v is 128 + v. 4 bytes at a time, in order."""
     return gl.inline_asm_elementwise(
         """{

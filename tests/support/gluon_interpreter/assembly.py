@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.gluon_interpreter.tensors import Array, Tensor, array_type
+from support.gluon_interpreter.tensors import Array, Tensor
 
 
 def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[Any], pack: int) -> list[Tensor]:
@@ -37,7 +37,9 @@ def _registers(tensor: Tensor, shape: tuple[int, ...], pack: int) -> list[Array]
     data = np.broadcast_to(tensor.data, shape)
     if tensor.dtype.is_floating():
         data = torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    words = np.ascontiguousarray(data).reshape(-1, pack).view(np.uint32)
+    data = np.ascontiguousarray(data).reshape(-1, pack)
+    missing = -pack * data.itemsize % 4 // data.itemsize
+    words = np.pad(data, ((0, 0), (0, missing))).view(np.uint32)
     return [words[:, i].copy() for i in range(words.shape[1])]
 
 
