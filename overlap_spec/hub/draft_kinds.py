@@ -12,7 +12,7 @@ from overlap_spec.config import DUMMY, facts_of
 from overlap_spec.config.draft_kind import Shapes, can_only_draft, draft_kind
 from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.hub.weight_files import open_safetensors, shapes_in, weight_files
+from overlap_spec.hub.weight_files import headers_in, open_safetensors, weight_files
 
 
 def refuse_head(directory: Path, config: Mapping[str, Any], load_format: str) -> None:
@@ -49,4 +49,4 @@ def _stored_shapes(directory: Path, load_format: str) -> Shapes:
     """Shapes of the tensors by name; empty if torch is needed to read them, or without weights."""
     files = [] if load_format == DUMMY else weight_files(directory, load_format)
     handles = (open_safetensors(file, "np") for file in files if file.suffix == ".safetensors")
-    return dict(pair for handle in handles for pair in shapes_in(handle))
+    return {name: shape for handle in handles for name, shape, _ in headers_in(handle)}

@@ -6,11 +6,12 @@ Linears with the same input are stacked (query, key and value; gate and up), for
 import torch
 from torch import Tensor
 
+from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
-from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
 
@@ -27,10 +28,25 @@ def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding
 
 def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinear:
     """The head, which shares the embedding's memory if tied."""
+    shape = (embedding.vocab_size, embedding.size)
     if tied:
-        checkpoint.skip("lm_head.weight")
+        if HEAD in checkpoint:
+            _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
         return embedding.tied_head()
-    return Linear(checkpoint.take("lm_head.weight", (embedding.vocab_size, embedding.size)))
+    try:
+        return Linear(checkpoint.take(HEAD, shape))
+    except CheckpointError as error:
+        hint = "" if HEAD in checkpoint else ", because tie_word_embeddings is false in config.json"
+        raise CheckpointError(f"{error}{hint}") from None
+
+
+def _check_tied(checkpoint: Weights, head: Tensor, embedding: Embedding) -> None:
+    """A copy of the embedding may be stored beside it. Raises: CheckpointError if it is no copy."""
+    if not head.is_meta and not torch.equal(head, embedding.weight):
+        raise CheckpointError(
+            f"{checkpoint.file_of(HEAD)}: tensor {HEAD}: found other values than those of {EMBEDDING}, expected the"
+            " same, because tie_word_embeddings is true in config.json"
+        )
 
 
 def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLinear, Tensor]:
@@ -72,8 +88,8 @@ def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
     A random model keeps its zeros, so that it costs as much as the real one.
     """
     biases = torch.cat([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
-    is_stored = all(f"{name}.bias" in checkpoint for name in sizes)
-    return None if is_stored and not biases.any() else biases
+    is_known = not biases.is_meta and all(f"{name}.bias" in checkpoint for name in sizes)
+    return None if is_known and not biases.any() else biases
 
 
 def finish(checkpoint: Weights) -> None:

@@ -29,6 +29,7 @@ from overlap_spec.models.loading.loader import load_eagle3, load_target, read_ta
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 F64 = torch.float64
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def files(directory: Path) -> ModelFiles:
@@ -85,6 +86,47 @@ def test_shards(name: str, save: Callable[..., Any], tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def rewrite_index(directory: Path, change: Callable[[dict[str, str]], dict[str, str]]) -> None:
+    index = next(directory.glob("*.index.json"))
+    index.write_text(json.dumps({"weight_map": change(json.loads(index.read_text())["weight_map"])}))
+
+
+STALE: dict[str, tuple[Callable[[dict[str, str]], dict[str, str]], str]] = {
+    "a shard that the index leaves out": (
+        lambda places: {name: shard for name, shard in places.items() if "00001-of" in shard},
+        r"index\.json: weight_map names 1 shards of 2; number 2 is missing",
+    ),
+    "a tensor in no shard": (
+        lambda places: places | {"more.weight": next(iter(places.values()))},
+        r"index\.json: tensor more\.weight: found in none of its files, expected in model-00001-of-00002",
+    ),
+    "a tensor in another shard": (
+        lambda places: places | {Q_PROJ: "model-00002-of-00002.safetensors"},
+        r"index\.json: tensor \S+q_proj\.weight: found in model-00001-of-00002\.safetensors, expected in model-00002",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STALE)
+def test_an_index_that_does_not_fit_its_shards(case: str, tmp_path: Path) -> None:
+    write_shards(tmp_path, tiny_target(2), "model.safetensors", save_file)
+    change, message = STALE[case]
+    rewrite_index(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)])
+def test_a_tensor_in_two_shards(name: str, save: Callable[..., Any], tmp_path: Path) -> None:
+    write_shards(tmp_path, tiny_target(2), name, save)
+    first, second = sorted(tmp_path.glob("*-of-00002*"))
+    both = {Q_PROJ: torch.zeros(64, 32)}
+    save(both, first)
+    save(both, second)
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\S*: tensor \S+q_proj\.weight: found in \S+00001-of"):
+        load(tmp_path)
+
+
 def test_names_without_prefix_and_old_buffers(tmp_path: Path) -> None:
     checkpoint = tiny_target(3)
     tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.tensors.items()}
@@ -115,9 +157,6 @@ def test_sizes_are_known_before_weights_are_read(tmp_path: Path) -> None:
     assert isinstance(read, LlamaConfig) and (read.num_layers, read.vocab_size) == (3, 128)
     kv_shape = kv_shape_of([read.attention_shape(window) for window in read.windows])
     assert kv_shape.bytes_per_token(torch.float32) == 2 * 3 * 2 * 16 * 4
-
-
-Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 def without(name: str) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
@@ -151,6 +190,19 @@ TARGET_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]]
     "unexpected tensor": (
         with_tensors(model__layers__0__self_attn__q_proj__bias=torch.zeros(64)),
         r"model\.safetensors: unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias",
+    ),
+    "another type": (
+        with_tensors(**{Q_PROJ: torch.zeros(64, 32, dtype=torch.int8)}),
+        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight: found type int8, expected one of "
+        r"bfloat16, float16, float32, float64",
+    ),
+    "tied, and a head of its own": (
+        configured(tie_word_embeddings=True),
+        r"lm_head\.weight: found other values than those of embed_tokens\.weight, .* tie_word_embeddings is true",
+    ),
+    "not tied, and no head": (
+        without("lm_head.weight"),
+        r"lm_head\.weight is missing, expected shape \[128, 32\], because tie_word_embeddings is false",
     ),
     "same weight twice": (with_tensors(norm__weight=torch.zeros(32)), r"tensors \S+ and \S+ mean the same weight"),
     "a draft head": (with_tensors(fc__weight=torch.zeros(32, 64)), "--speculative-draft-model-path"),
@@ -204,6 +256,7 @@ HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] =
         with_tensors(d2t=torch.zeros(113, dtype=torch.int64)),
         r"model\.safetensors: tensor d2t: found shape \[113\], expected \[112\]",
     ),
+    "d2t of another type": (with_tensors(d2t=torch.zeros(112)), "tensor d2t: found type float32, expected int64 or"),
     "d2t too large": (
         with_tensors(d2t=torch.full((112,), 17)),
         r"tensor d2t: found target ids 17 to 128, expected 0 to 127",
