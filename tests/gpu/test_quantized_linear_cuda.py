@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of
-from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
@@ -30,7 +30,7 @@ def weight_of(kind: str, size_n: int, size_k: int) -> QuantizedWeight:
     data = torch.randint(0, 256, (size_n, size_k), dtype=torch.uint8, device="cuda")
     data = data.where(data & 127 != 127, 8) if bits == 8 else packed(data & 15, part)
     zeros = (torch.randint(0, 16, (groups, size_n), device="cuda") + 128).to(BFLOAT) if has_zeros else None
-    scratch = torch.empty(size_n * size_k, dtype=BFLOAT, device="cuda")
+    scratch = Scratch(torch.empty(size_n * size_k, dtype=BFLOAT, device="cuda"))
     return QuantizedWeight(data, Packing(scales, zeros, bits, part, group, scale_rows), BFLOAT, scratch)
 
 

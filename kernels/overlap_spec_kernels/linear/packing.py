@@ -59,7 +59,8 @@ def part_of(bits: int, group: int, num_columns: int) -> int | None:
 def packed(values: Tensor, part: int) -> Tensor:
     """Two values of 4 bits in a byte. Shapes: [O, I] u8, 0..15 -> [O, I / 2] u8."""
     halves = values.unflatten(1, (-1, 2, part // 2))
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    data: Tensor = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    return data
 
 
 def unpacked(data: Tensor, part: int) -> Tensor:

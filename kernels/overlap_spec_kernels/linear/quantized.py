@@ -27,17 +27,30 @@ from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
+
+@dataclass(slots=True)
+class Scratch:
+    """A buffer for one dequantised weight at a time, which all weights of a model share."""
+
+    buffer: Tensor  # [elements] of the type of x
+
+    def reserve(self, num_elements: int) -> None:
+        """Make it as large as this. It grows while weights are loaded, never later."""
+        if len(self.buffer) < num_elements:
+            self.buffer = self.buffer.new_empty(num_elements)
+
+
 MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight(LinearOperand):
-    """W [O, I]. `scratch`: a buffer of at least O * I elements on a GPU, which all weights of a model share."""
+    """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it."""
 
     data: Tensor  # [O, bytes of a row] u8
     packing: Packing
     dtype: torch.dtype  # the type of x
-    scratch: Tensor | None = None  # [elements] of `dtype`
+    scratch: Scratch | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,7 +128,7 @@ class QuantizedWeight(LinearOperand):
     def _dense(self) -> DenseWeight:
         """W in the scratch buffer. The next weight overwrites it, on the same stream."""
         assert self.scratch is not None
-        matrix = self.scratch[: self.shape[0] * self.shape[1]].view(self.shape)
+        matrix = self.scratch.buffer[: self.shape[0] * self.shape[1]].view(self.shape)
         dequantize(self.data, self.packing, matrix)
         return DenseWeight(matrix)
 
