@@ -43,9 +43,11 @@ def assert_near(actual: Tensor, expected: Tensor, error: float = 6e-3) -> None:
     assert float((actual.double() - expected).norm() / expected.norm()) < error
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 4, 8, 9, 16, 17, 32, 33, 64, 100, 128, 129, 700])
-@pytest.mark.parametrize(("size_n", "size_k"), [(6144, 4096), (4096, 14336), (384, 640)])
+@pytest.mark.parametrize(
+    ("kind", "size_n", "size_k"),
+    [*((kind, 384, 640) for kind in KINDS), ("fp8, rows", 6144, 4096), ("int4", 4096, 14336)],
+)
+@pytest.mark.parametrize("rows", [1, 9, 17, 64, 100, 200])
 def test_products(kind: str, rows: int, size_n: int, size_k: int) -> None:
     weight, x = weight_of(kind, size_n, size_k), torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
     expected = x.double() @ matrix_of(weight).t()
@@ -73,22 +75,22 @@ def test_a_scratch_matrix_has_the_values_rounded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [8, 32, 64])
+@pytest.mark.parametrize("rows", [8, 32])
 def test_a_row_does_not_depend_on_the_others(kind: str, rows: int) -> None:
-    x, weight = torch.randn(rows, 1024, device="cuda", dtype=BFLOAT), weight_of(kind, 2048, 1024)
+    x, weight = torch.randn(rows, 640, device="cuda", dtype=BFLOAT), weight_of(kind, 2048, 640)
     together = fused_linear(x, weight)
     for row in (0, 5, rows - 1):
-        mixed = torch.randn(rows, 1024, device="cuda", dtype=BFLOAT)
+        mixed = torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
         mixed[row] = x[row]
         assert torch.equal(fused_linear(mixed, weight)[row], together[row])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 4, 32])
+@pytest.mark.parametrize("rows", [4, 32])
 def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int) -> None:
     """Linears that may each begin before the one before it has ended, and must not read too early."""
-    x = torch.randn(rows, 2048, device="cuda", dtype=BFLOAT)
-    weights = [weight_of(kind, 2048, 2048) for _ in range(20)]
+    x = torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
+    weights = [weight_of(kind, 640, 640) for _ in range(20)]
 
     def forward(waits: bool) -> Tensor:
         y = x
