@@ -94,7 +94,7 @@ def streams(rows: int, linear: Linear) -> Iterator[QuantizedStream]:
         stages = min((200 << 10) // per_sm // stage, 16)
         if stages >= 2:
             yield QuantizedStream(block_n, warps_k, warps_n, stages, per_sm=per_sm)
-            if per_sm == 1 and warps_n == 1 and block_n == 16:
+            if per_sm == 1 and warps_n == 1 and block_n == 16 and rows <= 8:
                 yield QuantizedStream(block_n, warps_k, warps_n, stages, late=True)
 
 
@@ -106,7 +106,7 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
         stages = min((216 << 10) // per_sm // stage, 12)
         if stages < 2:
             continue
-        for splits in (1,) if linear.gated else (1, 2, 4, 8):
+        for splits in (1,) if linear.gated else (1, 4) if per_sm == 3 else (1, 2, 4, 8):
             if linear.size_k // 128 % splits == 0:
                 yield QuantizedTiles(block_n, stages, splits, warps, per_sm)
 
@@ -114,7 +114,7 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
 def ways(rows: int, linear: Linear) -> list[Cut]:
     """All that are tried."""
     few = list(streams(rows, linear)) if rows <= 64 else []
-    return [*few, *(tiles(rows, linear) if linear.bits == 8 and rows > 8 else ())]
+    return [*few, *(tiles(rows, linear) if linear.bits == 8 and rows > 16 else ())]
 
 
 def compile_all(formats: list[str]) -> None:
@@ -185,8 +185,10 @@ def main() -> None:
     for count in ROWS:
         for kind in arguments.formats:
             for name in SHAPES:
-                rows.append(figures(name, kind, count) | {"bf16_us": dense[name, count]})
-                show(rows[-1])
+                figure = figures(name, kind, count) | {"bf16_us": dense[name, count]}
+                if figure["ways"]:
+                    rows.append(figure)
+                    show(figure)
     if arguments.output:
         facts = describe_run(torch.cuda.get_device_name(), 1)
         write_report(arguments.output, {"benchmark": "choose_quantized", "run": facts, "figures": rows})
