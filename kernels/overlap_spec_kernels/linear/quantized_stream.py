@@ -125,17 +125,10 @@ def _quantized_stream_kernel(
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_steps = (gl.cdiv(size_n, BLOCK_N) - first + stride - 1) // stride * CHUNKS
     for step in gl.static_range(STAGES - 1):
-        _ask_for_weights(w_ring, weight_ptr, step, num_steps, size_n, PARTS, TILES, CHUNKS, WARPS_N)
-        if SCALES > 0:
-            _ask_for_scales(
-                s_ring, scales_ptr, step, num_steps, size_n, scale_stride, PARTS, TILES, SCALES, SCALE_ROWS,
-                CHUNKS, WARPS_N
-            )  # fmt: skip
-            if ZEROS:
-                _ask_for_scales(
-                    z_ring, zeros_ptr, step, num_steps, size_n, size_n * TILES, PARTS, TILES, SCALES, 1,
-                    CHUNKS, WARPS_N
-                )  # fmt: skip
+        _ask_for_tiles(
+            w_ring, s_ring, z_ring, weight_ptr, scales_ptr, zeros_ptr, step, num_steps, size_n, scale_stride, PARTS,
+            TILES, SCALES, SCALE_ROWS, ZEROS, CHUNKS, WARPS_N
+        )  # fmt: skip
     if PDL:
         cuda.gdc_wait()
     for step in gl.static_range(STAGES - 1):
@@ -154,17 +147,10 @@ def _quantized_stream_kernel(
             up = _multiply(up, w_ring, x_ring, s_ring, z_ring, stage * TILES + 1, stage, HALVES, SCALES, ZEROS, mma)
         # Refill the stage that was read in the previous step, for the step STAGES - 1 ahead.
         ahead = i + STAGES - 1
-        _ask_for_weights(w_ring, weight_ptr, ahead, num_steps, size_n, PARTS, TILES, CHUNKS, WARPS_N)
-        if SCALES > 0:
-            _ask_for_scales(
-                s_ring, scales_ptr, ahead, num_steps, size_n, scale_stride, PARTS, TILES, SCALES, SCALE_ROWS,
-                CHUNKS, WARPS_N
-            )  # fmt: skip
-            if ZEROS:
-                _ask_for_scales(
-                    z_ring, zeros_ptr, ahead, num_steps, size_n, size_n * TILES, PARTS, TILES, SCALES, 1,
-                    CHUNKS, WARPS_N
-                )  # fmt: skip
+        _ask_for_tiles(
+            w_ring, s_ring, z_ring, weight_ptr, scales_ptr, zeros_ptr, ahead, num_steps, size_n, scale_stride, PARTS,
+            TILES, SCALES, SCALE_ROWS, ZEROS, CHUNKS, WARPS_N
+        )  # fmt: skip
         _ask_for_rows(x_ring, x_ptr, ahead, num_steps, x_stride, num_rows, PARTS, HALVES, CHUNKS, WARPS_N)
         ampere.async_copy.commit_group()
         if PDL and LATE and ahead >= num_steps:  # all loads are issued: let the next kernel begin
@@ -293,6 +279,26 @@ def _scales_of_block(scales_ptr: gl.tensor, first: gl.tensor, size_n: gl.tensor,
     """The scales of a block's rows. Shapes: -> [rows of W, 1]."""
     n = first + gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
     return gl.expand_dims(gl.load(scales_ptr + n, mask=n < size_n, other=0.0).to(gl.float32), 1)
+
+
+@GluonKernel
+def _ask_for_tiles(
+    w_ring: gl.shared_memory_descriptor, s_ring: gl.shared_memory_descriptor, z_ring: gl.shared_memory_descriptor,
+    weight_ptr: gl.tensor, scales_ptr: gl.tensor, zeros_ptr: gl.tensor, step: gl.tensor, num_steps: gl.tensor,
+    size_n: gl.tensor, scale_stride: gl.tensor, PARTS: gl.constexpr, TILES: gl.constexpr, SCALES: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, CHUNKS: gl.constexpr, WARPS_N: gl.constexpr,
+) -> None:  # fmt: skip
+    """Begin to copy a step's chunk of W, with the scales and zero points of its groups."""
+    _ask_for_weights(w_ring, weight_ptr, step, num_steps, size_n, PARTS, TILES, CHUNKS, WARPS_N)
+    if SCALES > 0:
+        _ask_for_scales(
+            s_ring, scales_ptr, step, num_steps, size_n, scale_stride, PARTS, TILES, SCALES, SCALE_ROWS, CHUNKS,
+            WARPS_N
+        )  # fmt: skip
+        if ZEROS:
+            _ask_for_scales(
+                z_ring, zeros_ptr, step, num_steps, size_n, size_n * TILES, PARTS, TILES, SCALES, 1, CHUNKS, WARPS_N
+            )  # fmt: skip
 
 
 @GluonKernel
