@@ -10,6 +10,7 @@ Layouts of a linear with O rows and I columns, groups of g columns:
 Scales of activations are checked and not used, because activations are not quantised.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -26,6 +27,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word ho
 IN_ORDER = tuple(range(8))
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 UNUSED = ("input_scale",)  # of activations
+
+log = logging.getLogger(__name__)
 
 
 def is_quantized(checkpoint: Weights, names: Iterable[str]) -> bool:
@@ -62,6 +65,12 @@ def take_quantized(
     stored = stacked([take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()])
     forms = checkpoint.forms
     if not forms.keeps(stored):
+        if forms.device.type == "cuda" and forms.dequantised == 1:
+            log.warning(
+                "%s: %s is dequantised while loading, as no kernel multiplies by it",
+                checkpoint.origin,
+                next(iter(sizes)),
+            )
         return make_linear(stored.matrix(forms.dtype), bias)
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
 
