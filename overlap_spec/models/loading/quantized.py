@@ -11,14 +11,15 @@ Scales of activations are checked and not used, because activations are not quan
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from overlap_spec_kernels import Packing, QuantizedWeight, part_of
 from torch import Tensor
 
 from overlap_spec.config.quantization import Granularity, QuantizationScheme, Stored
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.linear import AnyLinear, make_linear
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import Shape, Weights
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.quantization.stored import StoredWeight, stacked
@@ -62,8 +63,11 @@ def take_quantized(
     """
     scheme = checkpoint.scheme
     assert scheme is not None
-    stored = stacked([take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()])
+    parts = [take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()]
     forms = checkpoint.forms
+    if forms.device.type == "meta":
+        return _without_values(parts, forms.dtype)
+    stored = stacked(parts)
     if not forms.keeps(stored):
         if forms.device.type == "cuda" and forms.dequantised == 1:
             log.warning(
@@ -73,6 +77,18 @@ def take_quantized(
             )
         return make_linear(stored.matrix(forms.dtype), bias)
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
+
+
+def _without_values(parts: Sequence[StoredWeight], dtype: torch.dtype) -> AnyLinear:
+    """A linear of the right size, as it is on a GPU that has a kernel for its format; torch.cat would take seconds."""
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    part = part_of(first.bits, first.group, first.shape[1])
+    if part is None:
+        return Linear(torch.empty((rows, first.shape[1]), dtype=dtype, device="meta"))
+    data = torch.empty((rows, first.shape[1] * first.bits // 8), dtype=torch.uint8, device="meta")
+    scales = torch.empty((first.scales.shape[0], -(-rows // first.scale_rows)), dtype=first.scales.dtype, device="meta")
+    packing = Packing(scales, None, first.bits, part, first.group, first.scale_rows)
+    return QuantizedLinear(QuantizedWeight(data, packing, dtype))
 
 
 def take_matrix(checkpoint: Weights, name: str, shape: Shape) -> Tensor:
