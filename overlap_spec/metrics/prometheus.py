@@ -235,16 +235,23 @@ class WeightedHistogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self.newest = 0.0
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Count `value` `weight` times."""
         self._counts[bisect_left(self._bounds, value)] += weight
         self._sum += value * weight
+        self.newest = value
 
     @property
     def total(self) -> float:
         """Sum of all that was observed."""
         return self._sum
+
+    @property
+    def count(self) -> int:
+        """How many values were observed."""
+        return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and cumulative count, as the text format wants them."""

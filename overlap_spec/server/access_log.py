@@ -19,7 +19,9 @@ from overlap_spec.metrics.served import Answers
 
 ID_HEADER = "x-request-id"
 SOUND_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: nothing that could break a line or a header
-QUIET = frozenset({"/health", "/ping", "/metrics"})  # asked for every few seconds: only their errors are logged
+QUIET = frozenset(
+    {"/health", "/ping", "/metrics", "/ui/live"}
+)  # asked for every few seconds: only their errors are logged
 MOST_REASON = 300  # characters
 
 log = logging.getLogger(__name__)

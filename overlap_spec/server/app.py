@@ -18,6 +18,7 @@ from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.gate import Gate
 from overlap_spec.server.info import InfoEndpoints
+from overlap_spec.server.live import Live
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.openai_responses.endpoint import Responses
 from overlap_spec.server.openapi import OpenApi
@@ -25,6 +26,7 @@ from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
+from overlap_spec.server.ui_page import UiPage
 
 
 def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Starlette:
@@ -43,6 +45,8 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Star
         *Tokens(client, info).routes(),
         *Operations(client, runner, metrics, info, health).routes(),
     ]
+    if info.ui:
+        routes += [*Live(client, metrics, info, health).routes(), *UiPage().routes()]
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, keys=info.keys, health=health)
     log = Middleware(AccessLog, answers=metrics.answers)

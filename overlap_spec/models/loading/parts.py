@@ -3,6 +3,8 @@
 Linears with the same input are stacked (query, key and value; gate and up), for fewer and larger products.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
     """Stack linears with the same input. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    return make_linear(_stacked(weights), _biases(checkpoint, sizes) if bias else None)
 
 
 def take_qkv(
@@ -82,12 +84,20 @@ def take_gate_up(checkpoint: Weights, mlp: str, input_size: int, size: int, bias
     return take_linear(checkpoint, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, input_size, bias)
 
 
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One below the other. For tensors without values torch.cat would load a compiler, which takes seconds."""
+    first = tensors[0]
+    if first.is_meta:
+        return first.new_empty(sum(map(len, tensors)), *first.shape[1:])
+    return torch.cat(tuple(tensors))
+
+
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
     """The stacked biases; None if all stored ones are zero, because a bias prevents fusion on a GPU.
 
     A random model keeps its zeros, so that it costs as much as the real one.
     """
-    biases = torch.cat([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
+    biases = _stacked([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
     is_known = not biases.is_meta and all(f"{name}.bias" in checkpoint for name in sizes)
     return None if is_known and not biases.any() else biases
 
