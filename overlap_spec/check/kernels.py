@@ -11,10 +11,15 @@ import torch
 from overlap_spec_kernels.launch import capability_of, runs_gluon
 from overlap_spec_kernels.nvrtc import runs_hopper
 
-from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
 META = torch.device("meta")
+QUANTISED = (
+    "up to 64 rows quantized_stream, 17 to 128 rows of 8 bits quantized_tiles (Gluon), dequantised in registers; more rows"
+    " dequantize, then a BLAS"
+)
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
@@ -25,14 +30,22 @@ def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
 
 
 def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
-    formats = Counter(type(linear) for linear in linears_in((models.target, models.proposer)))
-    for kind, count in formats.items():
-        if not issubclass(kind, DenseLinear):
-            yield f"{kind.__name__} ({count})", (kind.__doc__ or "").split("\n")[0].rstrip(".")
+    formats = Counter(map(_format, linears_in((models.target, models.proposer))))
+    for packing, count in formats.items():
+        if packing is not None:
+            yield f"{packing} ({count})", QUANTISED
         elif capability_of(META) is None:
             yield f"{dtype} ({count})", "oneDNN or BLAS, the form that is fastest when timed at start"
         else:
             yield f"{dtype} ({count})", _dense(dtype)
+
+
+def _format(linear: AnyLinear) -> str | None:
+    """None for a matrix of the model's type."""
+    if not isinstance(linear, QuantizedLinear):
+        return None
+    packing = linear.operand.packing
+    return f"{packing.bits} bits, " + (f"groups of {packing.group}" if packing.group else "a scale for each row")
 
 
 def _dense(dtype: str) -> str:

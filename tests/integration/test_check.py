@@ -12,15 +12,19 @@ from overlap_spec_kernels.launch import assuming, runs_gluon
 from overlap_spec_kernels.nvrtc import runs_hopper
 from safetensors.torch import save_file
 from support.bad_checkpoints import (
+    FORMAT_ERRORS,
     HEAD_ERRORS,
     IN_VALUES,
+    QUANTISED_SIZES,
     STALE_INDEXES,
     TARGET_ERRORS,
     TRUNCATED,
+    badly_quantised,
     rewrite_index,
     write_shards,
 )
 from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.quantized import quantised
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import hub
@@ -85,6 +89,12 @@ def test_a_bad_target(case: str, tmp_path: Path) -> None:
 def test_a_bad_head(case: str, target: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, HEAD_ERRORS[case][0](tiny_eagle3(7, tiny_target(6))))
     assert_refused_alike(config_of(target, tmp_path), in_values=case in IN_VALUES)
+
+
+@pytest.mark.parametrize("case", FORMAT_ERRORS)
+def test_a_bad_format(case: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, badly_quantised(case))
+    assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
 
 
 @pytest.mark.parametrize("case", STALE_INDEXES)
@@ -170,6 +180,20 @@ def test_kernels_by_capability(capability: tuple[int, int], names: str, target: 
     assert names in linears
     assert ("wide_linear" in linears) == (capability == (9, 0))
     assert ("cuDNN" in kernels["attention, prompts"]) == (capability >= (9, 0))
+
+
+@pytest.mark.parametrize(("capability", "bits"), [((9, 0), 8), ((8, 0), 16)])
+def test_weights_keep_their_format_where_a_kernel_multiplies_by_it(
+    capability: tuple[int, int], bits: int, tmp_path: Path
+) -> None:
+    stored, _ = quantised(tiny_target(3, **QUANTISED_SIZES), "fp8 by row")
+    write_checkpoint(tmp_path, stored)
+    config = EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True)
+    report = check(config, Asked(parse_bytes("8GiB"), capability))
+    assert report.will_run and report.memory is not None
+    in_layers = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
+    assert (report.memory.formats.get("uint8", 0) >= in_layers) == (bits == 8)
+    assert any("8 bits" in name for name in report.kernels) == (bits == 8)
 
 
 def test_a_draft_tells_its_method(target: Path, tmp_path: Path) -> None:

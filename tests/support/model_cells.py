@@ -1,12 +1,15 @@
 """One cell of the matrix of models: an architecture in a format, loaded from files, with a drafting method."""
 
 import asyncio
+import contextlib
 import functools
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,6 +19,7 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.quantization.stored import StoredWeight
 from overlap_spec.models.targets.families import FAMILIES
 from overlap_spec.tokenizer.codec import TextCodec
 from support.near_oracle import NearOracle
@@ -115,7 +119,8 @@ def served(architecture: str, format_: str, dtype: torch.dtype, place: torch.dev
     with tempfile.TemporaryDirectory() as directory:
         path, kept = kind.write(Path(directory), checkpoint)
         try:
-            target = kind.convert(load_target(files_of(path, kind.flags), dtype, place))
+            with kept_in_format(place):
+                target = kind.convert(load_target(files_of(path, kind.flags), dtype, place))
         except OverlapSpecError as error:
             return Served(None, kept, str(error).replace(f"{path.parent}/", "").replace(f"{path}/", ""))
     return Served(target, _drafted_for(kept))
@@ -126,6 +131,16 @@ def _drafted_for(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
     of_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
     is_relative = checkpoint.config["architectures"][0] in FAMILIES
     return TinyCheckpoint(checkpoint.config | of_llama, checkpoint.tensors) if is_relative else checkpoint
+
+
+@contextlib.contextmanager
+def kept_in_format(place: torch.device) -> Iterator[None]:
+    """On a CPU, linears stay in their format too, as on a GPU with kernels for it, and the twins multiply."""
+    if place.type != "cpu":
+        yield
+        return
+    with patch.object(StoredWeight, "runs_on", lambda self, device, dtype: True):
+        yield
 
 
 def files_of(path: Path, flags: dict[str, object]) -> ModelFiles:

@@ -13,6 +13,8 @@ from overlap_spec.models.quantization.int8 import with_int8_linears
 from support.gguf_files import KIND, write_gguf
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
+from support.tiny.quantized import FORMATS as QUANTISED
+from support.tiny.quantized import quantised
 
 # By the name in config.json: what a tiny one says beside `tiny_config`.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -77,10 +79,22 @@ def _gguf(kind: Any, **shape: int) -> TinyFormat:
     return TinyFormat(partial(_as_gguf, kind), shape=shape)
 
 
+def _as_quantised(kind: str, directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
+    stored, meant = quantised(checkpoint, kind)
+    return write_checkpoint(directory, stored), meant
+
+
+IN_RUNS = {"hidden": 128}  # rows of whole groups
 WHOLE_BLOCKS = {"hidden": 256}  # rows of 256 values and more
 FORMATS: dict[str, TinyFormat] = {
     "float": TinyFormat(_as_it_is),
     "int8 toy": TinyFormat(_as_it_is, convert=with_int8_linears),
+    **{
+        kind: TinyFormat(partial(_as_quantised, kind), shape=IN_RUNS, dtype_on_gpu=torch.bfloat16) for kind in QUANTISED
+    },
+    "fp8 while loading": TinyFormat(
+        _as_it_is, flags={"quantization": "fp8"}, shape=IN_RUNS, dtype_on_gpu=torch.bfloat16
+    ),
     **{f"GGUF {kind.name}": _gguf(kind) for kind in (KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)},
     **{
         f"GGUF {kind.name}": _gguf(kind, **WHOLE_BLOCKS)
