@@ -17,7 +17,7 @@ from overlap_spec.worker.sizing.geometry import LoadedModels
 
 META = torch.device("meta")
 QUANTISED = (
-    "up to 64 rows quantized_stream, 17 to 128 rows of 8 bits quantized_tiles (Gluon), dequantised in registers; more rows"
+    "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers; more rows"
     " dequantize, then a BLAS"
 )
 SIXTEEN_BITS = ("bfloat16", "float16")
