@@ -42,7 +42,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: Annotated[
         Text | None, Meta(description="model name in the API, and aliases; default: the model path")
     ] = None
-    dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Meta(description="auto: bfloat16 on CUDA; float32 on a CPU, where a .gguf file's weights keep their bits"),
+    ] = "auto"
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="GPUs that share each layer; 1 until there is more")] = 1
     attention_backend: Annotated[

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.finite import FiniteSums, damage_in
+from overlap_spec.models.quantization.grouped import KeptIntegers, grouped_linear
 
 Shape = tuple[int, ...]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -74,6 +76,10 @@ class Weights(Protocol):
         """A tensor as it is in the file, on the CPU. Raises: CheckpointError."""
         ...
 
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """A linear of these weights, below one another, that keeps their integers; None if they are to be floats."""
+        ...
+
     def skip(self, *names: str) -> None:
         """Count tensors as used without reading them."""
         ...
@@ -97,8 +103,10 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
+        kept: KeptIntegers | None = None,
     ) -> None:
         self._source = source
+        self._kept = kept
         self._dtype = dtype
         self._device = device
         self._progress = progress
@@ -143,13 +151,22 @@ class Checkpoint:
         self._sums.add(name, tensor)
         return tensor
 
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """See `Weights`."""
+        if self._kept is None:
+            return None
+        stacked = [self._kept.read(self._checked(name, shape)) for name, shape in shapes.items()]
+        found = [groups for groups in stacked if groups is not None]
+        if len(found) < len(stacked):
+            return None
+        for name, groups in zip(shapes, found, strict=True):
+            self.skip(name)
+            self._sums.add(name, groups.scales if groups.offsets is None else groups.scales + groups.offsets)
+        return grouped_linear(found, bias, self._kept.kernel)
+
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU, or without values."""
-        actual = self._actual(name, shape)
-        if (found := self._shapes[actual]) != shape:
-            raise CheckpointError(
-                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
-            )
+        actual = self._checked(name, shape)
         self.skip(name)
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self._source.dtype(actual), device=self._device)
@@ -183,6 +200,15 @@ class Checkpoint:
                 raise CheckpointError(damage)
             if damage is not None:
                 log.warning("%s; requests with a token of such a row will end with an error", damage)
+
+    def _checked(self, name: str, shape: Shape) -> str:
+        """The name in the source of a tensor of this shape."""
+        actual = self._actual(name, shape)
+        if (found := self._shapes[actual]) != shape:
+            raise CheckpointError(
+                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
+            )
+        return actual
 
     def _actual(self, name: str, shape: Shape | None = None) -> str:
         if (actual := self._names.get(name)) is None:

@@ -4,11 +4,14 @@ Speed depends on shapes, not on values, so a benchmark needs a config.json only.
 that activations stay finite in 16 bits: linears are normal(0, 0.02) as before training, norms are 1, biases 0.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.checkpoint import Shape
 
 SEED = 1234
@@ -63,6 +66,10 @@ class DummyWeights:
         if name not in self._raw:
             raise CheckpointError(f"{self.origin}: tensor {name} is missing")
         return self._raw[name]
+
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """Random weights are floats."""
+        return None
 
     def skip(self, *names: str) -> None:
         """Nothing is left over."""

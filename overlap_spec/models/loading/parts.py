@@ -32,9 +32,9 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
     if tied:
         if HEAD in checkpoint:
             _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
-        return embedding.tied_head()
+        return checkpoint.take_grouped({EMBEDDING: shape}, None) or embedding.tied_head()
     try:
-        return Linear(checkpoint.take(HEAD, shape))
+        return checkpoint.take_grouped({HEAD: shape}, None) or Linear(checkpoint.take(HEAD, shape))
     except CheckpointError as error:
         hint = "" if HEAD in checkpoint else ", because tie_word_embeddings is false in config.json"
         raise CheckpointError(f"{error}{hint}") from None
@@ -63,8 +63,11 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
 
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
     """Stack linears with the same input. `sizes`: output rows by name."""
-    weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    shapes = {f"{name}.weight": (size, input_size) for name, size in sizes.items()}
+    biases = _biases(checkpoint, sizes) if bias else None
+    if (kept := checkpoint.take_grouped(shapes, biases)) is not None:
+        return kept
+    return make_linear(torch.cat([checkpoint.take(name, shape) for name, shape in shapes.items()]), biases)
 
 
 def take_qkv(
