@@ -3,6 +3,7 @@
 gguf makes an object of every token in the metadata, which takes seconds; this reader skips arrays.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,13 @@ class TensorReader(GGUFReader):
                 offset += self._get_field_parts(offset, kind)[0]
         return offset
 
+    @functools.cached_property
+    def _bytes(self) -> memoryview:
+        """The file; there is a string for each token, and slices of an array would take ten times as long."""
+        return self.data.data
+
     def _number(self, offset: int, num_bytes: int) -> int:
-        found = self.data[offset : offset + num_bytes].tobytes()
+        found = self._bytes[offset : offset + num_bytes]
         if len(found) < num_bytes:
             raise IndexError(f"ends at byte {len(self.data)}, in the middle of its metadata")
         return int.from_bytes(found, "little")

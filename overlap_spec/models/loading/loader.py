@@ -14,6 +14,7 @@ from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
@@ -54,13 +55,14 @@ def load_target(
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
+    scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     weights: Weights
     if files.load_format == DUMMY:
-        weights = DummyWeights(files.weights, dtype, device, progress)
+        weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
     else:
         source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
         kept = KeptIntegers(source.groups, kernel) if kernel is not None and isinstance(source, GgufSource) else None
-        weights = Checkpoint(source, canonical_name, dtype, device, progress, kept)
+        weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
     return architecture_of(files.config, _origin(files)).load(config, weights)
 
