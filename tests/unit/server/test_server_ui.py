@@ -1,16 +1,20 @@
 """The page at `/ui`: its files and their headers, what it asks the server for, and who may ask."""
 
+import asyncio
 import json
 import re
+import time
 from importlib.resources import files
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
-from support.fake_engine_client import INFO, FakeClient, ask, events_of
+from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.config import ApiKeys
-from overlap_spec.messages import Stats
+from overlap_spec.messages import Record, Stats
+from overlap_spec.server.app import create_app
 from overlap_spec.server.ui_page import FILES, TYPES
 
 LOCKED = replace(INFO, keys=ApiKeys({"secret": "one"}))
@@ -59,7 +63,7 @@ def test_model_output_cannot_become_markup() -> None:
     assert not [name for name, text in SOURCES.items() if forbidden.search(text)]
 
 
-@pytest.mark.parametrize("path", ["/ui", "/ui/main.js", "/ui/live"])
+@pytest.mark.parametrize("path", ["/ui", "/ui/main.js", "/ui/live", "/ui/timeline"])
 def test_it_can_be_switched_off(path: str) -> None:
     assert ask(FakeClient(), "GET", path, CLOSED).status_code == 404
 
@@ -71,8 +75,9 @@ def test_no_other_file_is_served(name: str) -> None:
 
 def test_figures_need_the_key() -> None:
     assert ask(FakeClient(), "GET", "/ui", LOCKED).status_code == 200
-    assert ask(FakeClient(), "GET", "/ui/live", LOCKED).status_code == 401
-    assert ask(FakeClient(), "GET", "/ui/live", LOCKED, headers=KEY).status_code == 200
+    for path in ("/ui/live", "/ui/timeline"):
+        assert ask(FakeClient(), "GET", path, LOCKED).status_code == 401
+        assert ask(FakeClient(), "GET", path, LOCKED, headers=KEY).status_code == 200
 
 
 def test_figures_are_those_of_the_last_report() -> None:
@@ -141,3 +146,17 @@ def test_each_streamed_token_comes_with_what_the_page_shows_of_it() -> None:
 
 def _pairs(choice: dict[str, Any]) -> list[tuple[Any, Any]]:
     return list(zip(choice["logprobs"]["content"], choice["provenance"], strict=True))
+
+
+def test_the_timeline_is_what_processes_recorded() -> None:
+    records = [Record("scheduler", "plan", 1.5, 1.75, 7, {"batch": 2}), Record("GPU", "prefill", 2.0, 2.5)]
+    transport = httpx.ASGITransport(create_app(FakeClient(), INFO, healthy, lambda: records))
+
+    async def inner() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            return await http.get("/ui/timeline")
+
+    shown = asyncio.run(inner()).json()
+    assert shown["now"] == pytest.approx(time.monotonic(), abs=60)
+    expected = [["scheduler", "plan", 1.5, 1.75, 7, {"batch": 2}], ["GPU", "prefill", 2.0, 2.5, 0, {}]]
+    assert shown["records"] == expected
