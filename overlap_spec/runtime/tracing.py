@@ -134,7 +134,11 @@ class LiveTrace:
         self._records: deque[Record] = deque(maxlen=MOST_LIVE_RECORDS)
 
     def now(self) -> float:
-        return self._clock() if self.is_on else 0.0
+        if not self.is_on:
+            return 0.0
+        now = self._clock()
+        self.is_on = now <= self._until
+        return now if self.is_on else 0.0
 
     def span(self, name: str, begin: float, step: int = 0, **args: Value) -> None:
         if self.is_on and begin:  # else it began before anyone watched

@@ -15,6 +15,9 @@ from overlap_spec.messages import EngineHealth, Record, Stats
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.server.info import as_json, newest_stats
+from overlap_spec.server.problems import Problem
+
+MOST_STEPS = 1000  # of a timeline
 
 
 class LiveStep(msgspec.Struct, frozen=True):
@@ -96,11 +99,12 @@ class Live:
         return as_json(self._figures(await newest_stats(self._client), self._health()))
 
     async def timeline(self, request: Request) -> Response:
-        """Report what the engine's processes did in the last seconds: spans [track, name, begin, end, step, more].
+        """Report what the engine's processes did in its last `steps`: spans [track, name, begin, end, step, more].
 
-        They record from the first question on until 5 seconds after the last one.
+        They record from the first question on until 5 seconds after the last one; `steps`, of the query: 64.
         """
-        return as_json(LiveTimeline(time.monotonic(), self._watch()))
+        steps = _num_steps(request.query_params.get("steps", "64"))
+        return as_json(LiveTimeline(time.monotonic(), _last_steps(self._watch(), steps)))
 
     def _figures(self, stats: Stats, health: EngineHealth) -> LiveFigures:
         settings = self._info.settings
@@ -127,6 +131,21 @@ class Live:
             pages=LivePages(used, cached, total, size),
             step=_step(stats),
         )
+
+
+def _num_steps(text: str) -> int:
+    """Raises: Problem for what is no number of steps."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MOST_STEPS:
+        text = f"steps must be a whole number from 1 to {MOST_STEPS}, got {text!r}"
+        raise Problem(400, text, "steps", "invalid_value")
+    return int(text)
+
+
+def _last_steps(records: list[Record], steps: int) -> list[Record]:
+    """What began with the last steps that the device has done, or later."""
+    done = sorted({record.step for record in records if "phase" in record.args})[-steps:]
+    begins = [record.begin for record in records if done and record.step == done[0]]
+    return [record for record in records if begins and record.begin >= min(begins)]
 
 
 def _step(stats: Stats) -> LiveStep:

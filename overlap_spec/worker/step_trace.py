@@ -191,13 +191,15 @@ class LiveTracer:
 
     def launched(self, handle: StepHandle) -> None:
         """See `StepTracer`."""
-        if self._trace.is_on:
+        if self._trace.is_on and self._trace.now():
             self._seen.append(Seen.of(handle, ()))
 
     def watch(self, seconds: float) -> None:
         """See `StepTracer`. Tells of the steps since the last question that are done."""
         if not seconds:
             return
+        if not self._trace.is_on:
+            self._seen.clear()  # of long ago: the device's time is not told so far back
         self._trace.watch(seconds)
         done = []
         while self._seen and self._seen[0].host.published and self._seen[0].device.end.passed():

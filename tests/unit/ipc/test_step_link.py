@@ -17,7 +17,7 @@ import uvloop
 import zmq
 
 from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import BETWEEN_S, PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
@@ -171,6 +171,15 @@ def test_a_thread_that_polls_hears_the_others_too(tmp_path: Path) -> None:
         while not received and time.monotonic() < deadline:
             received = link.inbox.poll()
         assert received == [Shutdown(False)]
+
+
+def test_a_thread_that_seldom_polls_hears_the_others_all_the_same(tmp_path: Path) -> None:
+    """A CPU works for long between two polls, and a question is to be answered before dozens of steps are done."""
+    with ends(tmp_path, ToWorker) as link:
+        link.inbox.poll()
+        link.others.send(LivenessProbe())
+        time.sleep(2 * BETWEEN_S)
+        assert link.inbox.poll() == [LivenessProbe()]
 
 
 def test_patience_ends(tmp_path: Path) -> None:

@@ -148,15 +148,36 @@ def _pairs(choice: dict[str, Any]) -> list[tuple[Any, Any]]:
     return list(zip(choice["logprobs"]["content"], choice["provenance"], strict=True))
 
 
-def test_the_timeline_is_what_processes_recorded() -> None:
-    records = [Record("scheduler", "plan", 1.5, 1.75, 7, {"batch": 2}), Record("GPU", "prefill", 2.0, 2.5)]
+def timeline(records: list[Record], query: str = "") -> httpx.Response:
     transport = httpx.ASGITransport(create_app(FakeClient(), INFO, healthy, lambda: records))
 
     async def inner() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            return await http.get("/ui/timeline")
+            return await http.get(f"/ui/timeline{query}")
 
-    shown = asyncio.run(inner()).json()
+    return asyncio.run(inner())
+
+
+def test_the_timeline_is_what_processes_recorded() -> None:
+    plans = [Record("scheduler", "plan", step + 0.5, step + 0.75, step, {"batch": 2}) for step in (7, 8, 9)]
+    device = [Record("GPU", "prefill", step + 1.0, step + 2.0, step, {"phase": "decode"}) for step in (7, 8)]
+    records = [plans[0], device[0], plans[1], Record("client", "deliver", 8.75, 8.8), plans[2], device[1]]
+    shown = timeline(records).json()
     assert shown["now"] == pytest.approx(time.monotonic(), abs=60)
-    expected = [["scheduler", "plan", 1.5, 1.75, 7, {"batch": 2}], ["GPU", "prefill", 2.0, 2.5, 0, {}]]
-    assert shown["records"] == expected
+    assert [each[:5] for each in shown["records"]] == [
+        ["scheduler", "plan", 7.5, 7.75, 7],
+        ["GPU", "prefill", 8.0, 9.0, 7],
+        ["scheduler", "plan", 8.5, 8.75, 8],
+        ["client", "deliver", 8.75, 8.8, 0],
+        ["scheduler", "plan", 9.5, 9.75, 9],
+        ["GPU", "prefill", 9.0, 10.0, 8],
+    ]
+    assert shown["records"][0][5] == {"batch": 2}
+    assert timeline(records, "?steps=1").json()["records"] == shown["records"][2:]
+    assert timeline([]).json()["records"] == timeline(plans).json()["records"] == []
+
+
+@pytest.mark.parametrize("steps", ["0", "1001", "-1", "x", "1.5", "", "٣"])
+def test_a_number_of_steps_is_checked(steps: str) -> None:
+    response = timeline([], f"?steps={steps}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "steps")

@@ -161,6 +161,9 @@ def test_who_watches_is_told_of_steps_that_are_done(device: WrongClock) -> None:
         tracer.launched(launched(device, Phase.DECODE, 4))
     tracer.watch(5.0)
     assert len(recorder.take()) == 5 * MOST_LIVE_STEPS
+    device.host = 1007.0
+    tracer.launched(launched(device, Phase.DECODE, 4))
+    assert not recorder.is_on, "nobody has asked for long"
 
 
 def test_the_cpus_clock_is_the_hosts() -> None:
