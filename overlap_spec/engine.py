@@ -77,7 +77,6 @@ class Engine:
         self._run_dir: RunDirectory | None = None
         self._supervisor: Supervisor | None = None
         self._client: Client | None = None
-        self._facts: EngineFacts | None = None
         self._resources = contextlib.AsyncExitStack()  # freed last in, first out, even if one raises
 
     async def __aenter__(self) -> Self:
@@ -101,8 +100,8 @@ class Engine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What each actor reported when it was ready. Raises: Overloaded before the start."""
-        return _started(self._facts)
+        """What each actor reported when it was ready, the last time. Raises: Overloaded before the start."""
+        return _started(_engine_facts(self._supervisor.facts if self._supervisor is not None else {}))
 
     @property
     def failure(self) -> ActorDied | None:
@@ -179,7 +178,6 @@ class Engine:
         supervisor = self._supervisor = Supervisor(run_dir, self._roles, self.progress)
         self._resources.push_async_callback(supervisor.stop)
         await supervisor.start(settings)
-        self._facts = _engine_facts(supervisor.facts)
         self._trace = recorder(CLIENT, self._trace_dir, self._watched)
         self._resources.callback(self._trace.write)
         connection = Client(self.endpoint, settings.link.api_key, trace=self._trace)
@@ -188,6 +186,11 @@ class Engine:
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
         supervisor.requests_lost = client.end_calls
         await supervisor.unless_failed(client.wait_ready())
+
+    def announce(self, url: str) -> None:
+        """Tell `overlap-spec top` of this user on this machine where the engine is served. Nothing before the start."""
+        if self._run_dir is not None:
+            self._run_dir.announce(url)
 
     async def wait_failed(self) -> ActorDied:
         """Wait until an actor dies. Open requests have then been told."""
@@ -234,7 +237,9 @@ class Engine:
             Path(tokenizer.client_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # the tokenizer made it
 
 
-def _engine_facts(facts: Mapping[str, ActorFacts]) -> EngineFacts:
+def _engine_facts(facts: Mapping[str, ActorFacts]) -> EngineFacts | None:
+    if not facts.keys() >= set(ROLES):
+        return None
     tokenizer, scheduler, worker = (facts[role] for role in ROLES)
     assert isinstance(tokenizer, TokenizerFacts), tokenizer
     assert isinstance(scheduler, SchedulerFacts), scheduler

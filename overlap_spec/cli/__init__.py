@@ -31,6 +31,12 @@ class Command:
 COMMANDS = {
     "chat": Command("overlap_spec.cli.chat", "chat [MODEL] [flags]", "talk to a model in this terminal"),
     "serve": Command("overlap_spec.cli.serve", "serve [--model PATH] [flags]", "serve a model over HTTP and ZeroMQ"),
+    "serve-ray": Command(
+        "overlap_spec.cli.serve_ray",
+        "serve-ray [--model PATH] [flags]",
+        "serve a model by several engines, on the machines of a Ray cluster",
+    ),
+    "check": Command("overlap_spec.cli.check", "check [MODEL] [flags]", "tell from headers what would run, and how"),
     "bench": Command(
         "overlap_spec.cli.bench",
         "bench WHAT [flags]",
@@ -41,6 +47,7 @@ COMMANDS = {
         "verify [PROMPTS.jsonl] [flags]",
         "compare every token with plain decoding's: status 0 if all are the same",
     ),
+    "top": Command("overlap_spec.cli.top", "top [--url URL] [flags]", "show what a running server does"),
 }
 
 

@@ -56,6 +56,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
     load_format: str = "auto"
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of generation_config.json
+    quantization: str | None = None  # what the flag asks for
     chat_template: str | None = None  # the source of one to use instead of the tokenizer's
 
 
@@ -140,6 +141,7 @@ class SpecSettings(Struct, frozen=True):
     ngram: NgramSettings = NgramSettings()
     numbers_from: str = "given"  # the origin of steps, topk and width
     simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
+    draft_quantization: str | None = None  # unquant, fp8 while loading; None: what the draft's config names
 
 
 class WidthRule(Struct, frozen=True):

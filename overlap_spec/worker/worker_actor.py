@@ -40,6 +40,7 @@ from overlap_spec.worker.sizing.warmup import (
     run_uncaptured,
     warm_up,
 )
+from overlap_spec.worker.sizing.weight_formats import weight_formats
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 NO_CEILING = Roofline()
@@ -131,6 +132,7 @@ async def main(context: ActorContext) -> None:
     executor.forget()  # the tokens of the warm-up
     times.end("step times")
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
+    formats = weight_formats(settings, models)
     context.ready(
         WorkerFacts(
             device=device_name(settings.model.device),
@@ -149,6 +151,8 @@ async def main(context: ActorContext) -> None:
             verification=_verification_fact(settings.spec, models),
             acceptance=_acceptance_fact(settings.spec),
             logit_processor=settings.logit_processor or "none",
+            weight_format=formats[0],
+            draft_weight_format=formats[1],
             weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
             draft_weight_bytes=models.proposer.profile.num_bytes,
             kv_bytes_per_token=bytes_per_token(models, geometry.dtype),

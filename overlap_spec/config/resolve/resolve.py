@@ -317,7 +317,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,
         "speculative_draft_load_format": spec.draft_load_format if speculating else None,
-        "speculative_draft_model_quantization": "unquant" if drafts else None,
+        "speculative_draft_model_quantization": spec.draft_quantization if drafts else None,
         "speculative_num_steps": spec.num_steps if speculating else None,
         "speculative_eagle_topk": spec.topk if speculating else None,
         "speculative_num_draft_tokens": spec.width if speculating else None,

@@ -6,14 +6,16 @@ Canonical names are Hugging Face's without the leading `model.`: `layers.0.self_
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.loading.finite import FiniteSums, damage_in
+from overlap_spec.models.quantization.forms import LinearForms
 
 Shape = tuple[int, ...]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -47,6 +49,9 @@ class TensorSource(Protocol):
 class Weights(Protocol):
     """Tensors by canonical name: a checkpoint's, or random ones (`dummy.py`)."""
 
+    scheme: QuantizationScheme | None  # the format of linears; None: 16 bits or wider
+    forms: LinearForms  # what the model's linears become
+
     @property
     def origin(self) -> str:
         """Directory or file, for messages."""
@@ -66,12 +71,20 @@ class Weights(Protocol):
         """The file that holds a tensor."""
         ...
 
+    def covers(self, name: str) -> bool:
+        """Whether a linear has the format `scheme`, by its names here and in the file."""
+        ...
+
     def take(self, name: str, shape: Shape) -> Tensor:
         """A weight, in the model's dtype on its device. Raises: CheckpointError."""
         ...
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU. Raises: CheckpointError."""
+        ...
+
+    def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """A tensor of a format of few bits, as it is in the file, on the model's device. Raises: CheckpointError."""
         ...
 
     def skip(self, *names: str) -> None:
@@ -104,8 +117,15 @@ class Checkpoint:
         self._progress = progress
         self._shapes = source.shapes()
         self._names = _canonical_names(source, self._shapes, canonical)
+        self.scheme: QuantizationScheme | None = None
+        self.forms = LinearForms(dtype, device)
         self._taken: set[str] = set()
         self._sums = FiniteSums()
+
+    def in_format(self, scheme: QuantizationScheme | None) -> Self:
+        """The same, with linears in this format."""
+        self.scheme = scheme
+        return self
 
     @property
     def origin(self) -> str:
@@ -127,6 +147,11 @@ class Checkpoint:
         """The file that holds a tensor. Raises: CheckpointError if it is missing."""
         return self._source.file_of(self._actual(name))
 
+    def covers(self, name: str) -> bool:
+        """Whether a linear has the format `scheme`, by its names here and in the file."""
+        stored = self._names.get(f"{name}.weight", name).removesuffix(".weight")
+        return self.scheme is not None and self.scheme.covers(name) and self.scheme.covers(stored)
+
     def take(self, name: str, shape: Shape) -> Tensor:
         """A weight, in the model's dtype on its device.
 
@@ -134,14 +159,17 @@ class Checkpoint:
         """
         tensor = self.take_raw(name, shape)
         if tensor.dtype not in WEIGHT_TYPES:
-            expected = ", ".join(map(type_name, WEIGHT_TYPES))
-            raise CheckpointError(
-                f"{self.file_of(name)}: tensor {self._names[name]}: found type {type_name(tensor.dtype)}, expected one"
-                f" of {expected}: the config names no format of weights in fewer bits"
-            )
+            raise self._unexpected(name, tensor, WEIGHT_TYPES)
         tensor = tensor.to(device=self._device, dtype=self._dtype).contiguous()
         self._sums.add(name, tensor)
         return tensor
+
+    def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """See `Weights`."""
+        tensor = self.take_raw(name, shape)
+        if tensor.dtype not in dtypes:
+            raise self._unexpected(name, tensor, dtypes)
+        return tensor.to(self._device)
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU, or without values."""
@@ -183,6 +211,14 @@ class Checkpoint:
                 raise CheckpointError(damage)
             if damage is not None:
                 log.warning("%s; requests with a token of such a row will end with an error", damage)
+
+    def _unexpected(self, name: str, found: Tensor, expected: tuple[torch.dtype, ...]) -> CheckpointError:
+        format_ = "no format of weights in fewer bits" if self.scheme is None else self.scheme.stored.value
+        words = f"{'one of ' if len(expected) > 1 else ''}{', '.join(map(type_name, expected))}"
+        return CheckpointError(
+            f"{self.file_of(name)}: tensor {self._names[name]}: found type {type_name(found.dtype)}, expected {words}:"
+            f" the config names {format_}"
+        )
 
     def _actual(self, name: str, shape: Shape | None = None) -> str:
         if (actual := self._names.get(name)) is None:

@@ -13,6 +13,7 @@ from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
@@ -22,7 +23,7 @@ from overlap_spec.models.loading import eagle3_loader, eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.draft_source import DraftSource, ignore_progress
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
-from overlap_spec.models.loading.gguf_source import GgufSource
+from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
@@ -47,12 +48,13 @@ def load_target(
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
+    scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     weights: Weights
     if files.load_format == DUMMY:
-        weights = DummyWeights(files.weights, dtype, device, progress)
+        weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
     else:
         source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
-        weights = Checkpoint(source, canonical_name, dtype, device, progress)
+        weights = Checkpoint(source, canonical_name, dtype, device, progress).in_format(scheme)
     _refuse_draft_heads(weights)
     return architecture_of(files.config, _origin(files)).load(config, weights)
 
@@ -117,9 +119,9 @@ def _mtp_config(source: DraftSource) -> LlamaConfig:
 
 
 def _open_gguf(path: Path, config: TargetConfig, found: Mapping[str, Any]) -> TensorSource:
-    if not isinstance(config, LlamaConfig):
+    if (layout := gguf_layout_of(config, str(found.get("model_type")))) is None:
         raise CheckpointError(f"{path}: a GGUF file of {_names(found)} is not supported; give its safetensors")
-    return GgufSource(path, config)
+    return GgufSource(path, layout)
 
 
 def _names(config: Mapping[str, Any]) -> str:

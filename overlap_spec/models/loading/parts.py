@@ -3,6 +3,8 @@
 Linears with the same input are stacked (query, key and value; gate and up), for fewer and larger products.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
+from overlap_spec.models.loading.quantized import is_quantized, is_stored_quantized, take_quantized
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
 
@@ -33,6 +36,8 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
         if HEAD in checkpoint:
             _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
         return embedding.tied_head()
+    if is_stored_quantized(checkpoint, "lm_head"):
+        return take_quantized(checkpoint, {"lm_head": embedding.vocab_size}, embedding.size)
     try:
         return Linear(checkpoint.take(HEAD, shape))
     except CheckpointError as error:
@@ -61,10 +66,17 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
     return target.head.rows(ids), ids
 
 
-def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
-    """Stack linears with the same input. `sizes`: output rows by name."""
+def take_linear(
+    checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False, order: Tensor | None = None
+) -> AnyLinear:
+    """Stack linears with the same input. `sizes`: output rows by name. `order`: of all rows; None: as stored."""
+    biases = _biases(checkpoint, sizes) if bias else None
+    if is_quantized(checkpoint, sizes):
+        linear = take_quantized(checkpoint, sizes, input_size, biases)
+        return linear if order is None else linear.rows(order.to(linear.device))
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    stacked = _stacked(weights)
+    return make_linear(stacked if order is None else stacked[order.to(stacked.device)], biases)
 
 
 def take_qkv(
@@ -82,12 +94,20 @@ def take_gate_up(checkpoint: Weights, mlp: str, input_size: int, size: int, bias
     return take_linear(checkpoint, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, input_size, bias)
 
 
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One below the other. For tensors without values torch.cat would load a compiler, which takes seconds."""
+    first = tensors[0]
+    if first.is_meta:
+        return first.new_empty(sum(map(len, tensors)), *first.shape[1:])
+    return torch.cat(tuple(tensors))
+
+
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
     """The stacked biases; None if all stored ones are zero, because a bias prevents fusion on a GPU.
 
     A random model keeps its zeros, so that it costs as much as the real one.
     """
-    biases = torch.cat([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
+    biases = _stacked([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
     is_known = not biases.is_meta and all(f"{name}.bias" in checkpoint for name in sizes)
     return None if is_known and not biases.any() else biases
 
