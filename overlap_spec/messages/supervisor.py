@@ -28,7 +28,7 @@ class LivenessProbe(Message, frozen=True):
     """Answer with Alive, from the loop that does the actor's work. At most one is unanswered.
 
     `watch_s`: record what is done within so many seconds from now, and send what was recorded since the last question;
-    0: nobody watches.
+    0: this is no such question.
     """
 
     watch_s: float = 0.0

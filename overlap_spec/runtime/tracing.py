@@ -1,8 +1,8 @@
 """Traces: timed records of each process on one clock, kept in memory.
 
-`Trace` keeps all and writes them to a file when the process ends. `LiveTrace` keeps the newest while somebody watches:
-a LivenessProbe asks for them, and the answer brings them. Off by default: `NO_TRACE` takes every call and keeps
-nothing. Times are `time.monotonic()`, which all processes of a machine share.
+`Trace` keeps all and writes them to a file when the process ends. `LiveTrace` keeps the newest while they are asked
+for: a LivenessProbe asks, and the answer brings them. Off by default: `NO_TRACE` takes every call and keeps nothing.
+Times are `time.monotonic()`, which all processes of a machine share.
 """
 
 import time
@@ -47,7 +47,7 @@ class Recorder(Protocol):
         ...
 
     def watch(self, seconds: float) -> None:
-        """Somebody wants to see what happens within so many seconds from now; 0: nobody asks."""
+        """Keep records from now on for so many seconds, for `take`; 0: go on as before."""
         ...
 
     def take(self) -> list[Record]:
@@ -117,14 +117,14 @@ class Trace:
         self._path.write_bytes(msgspec.msgpack.encode(list(self._records)))
 
     def watch(self, seconds: float) -> None:
-        """Nobody watches what goes to a file."""
+        """All records are kept anyway, for the file."""
 
     def take(self) -> list[Record]:
         return []
 
 
 class LiveTrace:
-    """The newest records of one process while somebody watches. Else it keeps none and reads no clock."""
+    """The newest records of one process while they are asked for. Else it keeps none and reads no clock."""
 
     def __init__(self, track: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
@@ -171,7 +171,7 @@ class LiveTrace:
 
 
 def recorder(role: str, directory: str | None, watched: bool = False) -> Recorder:
-    """A process's recorder; without a directory, and where nobody can watch, one that keeps nothing."""
+    """A process's recorder; without a directory, and where the engine is not to be watched, one that keeps nothing."""
     track = WORKER if role == "worker" else role
     if directory is not None:
         return Trace(track, Path(directory))

@@ -1,8 +1,8 @@
 """When the worker received, launched and published each step, and when the device worked on it, on the host's clock.
 
 Steps leave points in the device's own time (`DeviceEvent`) as they are launched. `DeviceTracer` turns all into host
-time at the end, so that nothing is asked of the device meanwhile. `LiveTracer` tells of the newest steps while somebody
-watches, and never waits for the device: the two clocks meet where the host saw a step's tokens.
+time at the end, so that nothing is asked of the device meanwhile. `LiveTracer` tells of the newest steps while it is
+asked, and never waits for the device: the two clocks meet where the host saw a step's tokens.
 """
 
 import time
@@ -38,7 +38,7 @@ class StepTracer(Protocol):
         ...
 
     def watch(self, seconds: float) -> None:
-        """Somebody watches, and will for so long; 0: nobody asks. Sync: never."""
+        """The engine is watched from now on, for so many seconds; 0: tell nothing. Sync: never."""
         ...
 
     def finish(self) -> None:
@@ -182,7 +182,7 @@ class DeviceTracer:
 
 
 class LiveTracer:
-    """Keeps the newest steps while somebody watches."""
+    """Keeps the newest steps while the engine is watched."""
 
     def __init__(self, trace: Recorder, device: Device) -> None:
         self._trace = trace
@@ -210,7 +210,7 @@ class LiveTracer:
                 self._records.add(seen, at)
 
     def finish(self) -> None:
-        """Nobody watches any more."""
+        """What was not asked for is lost."""
 
 
 def _time_by_tokens(done: Sequence[Seen]) -> TimeOf:
