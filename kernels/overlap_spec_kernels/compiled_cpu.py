@@ -21,7 +21,7 @@ TIMEOUT_S = 300.0
 
 
 class NoLibraryError(Exception):
-    """Says why there are no compiled kernels."""
+    """The reason why there are no compiled kernels."""
 
 
 def compiled_library(source: Path, cache: Path) -> ctypes.CDLL:

@@ -251,7 +251,7 @@ def _resolve_dtype(config: EngineConfig, device: str) -> str:
 
 
 def _keeps_integers(config: EngineConfig, device: str, files: ModelFiles) -> bool:
-    """Whoever names a type wants the weights in it."""
+    """Unless the flag names a type, which the weights then become."""
     is_gguf = files.weights.endswith(".gguf") and files.load_format != DUMMY
     return is_gguf and device == "cpu" and config.dtype == "auto"
 
