@@ -69,6 +69,7 @@ class ModelSettings(Struct, frozen=True):
     device: str
     max_len: int  # tokens in a sequence, prompt and output
     aliases: tuple[str, ...] = ()  # further names in the API
+    keeps_integers: bool = False  # linears of a .gguf file multiply by its integers, on a CPU
 
 
 class AcceptSettings(Struct, frozen=True):
