@@ -43,7 +43,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: Annotated[
         Text | None, Meta(description="model name in the API, and aliases; default: the model path")
     ] = None
-    dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Meta(description="auto: bfloat16 on CUDA; float32 on a CPU, where a .gguf file's weights keep their bits"),
+    ] = "auto"
     quantization: Annotated[
         Quantization | None,
         Meta(description="fp8: round 16-bit weights to 8 bits while loading; others: what the checkpoint is stored in"),

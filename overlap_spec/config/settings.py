@@ -69,6 +69,7 @@ class ModelSettings(Struct, frozen=True):
     device: str
     max_len: int  # tokens in a sequence, prompt and output
     aliases: tuple[str, ...] = ()  # further names in the API
+    keeps_integers: bool = False  # linears of a .gguf file multiply by its integers, on a CPU
 
 
 class AcceptSettings(Struct, frozen=True):
@@ -293,6 +294,7 @@ class Settings(Struct, frozen=True):
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
     supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
+    watched: bool = False  # processes record what they do while they are asked for it (`LiveTrace`)
 
 
 def encode_settings(settings: Settings) -> bytes:

@@ -18,6 +18,7 @@ from overlap_spec.messages import (
     EngineHealth,
     Finish,
     Prompt,
+    Record,
     SamplingParams,
     Stats,
     Terms,
@@ -30,6 +31,9 @@ from overlap_spec.version import __version__
 
 # It is called before every request, so it must not wait.
 HealthOf = Callable[[], EngineHealth]
+
+# What the engine's processes did in the last seconds; none where they do not record.
+Watch = Callable[[], list[Record]]
 
 MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms
 

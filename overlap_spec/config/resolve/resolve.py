@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.config import (
+    DUMMY,
     PLAIN,
     ApiKeys,
     AttentionSettings,
@@ -67,6 +68,7 @@ def resolve(
             device=device,
             max_len=_resolve_context(config, files),
             aliases=tuple(aliases),
+            keeps_integers=_keeps_integers(config, device, files),
         ),
         spec=spec,
         cache=_resolve_cache(config),
@@ -246,6 +248,12 @@ def _resolve_dtype(config: EngineConfig, device: str) -> str:
     if config.dtype == "auto":
         return "float32" if device == "cpu" else "bfloat16"
     return config.dtype
+
+
+def _keeps_integers(config: EngineConfig, device: str, files: ModelFiles) -> bool:
+    """Unless the flag names a type, which the weights then become."""
+    is_gguf = files.weights.endswith(".gguf") and files.load_format != DUMMY
+    return is_gguf and device == "cpu" and config.dtype == "auto"
 
 
 def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
