@@ -12,6 +12,7 @@ from overlap_spec_kernels.launch import capability_of, runs_gluon
 from overlap_spec_kernels.nvrtc import runs_hopper
 
 from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.quantization.grouped import GroupedLinear
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
@@ -20,6 +21,7 @@ QUANTISED = (
     "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers; more rows"
     " dequantize, then a BLAS"
 )
+GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
@@ -33,7 +35,7 @@ def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
     formats = Counter(map(_format, linears_in((models.target, models.proposer))))
     for packing, count in formats.items():
         if packing is not None:
-            yield f"{packing} ({count})", QUANTISED
+            yield f"{packing} ({count})", GROUPED if capability_of(META) is None else QUANTISED
         elif capability_of(META) is None:
             yield f"{dtype} ({count})", "oneDNN or BLAS, the form that is fastest when timed at start"
         else:
@@ -42,6 +44,8 @@ def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
 
 def _format(linear: AnyLinear) -> str | None:
     """None for a matrix of the model's type."""
+    if isinstance(linear, GroupedLinear):
+        return f"{', '.join(sorted({str(part.bits) for part in linear.operand.parts}))} bits of a .gguf file"
     if not isinstance(linear, QuantizedLinear):
         return None
     packing = linear.operand.packing

@@ -54,8 +54,8 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
     method = method_of(settings.spec)
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
-    kernel = _integer_kernel(settings)
-    target = load_target(settings.model.files, dtype, place, progress, kernel)
+    kernel = None if place.type == "meta" else _integer_kernel(settings)
+    target = load_target(settings.model.files, dtype, place, progress, kernel, settings.model.keeps_integers)
     proposer = method.load(settings.spec, target, progress)
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)

@@ -23,6 +23,7 @@ from support.bad_checkpoints import (
     rewrite_index,
     write_shards,
 )
+from support.gguf_files import KIND, write_gguf
 from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.quantized import quantised
 from support.tiny.tokenizer import write_tokenizer
@@ -139,6 +140,16 @@ def test_sizes_are_those_of_a_start(binary: bool, target: Path, tmp_path: Path) 
     assert report.memory.kv_tokens == (geometry.num_pages - 1) * geometry.page_size
     assert report.draft.fits["vocabulary"] == "112 of the target's 128 tokens, by d2t"
     assert report.draft.fits["aux layers"] == "0, 1 of 2"
+
+
+@pytest.mark.parametrize("kind", [KIND.Q4_0, KIND.Q4_1, KIND.Q8_0], ids=str)
+def test_weights_of_a_gguf_keep_their_bits_on_a_cpu(kind: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_target(6), dict.fromkeys(("q_proj", "o_proj", "down_proj"), kind))
+    config = config_of(tmp_path / "tiny.gguf")
+    report, models = check(config, NO_GPU), start(config)
+    assert report.memory is not None
+    assert report.memory.held["of target weights"] == models.target.num_bytes
+    assert any("of a .gguf file" in name for name in report.kernels)
 
 
 def test_headers_alone_are_read(target: Path) -> None:
