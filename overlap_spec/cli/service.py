@@ -44,7 +44,7 @@ async def serve(config: EngineConfig) -> int:
 
     Raises: OverlapSpecError if the port is taken or the engine does not start.
     """
-    engine = Engine(config)
+    engine = Engine(config, watched=not config.disable_ui)
     service = Service(engine)
     with StopSignals(force=lambda: engine.kill("a second signal")) as signals:
         try:
@@ -89,9 +89,9 @@ class Service:
             await engine.start()
         for note in engine.notes:
             log.info("%s", note)
-        info = server_info(engine.config, engine.settings, engine.facts)
+        info = server_info(engine.config, engine.settings, lambda: engine.facts)
         self._spans = open_spans(engine.settings.server.otlp, info.model_name)
-        self._front.app = create_app(engine.client, info, self.health, self._spans)
+        self._front.app = create_app(engine.client, info, self.health, engine.watch, self._spans)
         freeze_heap()
         url = http_url(engine.config.host, self._server.port)
         engine.announce(url)

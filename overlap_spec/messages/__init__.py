@@ -120,6 +120,7 @@ from overlap_spec.messages.supervisor import (
     Shutdown,
     ToSupervisor,
 )
+from overlap_spec.messages.traces import Record, Value
 
 ToScheduler = (
     WorkerReady
@@ -210,6 +211,7 @@ __all__ = [
     "Prompt",
     "READY",
     "Reasoning",
+    "Record",
     "Recover",
     "Refused",
     "Rejected",
@@ -242,6 +244,7 @@ __all__ = [
     "TokenizerFacts",
     "Phases",
     "Usage",
+    "Value",
     "WorkerFacts",
     "WorkerReady",
     "MetricsLevel",

@@ -43,9 +43,9 @@ class EngineReplica:
         await self._engine.start()
         for note in self._engine.notes:
             log.info("%s", note)
-        info = server_info(config, self._engine.settings, self._engine.facts)
+        info = server_info(config, self._engine.settings, lambda: self._engine.facts)
         spans = open_spans(self._engine.settings.server.otlp, info.model_name)
-        self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health, spans)
+        self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health, spans=spans)
         self._open: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._leave_when_failed())
         freeze_heap()

@@ -59,7 +59,7 @@ def test_the_phases_are_spans_below_the_requests(codec: TextCodec) -> None:
         async def main() -> Any:
             async with running(tiny_loaded(3, 3), CONFIG, codec) as ring, RingClient(ring) as client:
                 ring.scheduler.tells_started = True
-                transport = httpx.ASGITransport(create_app(client, INFO, healthy, spans))
+                transport = httpx.ASGITransport(create_app(client, INFO, healthy, spans=spans))
                 async with httpx.AsyncClient(transport=transport, base_url="http://ring", timeout=60) as http:
                     return await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 24})
 

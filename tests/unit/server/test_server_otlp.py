@@ -38,7 +38,7 @@ def sending(collector: Collector, every_ms: int = 20) -> Iterator[OtlpSpans]:
 
 def post(spans: OtlpSpans, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     async def inner() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(FakeClient(), INFO, healthy, spans))
+        transport = httpx.ASGITransport(create_app(FakeClient(), INFO, healthy, spans=spans))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             return await http.post(path, json=body, headers=headers)
 
