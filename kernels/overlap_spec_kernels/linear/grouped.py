@@ -115,7 +115,13 @@ class GroupedPart:
         values = scales.new_empty(blocks, size, LANES, dtype=kind)
         per_group = scales.new_empty(blocks, size_k // group, LANES, dtype=torch.float16)
         return cls(
-            values, per_group, None if offsets is None else torch.empty_like(per_group), num_rows, bits, 0, group
+            values,
+            per_group,
+            None if offsets is None else per_group.new_empty(per_group.shape),
+            num_rows,
+            bits,
+            0,
+            group,
         )
 
     @property

@@ -42,7 +42,7 @@ class BlockFormat:
         values = torch.empty(num_rows, num_columns, dtype=torch.int8, device="meta")
         per_row = values.new_empty(num_rows, num_columns // (self.size // scales.shape[1]), dtype=torch.float32)
         return Groups(
-            values, per_row, None if offsets is None else torch.empty_like(per_row), self.num_bits, self.least
+            values, per_row, None if offsets is None else per_row.new_empty(per_row.shape), self.num_bits, self.least
         )
 
 

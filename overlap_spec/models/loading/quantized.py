@@ -98,7 +98,7 @@ def _without_values(parts: Sequence[StoredWeight], forms: LinearForms, bias: Ten
     if part is None or not forms.keeps(whole):
         return make_linear(torch.empty((rows, columns), dtype=forms.dtype, device="meta"), bias)
     data = whole.values.new_empty((rows, columns * first.bits // 8))
-    zeros = None if whole.zeros is None else torch.empty_like(whole.zeros, dtype=torch.bfloat16)
+    zeros = None if whole.zeros is None else whole.zeros.new_empty(whole.zeros.shape, dtype=torch.bfloat16)
     packing = Packing(whole.scales, zeros, first.bits, part, first.group, scale_rows)
     return QuantizedLinear(QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, columns))), bias)
 
