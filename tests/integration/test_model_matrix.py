@@ -26,7 +26,7 @@ NoteCell = Callable[[str, str, str, str], None]  # architecture, format, method,
 
 RANKED = sorted(CELLS, key=lambda cell: cell.rank)
 SAMPLE = [*RANKED[:NUM_QUICK], *(pytest.param(cell, marks=pytest.mark.slow) for cell in RANKED[NUM_QUICK:NUM_SLOW])]
-ROWS = [(architecture, format_) for architecture in TINY_ARCHITECTURES for format_ in FORMATS]
+ROWS = [(architecture, format_) for format_ in FORMATS for architecture in TINY_ARCHITECTURES]
 
 
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)

@@ -29,7 +29,7 @@ from support.summaries import describe, update
 from support.tiny.formats import ARCHITECTURES, FORMATS
 from support.tiny.models import TinyCheckpoint
 
-SEED, NUM_STEPS, NUM_TOKENS = 3, 3, 16
+SEED, NUM_STEPS, NUM_TOKENS = 3, 3, 10
 PLAIN, EQUAL, NEAR, DIFFERS = "NONE", "equal", "near-ties", "differs"
 MOST = 0.15  # of logits with a deviation of 3: what rounding to 16 bits explains
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ METHODS = (
     "STANDALONE",
     "NGRAM tree",
 )  # of each kind
-PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 23)]
+PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 19)]
 SAMPLINGS = [
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True),
     SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.9, seed=5, ignore_eos=True),

@@ -88,7 +88,6 @@ IN_RUNS = {"hidden": 128}  # rows of whole groups
 WHOLE_BLOCKS = {"hidden": 256}  # rows of 256 values and more
 FORMATS: dict[str, TinyFormat] = {
     "float": TinyFormat(_as_it_is),
-    "int8 toy": TinyFormat(_as_it_is, convert=with_int8_linears),
     **{
         kind: TinyFormat(partial(_as_quantised, kind), shape=IN_RUNS, dtype_on_gpu=torch.bfloat16) for kind in QUANTISED
     },
@@ -100,4 +99,5 @@ FORMATS: dict[str, TinyFormat] = {
         f"GGUF {kind.name}": _gguf(kind, **WHOLE_BLOCKS)
         for kind in (KIND.Q2_K, KIND.Q3_K, KIND.Q4_K, KIND.Q5_K, KIND.Q6_K)
     },
+    "int8 toy": TinyFormat(_as_it_is, convert=with_int8_linears),
 }
