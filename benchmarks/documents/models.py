@@ -16,7 +16,7 @@ from overlap_spec.bench.tables import origin
 
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"
-EQUAL = "equal"
+EQUAL, NEAR, NOT_RUN = "equal", "near-ties", "not run"
 # By architecture and format: the result with a step of such a model on the H200, and what was timed.
 TIMED = {("LlamaForCausalLM", "float"): ("step_8b_h200.json", "8B, bfloat16, EAGLE-3 (3, 1, 4), batch 1")}
 
@@ -29,13 +29,13 @@ def models_tables(results: Path, now: Source) -> str:
     on_cpu, on_gpu = _read(results / ON_CPU), _read(results / ON_GPU)
     lines: list[str] = []
     for format_ in on_cpu["formats"]:
-        of_format = {name: formats[format_] for name, formats in on_cpu["cells"].items()}
+        of_format = {name: formats.get(format_, {}) for name, formats in on_cpu["cells"].items()}
         refusals = list(dict.fromkeys(cell for row in of_format.values() for cell in row.values() if cell != EQUAL))
         head = ("", *on_cpu["methods"], "exact on the H200", "timed on the H200")
         rows = [
             (
                 f"`{name}`",
-                *(_cell(row[method], refusals) for method in on_cpu["methods"]),
+                *(_cell(row.get(method), refusals) for method in on_cpu["methods"]),
                 _exact_there(row, on_gpu.get("cells", {}).get(name, {}).get(format_, {})),
                 _timed(results, name, format_, row),
             )
@@ -52,24 +52,28 @@ def _read(path: Path) -> Report:
     return found
 
 
-def _cell(outcome: str, refusals: Sequence[str]) -> str:
+def _cell(outcome: str | None, refusals: Sequence[str]) -> str:
+    if outcome is None:
+        return NOT_RUN
     return "=" if outcome == EQUAL else f"refused ({refusals.index(outcome) + 1})"
 
 
+def _is_refused(row: Row) -> bool:
+    return bool(row) and EQUAL not in row.values()
+
+
 def _exact_there(row: Row, there: Row) -> str:
-    if EQUAL not in row.values():
+    """Methods by outcome."""
+    if _is_refused(row):
         return "refused"
     counts = Counter(there.values())
-    others = sum(counts.values()) - counts[EQUAL]
-    return f"{counts[EQUAL]} of {len(there)} methods" if there and not others else _others(counts, others)
-
-
-def _others(counts: Counter[str], others: int) -> str:
-    return f"{counts[EQUAL]} methods; {others} not" if others else "not run"
+    equal, near = counts.pop(EQUAL, 0), counts.pop(NEAR, 0)
+    said = [f"= {equal}"] * bool(equal) + [f"up to near-ties {near}"] * bool(near)
+    return ", ".join([*said, *(f"{outcome} {count}" for outcome, count in counts.items())]) or NOT_RUN
 
 
 def _timed(results: Path, name: str, format_: str, row: Row) -> str:
-    if EQUAL not in row.values():
+    if _is_refused(row):
         return "refused"
     file, what = TIMED.get((name, format_), ("", ""))
     report = _read(results / file) if file else {}
