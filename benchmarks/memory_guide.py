@@ -121,13 +121,13 @@ def _head(target: LoadedTarget, dtype: torch.dtype) -> tuple[WithoutMemory, Any]
 
 
 def guide(settings: Settings, demand: Demand, gpu_mib: int) -> dict[str, Any]:
-    """Figures in MiB, and in tokens of KV cache that they hold."""
+    """Figures in MiB, for as many tokens in the KV pool as before, and in tokens that the pool then holds beside them."""
     kv = demand.target_kv + demand.draft_kv
     pool = int(gpu_mib * MIB * settings.cache.mem_fraction) - demand.num_bytes
     rows = [
         {
             "flag": saving.flag,
-            "mib": saving.num_bytes // MIB,
+            "mib": (saving.num_bytes + pool // kv * saving.kv_bytes) // MIB,
             "tokens": (pool + saving.num_bytes) // (kv - saving.kv_bytes) - pool // kv,
         }
         for saving in savings(demand)

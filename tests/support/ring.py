@@ -135,6 +135,7 @@ class RingConfig:
     late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
     trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
+    kv_dtype: torch.dtype | None = None  # of KV pages; None: `dtype`
 
     @property
     def width(self) -> int:
@@ -156,6 +157,7 @@ class RingConfig:
             any_width or self.step_costs.widths[:-1],
             num_audits=self.audit_slots if self.audit.rate else 0,
             num_controls=2 * self.audit_slots if self.audit.rate else 0,
+            kv_dtype=self.kv_dtype,
         )
 
 
