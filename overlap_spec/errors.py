@@ -61,8 +61,12 @@ class RequestFailed(OverlapSpecError):
 
 
 class ActorDied(OverlapSpecError):
-    """A process of the engine died or failed. `actor` is its name; open requests end with this error."""
+    """A process of the engine died or failed. `actor` is its name; open requests end with this error.
 
-    def __init__(self, actor: str, message: str) -> None:
+    `refused`: it could not start with this checkpoint or these flags.
+    """
+
+    def __init__(self, actor: str, message: str, refused: bool = False) -> None:
         super().__init__(f"{actor}: {message}")
         self.actor = actor
+        self.refused = refused

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from overlap_spec.cli import bench, chat, verify
+from overlap_spec.cli import bench, chat, check, serve_ray, verify
 from overlap_spec.cli.flag_groups import GROUPS
 from overlap_spec.cli.flags import ALIASES, REFUSED, flag_name
 from overlap_spec.cli.foreign_flags import GRANTED, reasons
@@ -145,7 +145,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{group: functools.partial(_engine, group) for group in GROUPS},
     "bench": functools.partial(_others, bench),
     "chat": functools.partial(_others, chat),
+    "serve-ray": functools.partial(_others, serve_ray),
     "verify": functools.partial(_others, verify),
+    "check": functools.partial(_others, check),
     "refused": _refused,
     "granted": _granted,
     "defaults": _defaults,

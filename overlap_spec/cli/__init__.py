@@ -1,7 +1,7 @@
 """`overlap-spec COMMAND [flags]`: finds the command, runs it, turns an error into one sentence and a status.
 
 A command is a module with `add_arguments(parser)` and `run(arguments) -> int`; only the one that is asked for is
-imported. Status 2: a wrong flag, value or file, found before any weight is read.
+imported. Status 2: a wrong flag, value or file, found before the first step.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlap_spec.cli.parser import Parser, UsageError
-from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
+from overlap_spec.errors import ActorDied, CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.version import __version__
 
 PROGRAM = "overlap-spec"
@@ -31,6 +31,12 @@ class Command:
 COMMANDS = {
     "chat": Command("overlap_spec.cli.chat", "chat [MODEL] [flags]", "talk to a model in this terminal"),
     "serve": Command("overlap_spec.cli.serve", "serve [--model PATH] [flags]", "serve a model over HTTP and ZeroMQ"),
+    "serve-ray": Command(
+        "overlap_spec.cli.serve_ray",
+        "serve-ray [--model PATH] [flags]",
+        "serve a model by several engines, on the machines of a Ray cluster",
+    ),
+    "check": Command("overlap_spec.cli.check", "check [MODEL] [flags]", "tell from headers what would run, and how"),
     "bench": Command(
         "overlap_spec.cli.bench",
         "bench WHAT [flags]",
@@ -53,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, ConfigError, CheckpointError) as error:  # of this process, which reads no weights
         return _complain(error, 2)
     except OverlapSpecError as error:
-        return _complain(error, 1)
+        return _complain(error, 2 if isinstance(error, ActorDied) and error.refused else 1)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the answer has left, as `| head` does

@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "server": (
         *("host", "port", "api_key", "api_key_file", "admin_api_key", "sampling_defaults", "chat_template"),
         "trust_request_chat_template",
-        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "zmq_endpoint", "random_seed"),
+        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "disable_ui", "zmq_endpoint", "random_seed"),
         *("http_header_timeout", "http_body_timeout", "max_connections", "max_connections_per_address"),
         *("recover", "max_recoveries", "watchdog_timeout", "drain_timeout", "log_level", "log_level_http"),
     ),

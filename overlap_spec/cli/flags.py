@@ -54,11 +54,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(title)
         for name in names:
             if name in fields:  # not if it was among the most used
-                _add_flag(group, fields.pop(name))
+                add_flag(group, fields.pop(name))
     assert not fields, f"in no group of flags: {sorted(fields)}"
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
+def add_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
+    """The flag of one field."""
     names = (flag_name(field.name), *ALIASES.get(field.name, ()))
     if field.kind is bool:
         action = "store_true" if field.default is False else argparse.BooleanOptionalAction
@@ -77,14 +78,19 @@ def _add_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
 
 def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineConfig:
     """The config that a command line asks for; `defaults` are the command's own. Raises: ConfigError."""
-    values = dict(defaults)
-    for field in config_fields():
+    return config_from({**defaults, **given_values(arguments, config_fields())})
+
+
+def given_values(arguments: argparse.Namespace, fields: Sequence[ConfigField]) -> dict[str, object]:
+    """By name, the values of those fields whose flags were given. Raises: ConfigError."""
+    values: dict[str, object] = {}
+    for field in fields:
         if field.name in arguments:
             given = getattr(arguments, field.name)
             if field.name in JOINED:
                 given = ",".join(given)
             values[field.name] = field.parse(given) if isinstance(given, str | list) else given
-    return config_from(values)
+    return values
 
 
 def refuse_bench_flags(config: EngineConfig) -> None:

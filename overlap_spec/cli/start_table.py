@@ -27,10 +27,15 @@ def start_table(settings: Settings, facts: EngineFacts, url: str, endpoint: str)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in (
-        _settled(settings, facts) | _read(settings, facts) | _measured(facts) | {"HTTP": url, "ZMQ": endpoint}
+        _settled(settings, facts) | _read(settings, facts) | _measured(facts) | _addresses(settings, url, endpoint)
     ).items():
         table.add_row(name, value)
     return table
+
+
+def _addresses(settings: Settings, url: str, endpoint: str) -> dict[str, str]:
+    page = {"in a browser": f"{url}/ui"} if settings.server.ui else {}
+    return {"HTTP": url, **page, "ZMQ": endpoint}
 
 
 def _settled(settings: Settings, facts: EngineFacts) -> dict[str, str]:

@@ -1,11 +1,11 @@
-"""Reads the fields of `EngineConfig` from the struct itself, for flags, help and checks.
+"""Reads the fields of `EngineConfig`, or of another struct of flags, for flags, help and checks.
 
 So a new field gets its flag, its help line and its range check without further code.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -14,6 +14,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
 
 Limited = inspect.IntType | inspect.FloatType
+Flags = TypeVar("Flags", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class ConfigField:
             raise ConfigError(self.name, f"must be {self.wanted}, got {text!r}") from None
 
 
-def config_fields() -> tuple[ConfigField, ...]:
-    """Every field of EngineConfig, in its order."""
-    struct = cast(inspect.StructType, inspect.type_info(EngineConfig))
+def config_fields(flags: type[msgspec.Struct] = EngineConfig) -> tuple[ConfigField, ...]:
+    """Every field of EngineConfig, or of other `flags`, in its order."""
+    struct = cast(inspect.StructType, inspect.type_info(flags))
     return tuple(_field(field) for field in struct.fields)
 
 
@@ -52,18 +53,23 @@ def check_config(config: EngineConfig) -> EngineConfig:
 
 def config_from(values: Mapping[str, Any]) -> EngineConfig:
     """Build a config; missing fields keep their defaults. Raises: ConfigError naming the flag."""
+    return flags_from(values, EngineConfig)
+
+
+def flags_from(values: Mapping[str, Any], flags: type[Flags]) -> Flags:
+    """Build a struct of flags, as `config_from` does."""
     try:
-        return msgspec.convert(values, EngineConfig)
+        return msgspec.convert(values, flags)
     except msgspec.ValidationError:
-        _raise_for_field(values)
+        _raise_for_field(values, flags)
         raise
 
 
-def _raise_for_field(values: Mapping[str, Any]) -> None:
-    for field in config_fields():
+def _raise_for_field(values: Mapping[str, Any], flags: type[msgspec.Struct]) -> None:
+    for field in config_fields(flags):
         if field.name in values:
             try:
-                msgspec.convert({field.name: values[field.name]}, EngineConfig)
+                msgspec.convert({field.name: values[field.name]}, flags)
             except msgspec.ValidationError:
                 raise ConfigError(field.name, f"must be {field.wanted}, got {values[field.name]!r}") from None
 

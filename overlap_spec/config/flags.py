@@ -99,6 +99,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...] | None,
         Meta(description="web pages of these origins may call the HTTP server; *: all; default: none"),
     ] = None
+    disable_ui: Annotated[bool, Meta(description="no page at /ui to chat with the engine and to watch it")] = False
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
     ] = None

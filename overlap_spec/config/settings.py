@@ -240,6 +240,7 @@ class ServerSettings(Struct, frozen=True):
     reasoning_parser: str = "auto"
     cors_allow_origins: tuple[str, ...] = ()
     http: HttpLimits = HttpLimits()
+    ui: bool = True  # the page at /ui
 
 
 class SupervisorSettings(Struct, frozen=True):

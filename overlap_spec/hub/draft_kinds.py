@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.config import DUMMY, facts_of
-from overlap_spec.config.draft_kind import Shapes, can_only_draft, draft_kind
+from overlap_spec.config.draft_kind import DraftKind, Shapes, can_only_draft, draft_kind
 from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.hub.weight_files import open_safetensors, shapes_in, weight_files
+from overlap_spec.hub.weight_files import headers_in, open_safetensors, weight_files
 
 
 def refuse_head(directory: Path, config: Mapping[str, Any], load_format: str) -> None:
@@ -34,9 +34,18 @@ def refuse_other_kind(method: str, directory: str, shapes: Shapes) -> None:
     wanted, found = facts_of(method).draft_kinds, draft_kind(shapes)
     if not wanted or found in wanted:
         return
-    other = next((name for name, facts in METHOD_FACTS.items() if found in facts.draft_kinds[:1]), None)
+    other = _usual_method(found)
     hint = "" if other is None else f"; use --speculative-algorithm {other}, or another draft"
     raise CheckpointError(f"{directory}: it looks like {found.value}, but {method} drafts with {wanted[0].value}{hint}")
+
+
+def method_of_draft(directory: Path, load_format: str = "auto") -> str | None:
+    """The method that a draft is for, by the names of its safetensors; None if they do not tell."""
+    return _usual_method(draft_kind(_stored_shapes(directory, load_format)))
+
+
+def _usual_method(kind: DraftKind) -> str | None:
+    return next((name for name, facts in METHOD_FACTS.items() if kind in facts.draft_kinds[:1]), None)
 
 
 def _is_named_head(config: Mapping[str, Any]) -> bool:
@@ -49,4 +58,4 @@ def _stored_shapes(directory: Path, load_format: str) -> Shapes:
     """Shapes of the tensors by name; empty if torch is needed to read them, or without weights."""
     files = [] if load_format == DUMMY else weight_files(directory, load_format)
     handles = (open_safetensors(file, "np") for file in files if file.suffix == ".safetensors")
-    return dict(pair for handle in handles for pair in shapes_in(handle))
+    return {name: shape for handle in handles for name, shape, _ in headers_in(handle)}

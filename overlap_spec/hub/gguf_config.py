@@ -1,5 +1,7 @@
 """Reads the metadata of a .gguf file as a Hugging Face config."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +10,6 @@ from overlap_spec.errors import CheckpointError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_ARCHITECTURE = "llama"
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -21,17 +22,21 @@ _OPTIONAL = {
     "head_dim": "attention.key_length",
     "vocab_size": "vocab_size",
 }
+_BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+_END_TOKENS = ("eos", "eot", "eom")  # of the text, of a turn, of a message that calls a tool
+_GEMMA_PATTERN = 6  # every so manieth layer has no window; files do not say
+_GEMMA_27B_LAYERS = 62  # the one size whose queries are scaled by hidden size / heads instead of the head dim
 
 
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """The config of a llama GGUF.
+    """The config of a GGUF file.
 
     Raises: CheckpointError naming the file, the key, found and expected.
     """
-    from gguf import GGUFReader  # imports numpy, so only for .gguf targets
+    from overlap_spec.hub.gguf_reader import TensorReader  # imports numpy, so only for .gguf targets
 
     try:
-        return _Metadata(path, GGUFReader(path)).config()
+        return _Metadata(path, TensorReader(path)).config()
     except CheckpointError:
         raise
     except Exception as error:  # gguf interprets bytes as they come: a damaged file raises whatever follows from it
@@ -45,69 +50,146 @@ class _Metadata:
         self._path = path
         self._fields = reader.fields
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = self._text("general.architecture")
 
     def config(self) -> dict[str, Any]:
-        self._check_architecture()
-        config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-        config |= {key: self._size(name) for key, name in _SIZES.items()}
-        config |= {key: self._size(name) for key, name in _OPTIONAL.items() if self._has(name)}
+        family = self._family()
+        config: dict[str, Any] = {"architectures": [family.name], "model_type": family.model_type}
+        config |= {key: self.size(name) for key, name in _SIZES.items()}
+        config |= {key: self.size(name) for key, name in _OPTIONAL.items() if self.has(name)}
         if "vocab_size" not in config:
-            config["vocab_size"] = len(self._fields["tokenizer.ggml.tokens"].data)
-        config["rms_norm_eps"] = self._number("attention.layer_norm_rms_epsilon", 1e-5)
-        config["rope_parameters"] = self._rope()
+            config["vocab_size"] = self._num_embeddings()
+        config["rms_norm_eps"] = self.number("attention.layer_norm_rms_epsilon", family.norm_eps)
+        config["rope_parameters"] = self.rope()
         config["tie_word_embeddings"] = "output.weight" not in self._tensors
         config["attention_bias"] = "blk.0.attn_q.bias" in self._tensors
-        for key in ("bos_token_id", "eos_token_id"):
-            if (field := self._fields.get(f"tokenizer.ggml.{key}")) is not None:
-                config[key] = int(field.contents())
-        self._check_rotation(config)
-        return config
+        if ids := self._end_tokens():
+            config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+        if (field := self._fields.get("tokenizer.ggml.bos_token_id")) is not None:
+            config["bos_token_id"] = int(field.contents())
+        self._check_heads(config)
+        return config | family.own(self, config)
 
-    def _check_architecture(self) -> None:
-        field = self._fields.get("general.architecture")
-        found = field.contents() if field is not None else None
-        if found != _ARCHITECTURE:
-            raise CheckpointError(
-                f"{self._path}: general.architecture: found {found!r}, expected {_ARCHITECTURE!r}"
-                " (others are not supported)"
-            )
-        if self._has("expert_count") and self._size("expert_count") > 0:
-            raise CheckpointError(f"{self._path}: llama.expert_count: mixtures of experts are not supported")
+    def _family(self) -> "_Family":
+        if self.architecture not in FAMILIES:
+            expected = ", ".join(map(repr, FAMILIES))
+            raise self.error("general.architecture", repr(self.architecture), f"one of {expected}")
+        if self.has("expert_count") and self.size("expert_count") > 0:
+            raise CheckpointError(f"{self._path}: {self._key('expert_count')}: mixtures of experts are not supported")
+        shards = self._fields.get("split.count")
+        if shards is not None and int(shards.contents()) > 1:
+            raise self.error("split.count", str(shards.contents()), "one file (llama-gguf-split --merge makes it)")
+        return FAMILIES[self.architecture]
 
-    def _check_rotation(self, config: dict[str, Any]) -> None:
+    def _num_embeddings(self) -> int:
+        if (tensor := self._tensors.get("token_embd.weight")) is None:
+            raise CheckpointError(f"{self._path}: tensor token_embd.weight is missing")
+        return int(tensor.shape[-1])
+
+    def _end_tokens(self) -> list[int]:
+        """Each id once, that of the text's end first."""
+        fields = (self._fields.get(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS)
+        return list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
+
+    def _check_heads(self, config: dict[str, Any]) -> None:
         head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-        if self._has("rope.dimension_count") and (found := self._size("rope.dimension_count")) != head_dim:
-            raise CheckpointError(f"{self._path}: llama.rope.dimension_count: found {found}, expected {head_dim}")
+        for name in ("rope.dimension_count", "attention.value_length"):
+            if self.has(name) and (found := self.size(name)) != head_dim:
+                raise self.error(self._key(name), str(found), str(head_dim))
 
-    def _rope(self) -> dict[str, Any]:
+    def rope(self) -> dict[str, Any]:
         """The RoPE scaling. In a GGUF, Llama 3's is a tensor of divisors; others are metadata."""
-        rope: dict[str, Any] = {"rope_theta": self._number("rope.freq_base", 10000.0), "rope_type": "default"}
+        rope: dict[str, Any] = {"rope_theta": self.number("rope.freq_base", 10000.0), "rope_type": "default"}
         if (divisors := self._tensors.get("rope_freqs.weight")) is not None:
             return rope | {"rope_type": "divisors", "divisors": [float(value) for value in divisors.data]}
-        if not self._has("rope.scaling.type"):
-            return rope
-        kind = str(self._fields[f"{_ARCHITECTURE}.rope.scaling.type"].contents())
+        if not self.has("rope.scaling.type"):
+            factor = self.number("rope.scale_linear", 1.0)  # how files named it before 2024
+            return rope if factor in (0.0, 1.0) else rope | {"rope_type": "linear", "factor": factor}
+        kind = self._text(self._key("rope.scaling.type"))
         if kind != "none":
-            rope |= {"rope_type": kind, "factor": self._number("rope.scaling.factor", 1.0)}
-            if self._has("rope.scaling.original_context_length"):
-                rope["original_max_position_embeddings"] = self._size("rope.scaling.original_context_length")
+            rope |= {"rope_type": kind, "factor": self.number("rope.scaling.factor", 1.0)}
+            rope |= {key: self.number(name, 0.0) for key, name in _BETAS.items() if self.has(name)}
+            self.refuse_unless("rope.scaling.attn_factor", 1.0)
+            if self.has("rope.scaling.original_context_length"):
+                rope["original_max_position_embeddings"] = self.size("rope.scaling.original_context_length")
         return rope
 
-    def _has(self, name: str) -> bool:
-        return f"{_ARCHITECTURE}.{name}" in self._fields
+    def refuse_unless(self, name: str, *supported: float) -> None:
+        """A number that may be left out, or is one of these."""
+        if self.has(name) and (found := self.number(name, 0.0)) not in supported:
+            raise self.error(self._key(name), str(found), " or ".join(map(str, supported)))
 
-    def _size(self, name: str) -> int:
-        key = f"{_ARCHITECTURE}.{name}"
+    def error(self, key: str, found: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {key}: found {found}, expected {expected} (others are not supported)")
+
+    def has(self, name: str) -> bool:
+        return self._key(name) in self._fields
+
+    def _key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def _text(self, key: str) -> str:
+        field = self._fields.get(key)
+        return "nothing" if field is None else str(field.contents())
+
+    def size(self, name: str) -> int:
+        key = self._key(name)
         if key not in self._fields:
             raise CheckpointError(f"{self._path}: metadata {key} is missing")
-        value = self._fields[key].contents()
+        value = self._fields[key].contents() if self._fields[key].data else "an array"
         if not isinstance(value, int):
             raise CheckpointError(f"{self._path}: metadata {key}: found {value!r}, expected one integer")
         return value
 
-    def _number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float) -> float:
         """A float32 as the shortest decimal that rounds to it, which is the number in the original config."""
-        if not self._has(name):
+        if not self.has(name):
             return default
-        part = self._fields[f"{_ARCHITECTURE}.{name}"]
+        part = self._fields[self._key(name)]
         return float(str(part.parts[part.data[0]][0]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """An architecture's name in Hugging Face configs, and the part of its config that others do not have."""
+
+    name: str
+    model_type: str
+    own: Callable[[_Metadata, dict[str, Any]], dict[str, Any]]
+    norm_eps: float = 1e-5
+
+
+def _llama(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    metadata.refuse_unless("attention.sliding_window", 0.0)
+    return {"hidden_act": "silu"}
+
+
+def _gemma3(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """The metadata's RoPE is that of layers without a window; the others have a base of their own and no scaling."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        metadata.refuse_unless(name, 0.0)
+    if "head_dim" not in config:
+        raise metadata.error("gemma3.attention.key_length", "nothing", "the size of a head")
+    layers, window = config["num_hidden_layers"], metadata.has("attention.sliding_window")
+    pattern = metadata.size(_PATTERN) if metadata.has(_PATTERN) else _GEMMA_PATTERN
+    kinds = ["sliding_attention" if window and (index + 1) % pattern else "full_attention" for index in range(layers)]
+    scaled_by = config["head_dim"]
+    if layers == _GEMMA_27B_LAYERS:
+        scaled_by = config["hidden_size"] // config["num_attention_heads"]
+    local = {"rope_theta": metadata.number("rope.freq_base_swa", 10000.0), "rope_type": "default"}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scaled_by,
+        "sliding_window": metadata.size("attention.sliding_window") if window else None,
+        "layer_types": kinds,
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+    }
+
+
+_PATTERN = "attention.sliding_window_pattern"
+FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", "llama", _llama),
+    "qwen2": _Family("Qwen2ForCausalLM", "qwen2", _llama, 1e-6),
+    "qwen3": _Family("Qwen3ForCausalLM", "qwen3", _llama, 1e-6),
+    "gemma3": _Family("Gemma3ForCausalLM", "gemma3_text", _gemma3, 1e-6),
+}

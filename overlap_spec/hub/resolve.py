@@ -24,7 +24,14 @@ from overlap_spec.hub.generation_config import eos_token_ids, sampling_defaults
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.hub.progress import Progress, ignore_progress
-from overlap_spec.hub.snapshots import fetch_config, fetch_file, fetch_repository, fetch_tokenizer, looks_like_hub_id
+from overlap_spec.hub.snapshots import (
+    fetch_config,
+    fetch_file,
+    fetch_repository,
+    fetch_tokenizer,
+    is_cached,
+    looks_like_hub_id,
+)
 from overlap_spec.hub.vocabulary import check_draft_vocabulary
 
 
@@ -44,6 +51,16 @@ def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) ->
     if not path.is_dir():
         path = _repository("model_path", name, config.load_format, progress, config.revision)
     return _directory_model(path, config, progress)
+
+
+def is_local(config: EngineConfig) -> bool:
+    """Whether nothing must be downloaded for the target's weights. What is neither a path nor a hub id is refused."""
+    name = config.model_path
+    if name == smollm2.ALIAS:
+        return smollm2.weights_file(Path(cache_directory())).is_file()
+    if Path(name).expanduser().exists() or not looks_like_hub_id(name):
+        return True
+    return is_cached(name, config.revision)
 
 
 def resolve_draft(

@@ -32,7 +32,7 @@ def fetch_weights(cache: Path, progress: Progress) -> Path:
 
     Raises: CheckpointError naming the failure, and the file and directory for a download by hand.
     """
-    path = cache / ALIAS / Path(MEMBER).name
+    path = weights_file(cache)
     if path.is_file():
         _check_once(path, progress)
         return path
@@ -47,6 +47,11 @@ def fetch_weights(cache: Path, progress: Progress) -> Path:
         raise CheckpointError(f"{ALIAS}: cannot write to the cache: {error}. {_by_hand(path)}") from error
     _write_stamp(path)
     return path
+
+
+def weights_file(cache: Path) -> Path:
+    """Where the GGUF is kept."""
+    return cache / ALIAS / Path(MEMBER).name
 
 
 def _by_hand(path: Path) -> str:

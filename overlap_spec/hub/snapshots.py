@@ -21,6 +21,12 @@ def looks_like_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
+def is_cached(repo_id: str, revision: str | None = None) -> bool:
+    """Whether a repository was downloaded before, with its weights."""
+    cached = _cached(repo_id, revision)
+    return cached is not None and _has_weights(cached)
+
+
 def fetch_repository(field: str, repo_id: str, progress: Progress, revision: str | None = None) -> Path:
     """A directory with config.json and one format of weights. `revision`: branch, tag or commit; None: main.
 

@@ -49,13 +49,17 @@ class ActorReady(Message, frozen=True):
 
 
 class ActorFailed(Message, frozen=True):
-    """An actor is about to exit on an exception. `on_purpose`: its error explains itself, and would come again."""
+    """An actor is about to exit on an exception. `on_purpose`: its error explains itself, and would come again.
+
+    `refused`: it is about the checkpoint or a flag.
+    """
 
     actor: str
     error: str
     traceback: str
     generation: int = 0
     on_purpose: bool = False
+    refused: bool = False
 
 
 class ActorProgress(Message, frozen=True):

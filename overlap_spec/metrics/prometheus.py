@@ -13,10 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from overlap_spec.messages import AuditFigures, DraftState, Stats
+from overlap_spec.messages import READY, AuditFigures, DraftState, EngineHealth, Stats
+from overlap_spec.metrics.served import PREFIX, Answers, Served, state_families
 
-PREFIX = "overlap_spec:"
-NO_SIGNS: Mapping[str, float] = {}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0, 200.0, 400.0)
@@ -115,13 +114,15 @@ class RequestTimer:
 class ServerMetrics(Collector):
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, served: Served | None = None) -> None:
+        self.answers = Answers()
         self.first_token = WeightedHistogram(TTFT_BOUNDS_S)
         self.inter_token = WeightedHistogram(ITL_BOUNDS_S)
         self.whole_request = WeightedHistogram(E2E_BOUNDS_S)
         self._stats = Stats()
         self._audit: AuditFigures | None = None
-        self._last_sign_s: Mapping[str, float] = {}
+        self._served = served or Served()
+        self._health = READY
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -133,20 +134,23 @@ class ServerMetrics(Collector):
         """Take the engine's newest figures."""
         self._stats, self._audit = stats, audit
 
-    def render(self, last_sign_s: Mapping[str, float] = NO_SIGNS) -> bytes:
-        """The text of `/metrics`. `last_sign_s`: by process, seconds since its last sign of life."""
-        self._last_sign_s = last_sign_s
+    def render(self, health: EngineHealth = READY) -> bytes:
+        """The text of `/metrics`."""
+        self._health = health
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
+        yield from self._served.families()
+        yield from state_families(self._health)
+        yield self.answers.family()
         for name, text, gauge in GAUGES:
             if (value := gauge(self._stats)) is not None:
                 yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
         yield from _draft(self._stats)
-        yield from _signs(self._last_sign_s)
+        yield from _signs(self._health.last_sign_s)
         yield from self._latencies()
         yield from _audit(self._audit) if self._audit is not None else ()
         yield from _spec_decode(self._stats)
@@ -231,16 +235,23 @@ class WeightedHistogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self.newest = 0.0
 
     def observe(self, value: float, weight: int = 1) -> None:
         """Count `value` `weight` times."""
         self._counts[bisect_left(self._bounds, value)] += weight
         self._sum += value * weight
+        self.newest = value
 
     @property
     def total(self) -> float:
         """Sum of all that was observed."""
         return self._sum
+
+    @property
+    def count(self) -> int:
+        """How many values were observed."""
+        return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and cumulative count, as the text format wants them."""

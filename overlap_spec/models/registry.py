@@ -8,6 +8,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
+from overlap_spec.models.nearest import nearest
 from overlap_spec.models.targets import gemma3, olmo2, phi3
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -55,12 +56,19 @@ ARCHITECTURES = {
 
 
 def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
-    """The first known architecture of a config.json. Raises: CheckpointError naming the known ones."""
-    refuse_sparse(config, origin)
+    """The first known architecture of a config.json. Raises: CheckpointError naming the nearest one and all others."""
     found = config.get("architectures") or []
+    try:
+        refuse_sparse(config, origin)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_nearest(found, config)}") from None
     if (name := next((name for name in found if name in ARCHITECTURES), None)) is not None:
         return ARCHITECTURES[name]
     raise CheckpointError(
         f"{origin}: architecture {', '.join(map(str, found)) or 'missing'} is not supported;"
-        f" supported: {', '.join(ARCHITECTURES)}"
+        f" supported: {', '.join(ARCHITECTURES)}; {_nearest(found, config)}"
     )
+
+
+def _nearest(found: list[str], config: Mapping[str, Any]) -> str:
+    return nearest(tuple(map(str, found)), {name: known.read_config for name, known in ARCHITECTURES.items()}, config)

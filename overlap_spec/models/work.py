@@ -47,12 +47,17 @@ def total_work(parts: Iterable[ForwardWork]) -> ForwardWork:
 
 def count_bytes(weights: object) -> int:
     """Memory of all tensors below a tree of dataclasses and tuples, shared ones counted once."""
-    return sum(tensor.nbytes for tensor in {_address(tensor): tensor for tensor in tensors_in(weights)}.values())
+    return sum(tensor.nbytes for tensor in {address(tensor): tensor for tensor in tensors_in(weights)}.values())
 
 
-def _address(tensor: Tensor) -> int:
-    """The address of a tensor's memory. A tensor in an opaque layout shares memory with no other."""
-    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+def address(tensor: Tensor) -> tuple[int, int]:
+    """Equal for tensors that begin at the same place of the same memory, also where there is none (`meta`).
+
+    A tensor in an opaque layout shares memory with no other.
+    """
+    if tensor.layout is not torch.strided:
+        return id(tensor), 0
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
 
 
 def tensors_in(node: object) -> list[Tensor]:

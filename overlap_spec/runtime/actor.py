@@ -23,7 +23,7 @@ import uvloop
 import zmq
 
 from overlap_spec.config import Settings, decode_settings
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
@@ -156,7 +156,8 @@ def _failure(context: ActorContext, error: Exception) -> ActorFailed:
     """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, OverlapSpecError):
-        return ActorFailed(context.role, str(error), trace, context.generation, on_purpose=True)
+        refused = isinstance(error, CheckpointError | ConfigError)
+        return ActorFailed(context.role, str(error), trace, context.generation, on_purpose=True, refused=refused)
     logging.getLogger(__name__).error("failed:\n%s", trace)
     return ActorFailed(context.role, f"{type(error).__name__}: {error}", trace, context.generation)
 

@@ -308,7 +308,7 @@ class Supervisor:
             case ActorFailed(on_purpose=True) if message.actor == TOKENIZER:
                 self.fail(ActorDied(message.actor, message.error))  # a fault of an audit that is to end the run, say
             case ActorFailed():
-                self.actor_died(ActorDied(message.actor, message.error))
+                self.actor_died(ActorDied(message.actor, message.error, message.refused))
             case Alive():
                 self.watchdog.heard(message.actor, message.step_s)
                 if message.draft is not DraftState.UNKNOWN:

@@ -15,20 +15,24 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.log_limits import Allowance
+from overlap_spec.metrics.served import Answers
 
 ID_HEADER = "x-request-id"
 SOUND_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: nothing that could break a line or a header
-QUIET = frozenset({"/health", "/ping", "/metrics"})  # asked for every few seconds: only their errors are logged
+QUIET = frozenset(
+    {"/health", "/ping", "/metrics", "/ui/live"}
+)  # asked for every few seconds: only their errors are logged
 MOST_REASON = 300  # characters
 
 log = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """ASGI middleware around everything else. Errors and other answers have an allowance each."""
+    """ASGI middleware around everything else. Errors and other answers have an allowance each; `answers` has all."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, answers: Answers) -> None:
         self._app = app
+        self._answers = answers
         self._errors = Allowance()
         self._others = Allowance()
 
@@ -55,6 +59,8 @@ class AccessLog:
 
     def _write(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:
         is_error = status >= 400 or status == 0
+        if scope["path"] not in QUIET:
+            self._answers.add(status)
         if not log.isEnabledFor(logging.INFO) or (scope["path"] in QUIET and not is_error):
             return
         withheld = (self._errors if is_error else self._others).take()

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from overlap_spec.metrics.prometheus import ServerMetrics
+from overlap_spec.metrics.served import Served
 from overlap_spec.server.access_log import ID_HEADER, AccessLog
 from overlap_spec.server.anthropic.endpoints import Messages
 from overlap_spec.server.body_bounds import BodyBounds
@@ -17,6 +18,7 @@ from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.gate import Gate
 from overlap_spec.server.info import InfoEndpoints
+from overlap_spec.server.live import Live
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.openai_responses.endpoint import Responses
 from overlap_spec.server.openapi import OpenApi
@@ -24,11 +26,12 @@ from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
+from overlap_spec.server.ui_page import UiPage
 
 
 def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Starlette:
     """Build the app. While `health` takes no request, answers are 503, except those of `gate.SHOWING`."""
-    metrics = ServerMetrics()
+    metrics = ServerMetrics(_served(info))
     runner = Runner(client, metrics)
     chats = ChatRunner(runner, info)
     routes = [
@@ -42,13 +45,20 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Star
         *Tokens(client, info).routes(),
         *Operations(client, runner, metrics, info, health).routes(),
     ]
+    if info.ui:
+        routes += [*Live(client, metrics, info, health).routes(), *UiPage().routes()]
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, keys=info.keys, health=health)
-    middleware = [Middleware(AccessLog), *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
+    log = Middleware(AccessLog, answers=metrics.answers)
+    middleware = [log, *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.large_bodies = ThreadPoolExecutor(1, "large-bodies")
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
+
+
+def _served(info: ServerInfo) -> Served:
+    return Served(info.model_name, info.method, info.version, info.max_running_requests, info.max_queued_requests)
 
 
 def _cors(info: ServerInfo) -> list[Middleware]:

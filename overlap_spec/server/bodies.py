@@ -43,10 +43,7 @@ async def read_body(request: Request, max_bytes: int, check: Callable[[Json], T]
     requests go on meanwhile.
     Raises: Problem (400 no JSON object, 413 too large), ClientGone, and what `check` raises.
     """
-    try:
-        body = await _read(request, max_bytes)
-    except ClientDisconnect:
-        raise ClientGone from None
+    body = await read_bytes(request, max_bytes)
     if len(body) <= LARGE_BODY_BYTES:
         return check(_fields(body, request.headers))
     work = partial(_checked_apart, body, request.headers, check)
@@ -153,8 +150,18 @@ def _bad_field(text: str) -> Problem:
     return Problem(400, f"{path}: {what[:1].lower()}{what[1:]}", re.split(r"[.\[]", path)[0] or None, "invalid_type")
 
 
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """The whole body. The rest of one that is too large is thrown away by the HTTP server as it comes.
+
+    Raises: Problem (413), ClientGone.
+    """
+    try:
+        return await _read(request, max_bytes)
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The whole body. The rest of one that is too large is thrown away by the HTTP server as it comes."""
     declared = request.headers.get("content-length", "")
     chunks, size = [], int(declared) if declared.isdecimal() else 0
     if size <= max_bytes:

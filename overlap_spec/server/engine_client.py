@@ -94,6 +94,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_format: ReasoningFormat | None = None
     cors_allow_origins: tuple[str, ...] = ()
     http: HttpLimits = HttpLimits()
+    ui: bool = True  # the page at /ui is served
+    method: str = ""
+    max_queued_requests: int = 0
 
 
 def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
@@ -115,6 +118,9 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         num_steps=settings.spec.num_steps,
         cors_allow_origins=settings.server.cors_allow_origins,
         http=settings.server.http,
+        ui=settings.server.ui,
+        method=settings.spec.method,
+        max_queued_requests=settings.link.max_queued_requests,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=facts.report(),
         call_format=call_format(settings.server.tool_call_parser, template),

@@ -16,8 +16,10 @@ from overlap_spec.server.engine_client import HealthOf
 from overlap_spec.server.openapi import UNCHECKED
 from overlap_spec.server.probes import SHALLOW
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.ui_page import OPEN_PATHS
 
 SHOWING = ("/metrics", *SHALLOW)  # answered until the end: they give the engine no work
+OPEN = OPEN_PATHS.union(UNCHECKED)
 ADMIN_PATHS = ("/flush_cache", "/reset_prefix_cache")  # what they do, all clients feel
 ADMIN = "admin"  # the name of the operator's key
 
@@ -34,7 +36,7 @@ class Gate:
         self._health = health
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in UNCHECKED else None
+        problem = self._check(scope) if scope["type"] == "http" and scope["path"] not in OPEN else None
         if problem is None:
             await self._app(scope, receive, send)
             return

@@ -19,6 +19,7 @@ from overlap_spec.server.anthropic.requests import CountRequest, MessagesRequest
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
+from overlap_spec.server.live import LiveFigures
 from overlap_spec.server.native import GenerateRequest, NativeSampling
 from overlap_spec.server.openai_replies import MessageChoice, Reply, TextChoice
 from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
@@ -29,7 +30,7 @@ from overlap_spec.server.unsupported import UNSUPPORTED
 
 REFS = "#/components/schemas/{name}"
 JSON, TEXT, EVENTS, HTML = "application/json", "text/plain", "text/event-stream", "text/html"
-UNCHECKED = ("/health", "/ping", "/openapi.json", "/docs")  # need no API key
+UNCHECKED = ("/health", "/ping", "/openapi.json", "/docs", "/ui", "/ui/{name}")  # need no API key
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -65,6 +66,9 @@ ENDPOINTS = {
     "/ping": Endpoint(answer=EngineHealth),
     "/health_generate": Endpoint(media=()),
     "/metrics": Endpoint(answer=str, media=(TEXT,)),
+    "/ui": Endpoint(answer=str, media=(HTML,)),
+    "/ui/{name}": Endpoint(answer=str, media=("text/css", "text/javascript", "image/svg+xml")),
+    "/ui/live": Endpoint(answer=LiveFigures),
     "/openapi.json": Endpoint(),
     "/docs": Endpoint(answer=str, media=(HTML,)),
 }

@@ -96,7 +96,7 @@ class Operations:
         with contextlib.suppress(Problem, OverlapSpecError):
             audit = await audit_report(self._client)
             self._metrics.update(await newest_stats(self._client), audit.figures)
-        return Response(self._metrics.render(self._health().last_sign_s), headers={"content-type": CONTENT_TYPE})
+        return Response(self._metrics.render(self._health()), headers={"content-type": CONTENT_TYPE})
 
     async def abort(self, request: Request) -> Response:
         """End one request, or all. An unknown id is fine: it may just have finished."""

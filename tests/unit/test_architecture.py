@@ -43,8 +43,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": COMMON | {"ipc"},
     "client": COMMON | LINKS,
     "engine": COMMON | LINKS | {"hub"},
-    "cli": COMMON | LINKS | {"engine", "hub", "server", "bench", "metrics"},
+    "cli": COMMON | LINKS | {"engine", "hub", "server", "bench", "metrics", "check", "ray"},
+    "ray": COMMON | {"engine", "server"},
     "bench": COMMON | LINKS | {"engine", "hub", "server"},
+    "check": COMMON | {"runtime", "hub", "models", "spec", "worker", "server", "tokenizer"},
     "server": COMMON | {"client", "metrics"},
     "grammar": {"errors", "messages"},
     "tokenizer": COMMON | LINKS | {"grammar"},
@@ -71,7 +73,9 @@ INTERFACES = {
 LOADS_MODELS = {"spec/methods.py"}  # the table of methods says how each is loaded
 # Package -> top-level packages outside the project that it never imports.
 NEVER: dict[str, set[str]] = {
-    **dict.fromkeys(COMMON | LINKS | {"engine", "hub", "cli", "server", "metrics", "__init__"}, {"torch", "triton"}),
+    **dict.fromkeys(
+        COMMON | LINKS | {"engine", "hub", "cli", "ray", "server", "metrics", "__init__"}, {"torch", "triton"}
+    ),
     "tokenizer": {"torch", "triton", "transformers"},
     "scheduler": {"torch", "triton", "numpy"},
     **dict.fromkeys(("models", "sampling", "spec"), {"zmq", "transformers"}),

@@ -24,14 +24,17 @@ from overlap_spec.metrics.prometheus import COUNTERS, GAUGES, PREFIX, ServerMetr
 DOCUMENTS = documents()
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 NOT_OURS = {
+    "--address",
     "--dist",
     "--fuzz-cases",
     "--group",
+    "--head",
     "--help",
     "--judge",
     "--matrix",
     "--seconds",
-}  # flags of pip, of pytest, and of scripts in benchmarks/
+    "--work",
+}  # flags of pip, of pytest, of Ray, and of scripts in benchmarks/ and tests/
 MOST_LINES, MOST_COLUMNS = 150, 120
 MOST_FILES = 45  # that a chat request passes
 

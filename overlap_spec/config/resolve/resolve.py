@@ -124,6 +124,7 @@ def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> S
         reasoning_parser=config.reasoning_parser,
         cors_allow_origins=config.cors_allow_origins or (),
         http=http_limits(config),
+        ui=not config.disable_ui,
     )
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
+from overlap_spec.models.work import address
 
 T = TypeVar("T")
 Change = Callable[[DenseLinear, str], AnyLinear]  # a linear and the name of the field that holds it -> its successor
@@ -33,7 +33,7 @@ def with_linears(node: T, change: Change) -> T:
 class _Changer:
     def __init__(self, change: Change) -> None:
         self._change = change
-        self._changed: dict[tuple[int, int], AnyLinear] = {}
+        self._changed: dict[tuple[tuple[int, int], int], AnyLinear] = {}
         self._kept: list[Tensor] = []  # so that no address is used again
 
     def visit(self, node: Any, name: str) -> Any:
@@ -54,8 +54,7 @@ class _Changer:
 
     def _changed_linear(self, linear: DenseLinear, name: str) -> AnyLinear:
         stored = linear.stored
-        address = stored.data_ptr() if stored.layout is torch.strided else id(stored)
-        key = address, linear.out_features  # the first rows of a linear are at its address
+        key = address(stored), linear.out_features  # the first rows of a linear are at its address
         if key not in self._changed:
             self._kept.append(stored)
             self._changed[key] = self._change(linear, name)

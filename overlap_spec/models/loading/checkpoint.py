@@ -17,6 +17,7 @@ from overlap_spec.models.loading.finite import FiniteSums, damage_in
 
 Shape = tuple[int, ...]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+WEIGHT_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,12 @@ class TensorSource(Protocol):
         """The file that holds the tensor."""
         ...
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which `read` returns the tensor. Raises: CheckpointError if it is of a type unknown here."""
+        ...
+
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the file's dtype."""
+        """The tensor, on the CPU, in that type."""
         ...
 
 
@@ -79,7 +84,11 @@ class Weights(Protocol):
 
 
 class Checkpoint:
-    """Hands out each tensor once. A tensor that is left at the end is an error, because it would change the result."""
+    """Hands out each tensor once. A tensor that is left at the end is an error, because it would change the result.
+
+    On the device `meta` nothing is read but headers: tensors have a shape and a type, and no values. So a checkpoint
+    is checked (`overlap-spec check`) by the code that loads it. What is said about values is said when it is loaded.
+    """
 
     def __init__(
         self,
@@ -123,18 +132,27 @@ class Checkpoint:
 
         Raises: CheckpointError naming file, tensor, found and expected.
         """
-        tensor = self.take_raw(name, shape).to(device=self._device, dtype=self._dtype).contiguous()
+        tensor = self.take_raw(name, shape)
+        if tensor.dtype not in WEIGHT_TYPES:
+            expected = ", ".join(map(type_name, WEIGHT_TYPES))
+            raise CheckpointError(
+                f"{self.file_of(name)}: tensor {self._names[name]}: found type {type_name(tensor.dtype)}, expected one"
+                f" of {expected}: the config names no format of weights in fewer bits"
+            )
+        tensor = tensor.to(device=self._device, dtype=self._dtype).contiguous()
         self._sums.add(name, tensor)
         return tensor
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
-        """A tensor as it is in the file, on the CPU."""
+        """A tensor as it is in the file, on the CPU, or without values."""
         actual = self._actual(name, shape)
         if (found := self._shapes[actual]) != shape:
             raise CheckpointError(
                 f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
             )
         self.skip(name)
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=self._source.dtype(actual), device=self._device)
         return self._source.read(actual)
 
     def skip(self, *names: str) -> None:
@@ -171,6 +189,11 @@ class Checkpoint:
             expected = "" if shape is None else f", expected shape {list(shape)}"
             raise CheckpointError(f"{self._source.origin}: tensor {name} is missing{expected}")
         return actual
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """A type as it is named in messages."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _canonical_names(

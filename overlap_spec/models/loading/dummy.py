@@ -33,7 +33,7 @@ class DummyWeights:
         self._dtype = dtype
         self._device = device
         self._progress = progress
-        self._random = torch.Generator(device).manual_seed(SEED)
+        self._random = None if device.type == "meta" else torch.Generator(device).manual_seed(SEED)
         self._num_taken = 0
         self._raw = {} if target_ids is None else {"d2t": target_ids - torch.arange(len(target_ids))}
 

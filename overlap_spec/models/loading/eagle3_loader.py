@@ -16,7 +16,7 @@ from overlap_spec.models.layers.embedding import DraftInput, Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.loading import llama_loader, parts
-from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.checkpoint import Weights, type_name
 from overlap_spec.models.work import count_bytes
 
 _AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -141,6 +141,12 @@ def _load_target_ids(checkpoint: Weights, head: AnyLinear, target: LoadedTarget)
             " of the head"
         )
     offsets = checkpoint.take_raw("d2t", found)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise CheckpointError(
+            f"{checkpoint.file_of('d2t')}: tensor d2t: found type {type_name(offsets.dtype)}, expected int64 or int32"
+        )
+    if offsets.is_meta:
+        return offsets.to(torch.int64)
     ids += offsets.to(torch.int64)
     if ids.min() < 0 or ids.max() >= target.vocab_size:
         raise CheckpointError(

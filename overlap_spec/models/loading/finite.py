@@ -18,7 +18,9 @@ class FiniteSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Sum up a tensor in float32 or wider. Sync: never on CUDA."""
+        """Sum up a tensor in float32 or wider; one without values is left out. Sync: never on CUDA."""
+        if tensor.is_meta:
+            return
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         self._sums[name] = tensor.sum(dtype=wide)
 

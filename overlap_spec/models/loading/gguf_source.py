@@ -1,14 +1,19 @@
 """Tensors of a .gguf file under their Hugging Face names, dequantised.
 
-llama.cpp orders query and key rows for rotation of neighbouring pairs; this module restores the order of halves:
+llama.cpp orders query and key rows of the llama architecture for rotation of neighbouring pairs; this module restores
+the order of halves:
 
     row of a head in the file   0   1   2   3  ...        row in Hugging Face's order   0  d/2   1  d/2+1 ...
+
+Norms of gemma3 are stored as what they multiply by; Hugging Face stores what is added to one.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
@@ -22,27 +27,58 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_LAYER = _LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _FROM_METADATA = ("rope_freqs.weight",)  # already part of the config's rope
 
 
-class GgufSource:
-    """Tensors of one GGUF file of the llama architecture."""
+@dataclass(frozen=True, slots=True)
+class GgufLayout:
+    """How files of an architecture differ from Hugging Face's."""
 
-    def __init__(self, path: Path, config: LlamaConfig) -> None:
+    names: Mapping[str, str]  # of the tensors of a layer
+    paired_heads: Mapping[str, int]  # heads of the projections whose rows are ordered in pairs
+    norm_shift: float = 0.0  # what norms are stored with in addition
+
+
+def gguf_layout_of(config: object, model_type: str) -> GgufLayout | None:
+    """The layout of files of this model type; None if there are none. `config`: as its family reads it."""
+    match model_type:
+        case "llama" if isinstance(config, LlamaConfig):
+            return GgufLayout(_LAYER, {"q_proj": config.num_heads, "k_proj": config.num_kv_heads})
+        case "qwen2" | "qwen3":
+            return GgufLayout(_LAYER, {})
+        case "gemma3_text":
+            return GgufLayout(_GEMMA_LAYER, {}, norm_shift=1.0)
+        case _:
+            return None
+
+
+class GgufSource:
+    """Tensors of one GGUF file."""
+
+    def __init__(self, path: Path, layout: GgufLayout) -> None:
         self.origin = str(path)
-        self._config = config
+        self._layout = layout
         try:
             tensors = read_tensors(path)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from None
         self._tensors: dict[str, GgufTensor] = {
-            _hugging_face_name(tensor.name): tensor for tensor in tensors if tensor.name not in _FROM_METADATA
+            _hugging_face_name(tensor.name, layout.names): tensor
+            for tensor in tensors
+            if tensor.name not in _FROM_METADATA
         }
 
     def shapes(self) -> Mapping[str, Shape]:
@@ -51,25 +87,29 @@ class GgufSource:
     def file_of(self, name: str) -> str:
         return self.origin
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises: CheckpointError if gguf cannot dequantise the tensor's type."""
+        tensor = self._tensors[name]
+        if tensor.is_readable:
+            return torch.float32
+        raise CheckpointError(f"{self.origin}: tensor {tensor.name}: type {tensor.kind.name} cannot be dequantised")
+
     def read(self, name: str) -> Tensor:
         """The tensor, dequantised to float32 on the CPU."""
         tensor = self._tensors[name]
-        try:
-            values = tensor.values()
-        except NotImplementedError:  # gguf cannot dequantise this type
-            raise CheckpointError(
-                f"{self.origin}: tensor {tensor.name}: type {tensor.kind.name} cannot be dequantised"
-            ) from None
-        if ".q_proj." in name:
-            return _in_halves(values, self._config.num_heads)
-        return _in_halves(values, self._config.num_kv_heads) if ".k_proj." in name else values
+        self.dtype(name)  # refuses a type that cannot be dequantised
+        values = tensor.values()
+        if name.endswith("norm.weight"):
+            return values - self._layout.norm_shift if self._layout.norm_shift else values
+        heads = self._layout.paired_heads.get(name.split(".")[-2])
+        return values if heads is None else _in_halves(values, heads)
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, of_layer: Mapping[str, str]) -> str:
     """The Hugging Face name. An unknown name is kept, and the loader refuses it."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, stem, kind = match.groups()
-        return f"layers.{layer}.{_LAYER[stem]}.{kind}" if stem in _LAYER else name
+        return f"layers.{layer}.{of_layer[stem]}.{kind}" if stem in of_layer else name
     stem, _, kind = name.partition(".")
     return f"{_TOP[stem]}.{kind}" if stem in _TOP else name
 

@@ -22,7 +22,7 @@ from overlap_spec.models.loading import eagle3_loader, eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.draft_source import DraftSource, ignore_progress
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
-from overlap_spec.models.loading.gguf_source import GgufSource
+from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
@@ -117,9 +117,9 @@ def _mtp_config(source: DraftSource) -> LlamaConfig:
 
 
 def _open_gguf(path: Path, config: TargetConfig, found: Mapping[str, Any]) -> TensorSource:
-    if not isinstance(config, LlamaConfig):
+    if (layout := gguf_layout_of(config, str(found.get("model_type")))) is None:
         raise CheckpointError(f"{path}: a GGUF file of {_names(found)} is not supported; give its safetensors")
-    return GgufSource(path, config)
+    return GgufSource(path, layout)
 
 
 def _names(config: Mapping[str, Any]) -> str:

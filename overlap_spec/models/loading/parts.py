@@ -3,14 +3,17 @@
 Linears with the same input are stacked (query, key and value; gate and up), for fewer and larger products.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
-from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
 
@@ -27,10 +30,25 @@ def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding
 
 def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinear:
     """The head, which shares the embedding's memory if tied."""
+    shape = (embedding.vocab_size, embedding.size)
     if tied:
-        checkpoint.skip("lm_head.weight")
+        if HEAD in checkpoint:
+            _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
         return embedding.tied_head()
-    return Linear(checkpoint.take("lm_head.weight", (embedding.vocab_size, embedding.size)))
+    try:
+        return Linear(checkpoint.take(HEAD, shape))
+    except CheckpointError as error:
+        hint = "" if HEAD in checkpoint else ", because tie_word_embeddings is false in config.json"
+        raise CheckpointError(f"{error}{hint}") from None
+
+
+def _check_tied(checkpoint: Weights, head: Tensor, embedding: Embedding) -> None:
+    """A copy of the embedding may be stored beside it. Raises: CheckpointError if it is no copy."""
+    if not head.is_meta and not torch.equal(head, embedding.weight):
+        raise CheckpointError(
+            f"{checkpoint.file_of(HEAD)}: tensor {HEAD}: found other values than those of {EMBEDDING}, expected the"
+            " same, because tie_word_embeddings is true in config.json"
+        )
 
 
 def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLinear, Tensor]:
@@ -48,7 +66,7 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
 def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
     """Stack linears with the same input. `sizes`: output rows by name."""
     weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return make_linear(torch.cat(weights), _biases(checkpoint, sizes) if bias else None)
+    return make_linear(_stacked(weights), _biases(checkpoint, sizes) if bias else None)
 
 
 def take_qkv(
@@ -66,14 +84,22 @@ def take_gate_up(checkpoint: Weights, mlp: str, input_size: int, size: int, bias
     return take_linear(checkpoint, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}, input_size, bias)
 
 
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """One below the other. For tensors without values torch.cat would load a compiler, which takes seconds."""
+    first = tensors[0]
+    if first.is_meta:
+        return first.new_empty(sum(map(len, tensors)), *first.shape[1:])
+    return torch.cat(tuple(tensors))
+
+
 def _biases(checkpoint: Weights, sizes: dict[str, int]) -> Tensor | None:
     """The stacked biases; None if all stored ones are zero, because a bias prevents fusion on a GPU.
 
     A random model keeps its zeros, so that it costs as much as the real one.
     """
-    biases = torch.cat([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
-    is_stored = all(f"{name}.bias" in checkpoint for name in sizes)
-    return None if is_stored and not biases.any() else biases
+    biases = _stacked([checkpoint.take(f"{name}.bias", (size,)) for name, size in sizes.items()])
+    is_known = not biases.is_meta and all(f"{name}.bias" in checkpoint for name in sizes)
+    return None if is_known and not biases.any() else biases
 
 
 def finish(checkpoint: Weights) -> None:

@@ -12,7 +12,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
-from overlap_spec.worker.sizing.memory_budget import Budget, cpu_budget, cuda_budget, num_pages
+from overlap_spec.worker.sizing.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
 from overlap_spec.worker.window_masks import mask_words
 
@@ -86,12 +86,17 @@ class AuditSizes(TypedDict):
     num_controls: int
 
 
-def settle_geometry(settings: Settings, models: LoadedModels, device: torch.device) -> Geometry:
-    """Size the KV pool from what is left. Raises: ConfigError saying what is missing and which flag to turn."""
+def settle_geometry(
+    settings: Settings, models: LoadedModels, device: torch.device, memory: GpuMemory | None = None
+) -> Geometry:
+    """Size the KV pool from what is left. `memory`: of a GPU that is not the one here.
+
+    Raises: ConfigError saying what is missing and which flag to turn.
+    """
     dtype = torch_dtype(settings.model.dtype)
     width = settings.spec.width
     demand = demand_of(settings, models)
-    budget = _budget(settings, demand, device)
+    budget = _budget(settings, demand, device, memory)
     return Geometry(
         num_slots=settings.scheduler.max_running_requests,
         width=width,
@@ -189,12 +194,12 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
     )
 
 
-def _budget(settings: Settings, demand: Demand, device: torch.device) -> Budget:
+def _budget(settings: Settings, demand: Demand, device: torch.device, memory: GpuMemory | None) -> Budget:
     if device.type == "cpu":
         return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
     in_order = ", ".join(map(str, savings(demand)))
     beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
-    return cuda_budget(settings.cache, beside, in_order)
+    return cuda_budget(settings.cache, beside, in_order, memory or GpuMemory.here())
 
 
 def _max_chunk(settings: Settings) -> int:

@@ -39,10 +39,23 @@ def cpu_budget(cache: CacheSettings, weight_bytes: int) -> Budget:
     return Budget(available, f"{available // MIB} MiB available after {weight_bytes // MIB} MiB of weights")
 
 
-def cuda_budget(cache: CacheSettings, workspace_bytes: int, savings: str) -> Budget:
+@dataclass(frozen=True)
+class GpuMemory:
+    """What a GPU has, and what of it is taken by weights, the driver and other processes."""
+
+    total: int
+    taken: int
+
+    @classmethod
+    def here(cls) -> "GpuMemory":
+        """Of the current device, as it is now."""
+        free, total = torch.cuda.mem_get_info()
+        return cls(total, total - free)
+
+
+def cuda_budget(cache: CacheSettings, workspace_bytes: int, savings: str, memory: GpuMemory) -> Budget:
     """What --mem-fraction-static leaves after weights (already taken) and workspace. `savings`: for the advice."""
-    free, total = torch.cuda.mem_get_info()
-    taken = total - free
+    total, taken = memory.total, memory.taken
     left = int(total * cache.mem_fraction) - taken - workspace_bytes
     account = (
         f"{left // MIB} MiB = {cache.mem_fraction:.2f} of {total // MIB} MiB, less {taken // MIB} MiB taken"

@@ -58,6 +58,9 @@ class MemorySource:
     def file_of(self, name: str) -> str:
         return self.origin
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
     def read(self, name: str) -> Tensor:
         return self._tensors[name]
 

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from overlap_spec.messages import Stats
+from overlap_spec.messages import EngineHealth, EngineState, Stats
 from overlap_spec.metrics import prometheus
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 
@@ -35,7 +35,8 @@ def samples(metrics: ServerMetrics, stats: Stats) -> dict[str, float]:
     """`name{label=value}` -> value."""
     found = {}
     metrics.update(stats)
-    for family in text_string_to_metric_families(metrics.render({"worker": 1.5}).decode()):
+    health = EngineHealth(EngineState.UNRESPONSIVE, last_sign_s={"worker": 1.5})
+    for family in text_string_to_metric_families(metrics.render(health).decode()):
         for sample in family.samples:
             labels = ",".join(f"{name}={value}" for name, value in sample.labels.items())
             found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
@@ -46,6 +47,8 @@ def test_every_figure_of_the_engine() -> None:
     found = samples(ServerMetrics(), STATS)
     want = {
         "overlap_spec:last_sign_seconds{process=worker}": 1.5,
+        "overlap_spec:engine_state{state=unresponsive}": 1,
+        "overlap_spec:engine_state{state=ready}": 0,
         "overlap_spec:num_running_reqs": 3,
         "overlap_spec:num_queue_reqs": 2,
         "overlap_spec:token_usage": 0.25,

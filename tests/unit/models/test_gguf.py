@@ -1,15 +1,15 @@
-"""GGUF targets: a tiny file written with the gguf package, and the default model's own file against transformers."""
+"""GGUF targets: tiny files written with the gguf package, and the default model's own file against transformers."""
 
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize, quantize
+from support.gguf_files import KIND, write_gguf
 from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
+from support.transformers_model import keep_float64, reference_model
 from torch import Tensor
 
 from overlap_spec.config import EngineConfig, ModelFiles, cache_directory
@@ -17,79 +17,26 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.hub.smollm2 import ALIAS, MEMBER
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.loading.loader import load_target, read_target_config
 from overlap_spec.models.targets.decoder import DecoderWeights
 
-Q8 = gguf.GGMLQuantizationType.Q8_0
-Q4 = gguf.GGMLQuantizationType.Q4_1
-PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+Q8, Q4 = KIND.Q8_0, KIND.Q4_1
+WIDE = {"hidden": 256, "head_dim": 64}  # rows of whole blocks of 256
+TYPES: dict[str, dict[str, Any]] = {
+    "groups": {"q_proj": KIND.Q4_0, "k_proj": KIND.Q4_0, "v_proj": KIND.Q5_0, "gate_proj": KIND.Q5_1, "down_proj": Q8},
+    "bits 2, 3": {"q_proj": KIND.Q2_K, "v_proj": KIND.Q3_K, "gate_proj": KIND.Q2_K, "lm_head": KIND.Q6_K},
+    "bits 4 to 6": {"q_proj": KIND.Q4_K, "v_proj": KIND.Q6_K, "down_proj": KIND.Q5_K, "embed_tokens": KIND.Q6_K},
+    "floats": {"q_proj": KIND.F16, "up_proj": KIND.BF16, "embed_tokens": Q8},
 }
-
-
-def gguf_name(name: str) -> str:
-    name = name.removeprefix("model.").removesuffix(".weight")
-    top = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-    if name in top:
-        return f"{top[name]}.weight"
-    _, layer, part = name.split(".", 2)
-    return f"blk.{layer}.{PARTS[part]}.weight"
-
-
-def in_pairs(values: Tensor, heads: int) -> Tensor:
-    """llama.cpp's order of query and key rows: the two halves of a head, interleaved."""
-    return torch.cat([torch.stack(head.chunk(2), dim=1).flatten(0, 1) for head in values.chunk(heads)])
-
-
-def write_gguf(path: Path, checkpoint: TinyCheckpoint, types: dict[str, Any], **metadata: Any) -> TinyCheckpoint:
-    """Write a checkpoint; `types` by the last part of a tensor's name. Returns it as quantisation leaves it."""
-    config = checkpoint.config
-    writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    for key, value in metadata.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_string
-        add(key.replace("__", "."), value)
-    kept = {}
-    for name, tensor in checkpoint.tensors.items():
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-        part = name.split(".")[-2]
-        values = (in_pairs(tensor, heads[part]) if part in heads else tensor).to(torch.float32).numpy()
-        kind = types.get(part)
-        if kind is None:
-            writer.add_tensor(gguf_name(name), values)
-            kept[name] = tensor.float()
-            continue
-        packed = quantize(values, kind)
-        writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)
-        kept[name] = torch.from_numpy(quantized_rows(tensor, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return TinyCheckpoint(config, kept)
-
-
-def quantized_rows(tensor: Tensor, kind: Any) -> np.ndarray:
-    """What is left of each row; the order of rows does not matter to it."""
-    return np.asarray(dequantize(quantize(tensor.to(torch.float32).numpy(), kind), kind))
+FAMILIES = {
+    name: TINY_FAMILIES[name] | changes
+    for name, changes in (
+        ("llama", {}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen3", {}),
+        ("gemma 3", {"query_pre_attn_scalar": 64, "sliding_window_pattern": 6, "layers": 6}),
+    )
+}
 
 
 def files(path: Path) -> ModelFiles:
@@ -116,6 +63,59 @@ def test_a_gguf_is_the_model_that_was_written(tied: bool, tmp_path: Path) -> Non
     torch.testing.assert_close(logits(loaded, tokens), logits(expected, tokens), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("family", "types"),
+    [*(("llama", name) for name in TYPES), ("qwen2", "bits 2, 3"), ("qwen3", "bits 4 to 6"), ("gemma 3", "groups")],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_types_and_architectures_give_the_logits_of_transformers(
+    family: str, types: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers gets the dequantised weights and the config that the file was written from."""
+    keep_float64(monkeypatch)
+    checkpoint = tiny_target(5, context=1.0, **(WIDE | FAMILIES[family]))
+    kept = write_gguf(tmp_path / "tiny.gguf", checkpoint, TYPES[types])
+    loaded = load_target(files(tmp_path / "tiny.gguf"), torch.float64, CPU)
+    tokens = [1, 30, 60, 90, 3, 4, 5, 77, 101, 9]
+    with torch.no_grad():
+        expected = reference_model(kept, torch.float64)(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits(loaded, tokens), expected.double(), atol=1e-4, rtol=0)
+
+
+def test_other_metadata_of_the_families(tmp_path: Path) -> None:
+    gemma = tiny_target(2, **FAMILIES["gemma 3"])
+    write_gguf(tmp_path / "tiny.gguf", gemma, {}, gemma3__rope__scaling__type="linear", tokenizer__ggml__eot_token_id=5)
+    config = files(tmp_path / "tiny.gguf").config
+    assert config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention"]
+    assert config["rope_parameters"]["full_attention"]["rope_type"] == "linear", "of layers without a window alone"
+    assert config["rope_parameters"]["sliding_attention"] == {"rope_theta": 1e4, "rope_type": "default"}
+    assert files(tmp_path / "tiny.gguf").eos_token_ids == (2, 5), "a turn ends with a token of its own"
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "llama",
+        {"architecture": "phi3"},
+        "general.architecture: found 'phi3', expected one of 'llama', 'qwen2', 'qwen3'",
+    ),
+    ("llama", {"llama__expert_count": 8}, "llama.expert_count: mixtures of experts are not supported"),
+    ("llama", {"split__count": 2}, r"split.count: found 2, expected one file"),
+    ("llama", {"llama__rope__dimension_count": 4}, "llama.rope.dimension_count: found 4, expected 16"),
+    ("llama", {"llama__rope__scaling__type": "longrope"}, "rope type 'longrope' is not supported"),
+    ("qwen2", {"qwen2__attention__sliding_window": 64}, "qwen2.attention.sliding_window: found 64.0, expected 0.0"),
+    ("gemma 3", {"gemma3__attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping: found 50.0, expected 0.0"),
+]
+
+
+@pytest.mark.parametrize(("family", "metadata", "message"), REFUSED)
+def test_what_is_not_supported_is_refused_by_its_key(
+    family: str, metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_target(3, **FAMILIES[family]), {}, **metadata)
+    with pytest.raises(CheckpointError, match=rf"tiny\.gguf: .*{message}"):
+        read_target_config(files(tmp_path / "tiny.gguf"))
+
+
 def test_rope_scaling_of_metadata(tmp_path: Path) -> None:
     scaling = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
     write_gguf(tmp_path / "tiny.gguf", tiny_target(2), {}, **scaling)
@@ -126,10 +126,7 @@ def test_rope_scaling_of_metadata(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_no_llama_gguf_is_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", tiny_target(3), {}, architecture="phi3")
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf: general\.architecture: found 'phi3', expected 'llama'"):
-        files(tmp_path / "tiny.gguf")
+def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGML" + bytes(64))
     with pytest.raises(CheckpointError, match=r"bad\.gguf: not a readable GGUF file"):
         files(tmp_path / "bad.gguf")

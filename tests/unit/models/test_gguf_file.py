@@ -6,11 +6,12 @@ import gguf
 import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
+from support.gguf_files import K_QUANTS, KIND, random_blocks
 
 from overlap_spec.models.loading.gguf_file import read_tensors
 
-KIND = gguf.GGMLQuantizationType
-KINDS = (KIND.F32, KIND.F16, KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)
+FLOATS = (KIND.F32, KIND.F16, KIND.BF16)
+GROUPS = (KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)
 
 
 def write(path: Path, alignment: int | None = None) -> Path:
@@ -23,9 +24,12 @@ def write(path: Path, alignment: int | None = None) -> Path:
     if alignment is not None:
         writer.add_custom_alignment(alignment)
     random = np.random.default_rng(0)
-    for index, kind in enumerate(KINDS):
-        values = random.normal(size=(3 + index, 64)).astype(np.float32)
-        data = values if kind is KIND.F32 else quantize(values, kind)
+    for index, kind in enumerate((*FLOATS, *GROUPS, *K_QUANTS)):
+        values = random.normal(size=(3 + index, 512)).astype(np.float32)
+        if kind in K_QUANTS:
+            data = random_blocks(values, kind, index)
+        else:
+            data = values if kind is KIND.F32 else quantize(values, kind)
         writer.add_tensor(f"tensor.{kind.name}", data, raw_dtype=kind)
     writer.add_tensor("last", random.normal(size=5).astype(np.float32))
     writer.write_header_to_file()
@@ -61,4 +65,25 @@ def test_another_version_is_said(tmp_path: Path) -> None:
     content[4] = 9
     path.write_bytes(content)
     with pytest.raises(ValueError, match="version"):
+        read_tensors(path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, 999, r"tensor tensor\.Q6_K: found type 999, expected one that gguf knows"),
+        (-8, 500, r"tensor tensor\.Q6_K: found rows of 500, expected a multiple of 256 for Q6_K"),
+        (4, 1 << 40, r"tensor tensor\.Q6_K: found \d+ bytes in the file, expected at least \d{13}"),
+    ],
+)
+def test_a_damaged_tensor_is_named(at: int, value: int, message: str, tmp_path: Path) -> None:
+    """The header has name, number of sizes, sizes, type and place in the file."""
+    path = write(tmp_path / "tiny.gguf")
+    content = bytearray(path.read_bytes())
+    kind = content.index(b"tensor.Q6_K") + len(b"tensor.Q6_K") + 4 + 16
+    size = 4 if at == 0 else 8
+    place = kind - 16 if at < 0 else kind + at
+    content[place : place + size] = value.to_bytes(size, "little")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         read_tensors(path)

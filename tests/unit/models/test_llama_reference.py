@@ -7,15 +7,8 @@ import torch
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
+from support.transformers_model import keep_float64, reference_model
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
@@ -63,24 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 LENGTHS = (33, 5)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
-    config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
-    config._attn_implementation = "sdpa"  # keeps float64, where "eager" narrows to float32
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    missing, unexpected = model.load_state_dict(checkpoint.tensors, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected
-    model.tie_weights()
-    return model
-
-
-def norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
-    """Transformers' norm narrows float64 to float32, which would hide all but seven digits."""
-    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> DecoderTarget:
@@ -100,9 +77,7 @@ def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[i
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_taps_equal_transformers(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for norm in NORMS:
-        monkeypatch.setattr(norm, "forward", norm_in_own_dtype)
-    monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
+    keep_float64(monkeypatch)
     checkpoint = tiny_target(3, context=1.0, **CASES[case])
     tokens = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     paged = Paged(num_requests=2)

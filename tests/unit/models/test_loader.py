@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.bad_checkpoints import (
+    HEAD_ERRORS,
+    Q_PROJ,
+    STALE_INDEXES,
+    TARGET_ERRORS,
+    rewrite_index,
+    write_shards,
+)
 from support.tiny.models import (
     CPU,
     TinyCheckpoint,
@@ -63,18 +71,6 @@ def test_every_format_and_dtype(binary: bool, dtype: torch.dtype, tmp_path: Path
     assert_same(load(write_checkpoint(tmp_path, checkpoint, binary=binary), dtype), checkpoint, dtype)
 
 
-def write_shards(directory: Path, checkpoint: TinyCheckpoint, name: str, save: Callable[..., Any]) -> None:
-    write_checkpoint(directory, checkpoint)
-    (directory / "model.safetensors").unlink()
-    stem, suffix = os.path.splitext(name)
-    names = sorted(checkpoint.tensors)
-    shards = {f"{stem}-0000{i + 1}-of-00002{suffix}": names[i::2] for i in range(2)}
-    for shard, members in shards.items():
-        save({member: checkpoint.tensors[member].contiguous() for member in members}, directory / shard)
-    weight_map = {member: shard for shard, members in shards.items() for member in members}
-    (directory / f"{name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
 @pytest.mark.parametrize(("name", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)])
 def test_shards(name: str, save: Callable[..., Any], tmp_path: Path) -> None:
     checkpoint = tiny_target(2)
@@ -82,6 +78,26 @@ def test_shards(name: str, save: Callable[..., Any], tmp_path: Path) -> None:
     assert_same(load(tmp_path), checkpoint)
     next(tmp_path.glob("*00002-of*")).unlink()
     with pytest.raises(CheckpointError, match=r"index\.json: shard .*00002-of-00002\S* is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("case", STALE_INDEXES)
+def test_an_index_that_does_not_fit_its_shards(case: str, tmp_path: Path) -> None:
+    write_shards(tmp_path, tiny_target(2), "model.safetensors", save_file)
+    change, message = STALE_INDEXES[case]
+    rewrite_index(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "save"), [("model.safetensors", save_file), ("pytorch_model.bin", torch.save)])
+def test_a_tensor_in_two_shards(name: str, save: Callable[..., Any], tmp_path: Path) -> None:
+    write_shards(tmp_path, tiny_target(2), name, save)
+    first, second = sorted(tmp_path.glob("*-of-00002*"))
+    both = {Q_PROJ: torch.zeros(64, 32)}
+    save(both, first)
+    save(both, second)
+    with pytest.raises(CheckpointError, match=r"00002-of-00002\S*: tensor \S+q_proj\.weight: found in \S+00001-of"):
         load(tmp_path)
 
 
@@ -117,74 +133,6 @@ def test_sizes_are_known_before_weights_are_read(tmp_path: Path) -> None:
     assert kv_shape.bytes_per_token(torch.float32) == 2 * 3 * 2 * 16 * 4
 
 
-Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-
-
-def without(name: str) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
-    return lambda c: TinyCheckpoint(c.config, {key: value for key, value in c.tensors.items() if key != name})
-
-
-def with_tensors(**tensors: Tensor) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
-    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    return lambda c: TinyCheckpoint(c.config, c.tensors | named)
-
-
-def configured(**changes: Any) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
-    return lambda c: TinyCheckpoint(c.config | changes, c.tensors)
-
-
-def mistral(**changes: Any) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
-    return configured(architectures=["MistralForCausalLM"], **changes)
-
-
-def qwen3(**changes: Any) -> Callable[[TinyCheckpoint], TinyCheckpoint]:
-    return configured(architectures=["Qwen3ForCausalLM"], **changes)
-
-
-TARGET_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] = {
-    "missing tensor": (without(Q_PROJ), r"layers\.1\.self_attn\.q_proj\.weight is missing, expected shape \[64, 32\]"),
-    "wrong shape": (
-        with_tensors(**{Q_PROJ: torch.zeros(64, 33)}),
-        r"model\.safetensors: tensor model\.layers\.1\.self_attn\.q_proj\.weight: found shape \[64, 33\], "
-        r"expected \[64, 32\]",
-    ),
-    "unexpected tensor": (
-        with_tensors(model__layers__0__self_attn__q_proj__bias=torch.zeros(64)),
-        r"model\.safetensors: unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias",
-    ),
-    "same weight twice": (with_tensors(norm__weight=torch.zeros(32)), r"tensors \S+ and \S+ mean the same weight"),
-    "a draft head": (with_tensors(fc__weight=torch.zeros(32, 64)), "--speculative-draft-model-path"),
-    "unknown architecture": (configured(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported"),
-    "no architecture": (configured(architectures=None), "architecture missing is not supported"),
-    "unknown rope": (configured(rope_scaling={"rope_type": "longrope"}), "rope type 'longrope' is not supported"),
-    "rope without factor": (configured(rope_scaling={"rope_type": "linear"}), "'linear' needs 'factor'"),
-    "partial rope": (configured(partial_rotary_factor=0.5), "part of a head"),
-    "sliding window": (configured(sliding_window=4096), "sliding_window 4096 is not supported"),
-    "bad window": (mistral(sliding_window="all"), "sliding_window must be null or a positive integer, found 'all'"),
-    "windows of some layers": (
-        mistral(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
-        "layer_types that differ are not supported",
-    ),
-    "layer types": (
-        qwen3(use_sliding_window=True, sliding_window=8, layer_types=["chunked_attention"] * 2),
-        "layer_types must be 2 times 'sliding_attention' or 'full_attention'",
-    ),
-    "norms of heads": (qwen3(), r"layers\.0\.self_attn\.q_norm\.weight is missing, expected shape \[16\]"),
-    "biases": (
-        configured(architectures=["Qwen2ForCausalLM"]),
-        r"layers\.0\.self_attn\.q_proj\.bias is missing, expected shape \[64\]",
-    ),
-    "activation": (configured(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
-    "quantized": (configured(quantization_config={"quant_method": "gptq"}), "gptq"),
-    "no hidden size": (configured(hidden_size=None), "hidden_size must be a positive integer, it is missing"),
-    "bad number": (
-        configured(num_hidden_layers="two"),
-        "num_hidden_layers must be an integer from 1 to 4096, found 'two'",
-    ),
-    "odd heads": (configured(num_key_value_heads=3), "num_attention_heads 4 is not a multiple"),
-}
-
-
 @pytest.mark.parametrize("case", TARGET_ERRORS)
 def test_a_bad_target_is_refused(case: str, tmp_path: Path) -> None:
     spoil, message = TARGET_ERRORS[case]
@@ -192,41 +140,6 @@ def test_a_bad_target_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value), "the file is named"
-
-
-HEAD_ERRORS: dict[str, tuple[Callable[[TinyCheckpoint], TinyCheckpoint], str]] = {
-    "narrow fc": (
-        with_tensors(fc__weight=torch.zeros(32, 96)),
-        r"model\.safetensors: tensor fc\.weight: found shape \[32, 96\], expected \[32, 64\]: 2 aux layers x "
-        r"the target's hidden size 32",
-    ),
-    "long d2t": (
-        with_tensors(d2t=torch.zeros(113, dtype=torch.int64)),
-        r"model\.safetensors: tensor d2t: found shape \[113\], expected \[112\]",
-    ),
-    "d2t too large": (
-        with_tensors(d2t=torch.full((112,), 17)),
-        r"tensor d2t: found target ids 17 to 128, expected 0 to 127",
-    ),
-    "d2t negative": (with_tensors(d2t=torch.full((112,), -1)), r"tensor d2t: found target ids -1 to 110"),
-    "no d2t": (without("d2t"), r"tensor d2t is missing: the head guesses 112 tokens of the target's 128"),
-    "head rows": (configured(draft_vocab_size=100), r"lm_head\.weight: found shape \[112, 32\], expected \[100, 32\]"),
-    "other target": (configured(target_hidden_size=64), "target of hidden size 64 .*, but the target's is 32"),
-    "layer ids": (
-        configured(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2]}),
-        r"distinct layers of the target, 0 to 1, found \[0, 2\]",
-    ),
-    "no default layers": (configured(eagle_config=None), "a target of 2 layers has no default aux layers"),
-    "count of layers": (configured(num_aux_hidden_states=3), "num_aux_hidden_states is 3, but 2 aux layers are named"),
-    "bad draft vocab": (
-        configured(draft_vocab_size="all"),
-        "draft_vocab_size must be an integer from 1 to 16777216, found 'all'",
-    ),
-    "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
-    "unknown rope": (configured(rope_scaling={"type": "dynamic", "factor": 2}), "rope type 'dynamic'"),
-    "missing norm": (without("norm.weight"), r"tensor norm\.weight is missing, expected shape \[32\]"),
-    "unexpected": (with_tensors(fc2__weight=torch.zeros(2, 2)), r"unexpected tensor fc2\.weight"),
-}
 
 
 @pytest.mark.parametrize("case", HEAD_ERRORS)

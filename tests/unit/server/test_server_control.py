@@ -208,6 +208,8 @@ def test_metrics() -> None:
         transport = httpx.ASGITransport(create_app(client, INFO, healthy))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             await http.post("/v1/completions", json={"prompt": "one two three"})
+            await http.post("/v1/completions", json={"prompt": "busy"})
+            await http.get("/health")
             response = await http.get("/metrics")
             assert (await http.get("/metrics/")).status_code == 404
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -219,6 +221,8 @@ def test_metrics() -> None:
     assert "overlap_spec:time_to_first_token_seconds_count 1.0" in lines
     assert "overlap_spec:inter_token_latency_seconds_count 2.0" in lines
     assert "overlap_spec:e2e_request_latency_seconds_count 1.0" in lines
+    assert 'overlap_spec:http_responses_total{status="200"} 1.0' in lines, "of a request, and none of the probe"
+    assert 'overlap_spec:http_responses_total{status="503"} 1.0' in lines
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,220 @@
+"""Runs a check: every stage goes as far as the one before it let it, and each refusal is kept as a sentence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from msgspec.structs import replace
+
+from overlap_spec import hub
+from overlap_spec.check.drafts import draft_fits
+from overlap_spec.check.kernels import kernels_of
+from overlap_spec.check.place import CONTEXT_BYTES, Asked, Place, place_of
+from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelPart, TextPart
+from overlap_spec.check.stored import stored_formats
+from overlap_spec.config import EngineConfig, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve, without_speculation
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.loading.checkpoint import type_name
+from overlap_spec.models.work import address, tensors_in
+from overlap_spec.server.parsers.formats import call_format, reasoning_format
+from overlap_spec.tokenizer.codec import load_codec
+from overlap_spec.worker.build import load_models
+from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.sizing.memory_budget import GpuMemory
+
+T = TypeVar("T")
+META = torch.device("meta")
+
+
+@dataclass
+class Refusals:
+    """The reasons so far, each once."""
+
+    sentences: list[str] = field(default_factory=list)
+
+    def unless(self, work: Callable[[], T]) -> T | None:
+        """The result, or None with the reason kept."""
+        try:
+            return work()
+        except (CheckpointError, ConfigError) as error:
+            said = " ".join(str(error).split())
+            if said not in self.sentences:
+                self.sentences.append(said)
+            return None
+
+
+def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignore_progress) -> CheckReport:
+    """Check what the flags ask for. Nothing is refused that an engine with the same flags would start with."""
+    refusals, notes = Refusals(), list[str]()
+    place = refusals.unless(lambda: place_of(config, asked))
+    files = refusals.unless(lambda: hub.resolve_model(config, progress))
+    if place is None or files is None:
+        return CheckReport(will_run=False, refused=tuple(refusals.sentences))
+    config = _with_method(config, notes)
+    settings = _settings(config, files, place, refusals, notes)
+    if settings is None:
+        return CheckReport(will_run=False, refused=tuple(refusals.sentences), notes=tuple(notes))
+    models, settings = _models(
+        settings, refusals, lambda: _settings(without_speculation(config), files, place, refusals, [])
+    )
+    text = refusals.unless(lambda: _text(settings))
+    parts = CheckReport(
+        will_run=False,
+        refused=(),
+        device=_device(settings, place),
+        dtype=settings.model.dtype,
+        text=text,
+    )
+    if models is not None:
+        capability = None if settings.model.device == "cpu" else _capability(place)
+        parts = replace(
+            parts,
+            model=_model(settings, models),
+            kernels=kernels_of(models, settings.model.dtype, capability),
+            memory=refusals.unless(lambda: _memory(settings, models, place)),
+            draft=_draft(settings, models),
+        )
+    return replace(parts, will_run=not refusals.sentences, refused=tuple(refusals.sentences), notes=tuple(notes))
+
+
+def _with_method(config: EngineConfig, notes: list[str]) -> EngineConfig:
+    """The method that a draft is for, where no flag names one: `serve` wants it named."""
+    path = config.speculative_draft_model_path
+    if path is None or config.speculative_algorithm or not Path(path).is_dir():
+        return config
+    method = hub.method_of_draft(Path(path))
+    if method is None:
+        return config
+    notes.append(f"--speculative-algorithm {method} is taken, by the draft's tensors; serve wants it named")
+    return replace(config, speculative_algorithm=method)
+
+
+def _settings(
+    config: EngineConfig, files: ModelFiles, place: Place, refusals: Refusals, notes: list[str]
+) -> Settings | None:
+    """With speculation as the flags ask for it; where that is refused, without, to check the target all the same."""
+
+    def settled(asked: EngineConfig) -> Settings:
+        settings, said = resolve(asked, files, place.machine)
+        spec, more = hub.resolve_drafting(settings.spec, files, asked)
+        notes.extend((*said, *more))
+        return replace(settings, spec=spec)
+
+    with_draft = refusals.unless(lambda: settled(config))
+    return with_draft or refusals.unless(lambda: settled(without_speculation(config)))
+
+
+def _models(
+    settings: Settings, refusals: Refusals, without: Callable[[], Settings | None]
+) -> tuple[LoadedModels | None, Settings]:
+    """The loaders, on headers. A target whose draft is refused is checked by itself: `without` speculation."""
+    models = refusals.unless(lambda: load_models(settings, META, ignore))
+    if models is not None or settings.spec.width == 1 or (plain := without()) is None:
+        return models, settings
+    return refusals.unless(lambda: load_models(plain, META, ignore)), plain
+
+
+def ignore(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def _device(settings: Settings, place: Place) -> str:
+    if settings.model.device == "cpu":
+        return "cpu"
+    if place.is_here:
+        return torch.cuda.get_device_name()
+    major, minor = place.capability
+    return f"a GPU of capability {major}.{minor} that is not here"
+
+
+def _capability(place: Place) -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if place.is_here else place.capability
+
+
+def _model(settings: Settings, models: LoadedModels) -> ModelPart:
+    files, target = settings.model.files, models.target
+    return ModelPart(
+        path=files.weights,
+        architecture=", ".join(map(str, files.config.get("architectures") or ())),
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        context_length=settings.model.max_len,
+        stored=stored_formats(Path(files.weights), files.load_format),
+    )
+
+
+def _memory(settings: Settings, models: LoadedModels, place: Place) -> MemoryPart:
+    """By the worker's own budget. Raises: ConfigError saying how much is missing, and what to turn down."""
+    device, demand = torch.device(settings.model.device), demand_of(settings, models)
+    weights = demand.target_weights + demand.draft_weights + demand.ngram_log
+    memory = _gpu_memory(place, weights) if device.type == "cuda" else None
+    geometry = settle_geometry(settings, models, device, memory)
+    held = memory_facts(demand, 0).held_bytes if memory is not None else {"of target weights": demand.target_weights}
+    if memory is None and weights > demand.target_weights:
+        held["of draft weights"] = weights - demand.target_weights
+    dtype = geometry.dtype
+    return MemoryPart(
+        total=0 if memory is None else memory.total,
+        share=settings.cache.mem_fraction,
+        held=held,
+        formats=_formats(models),
+        kv_bytes_per_token=bytes_per_token(models, dtype),
+        draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(dtype),
+        kv_tokens=(geometry.num_pages - 1) * geometry.page_size,
+    )
+
+
+def _gpu_memory(place: Place, weights: int) -> GpuMemory:
+    """Of the GPU that was asked for, as if the weights were in it."""
+    if place.is_here:
+        now = GpuMemory.here()
+        return GpuMemory(now.total, now.taken + weights)
+    assert place.gpu_bytes is not None
+    return GpuMemory(place.gpu_bytes, CONTEXT_BYTES + weights)
+
+
+def _formats(models: LoadedModels) -> dict[str, int]:
+    """Bytes in memory by the type of tensors; shared ones count once."""
+    sizes: dict[str, int] = {}
+    for tensor in {address(each): each for each in tensors_in((models.target, models.proposer))}.values():
+        name = type_name(tensor.dtype)
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    return sizes
+
+
+def _draft(settings: Settings, models: LoadedModels) -> DraftPart | None:
+    spec = settings.spec
+    if spec.width == 1:
+        return None
+    path = spec.draft_path
+    return DraftPart(
+        method=spec.method,
+        path=path,
+        numbers=(spec.num_steps, spec.topk, spec.width),
+        stored={} if path is None else stored_formats(Path(path), spec.draft_load_format),
+        fits=draft_fits(models, spec),
+    )
+
+
+def _text(settings: Settings) -> TextPart:
+    """Raises: CheckpointError if tokenizer or template cannot be read."""
+    files, server = settings.model.files, settings.server
+    defaults = server.sampling_defaults.changes()
+    if settings.skip_tokenizer_init or files.tokenizer_dir is None:
+        return TextPart(
+            tokenizer="none", has_chat_template=False, tool_calls="", reasoning="", sampling_defaults=defaults
+        )
+    codec = load_codec(Path(files.tokenizer_dir), files.chat_template)
+    calls = call_format(server.tool_call_parser, codec.chat_template)
+    reasoning = reasoning_format(server.reasoning_parser, codec.chat_template)
+    return TextPart(
+        tokenizer=codec.name,
+        has_chat_template=bool(codec.chat_template),
+        tool_calls=calls.name if calls else "",
+        reasoning=reasoning.name if reasoning else "",
+        sampling_defaults=defaults,
+    )

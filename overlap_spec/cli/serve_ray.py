@@ -1,0 +1,63 @@
+"""`overlap-spec serve-ray`: several engines on a Ray cluster, behind one address.
+
+It joins the cluster that runs on this machine or that RAY_ADDRESS names, and starts one of this machine else. The first
+signal ends the application: open requests have `--drain-timeout` seconds.
+"""
+
+import argparse
+import logging
+import signal
+import threading
+
+from overlap_spec.cli.flags import add_engine_flags, add_flag, engine_config, given_values, refuse_bench_flags
+from overlap_spec.config import EngineConfig
+from overlap_spec.config.fields import config_fields, flags_from
+from overlap_spec.config.replicas import ReplicaFlags
+from overlap_spec.errors import OverlapSpecError
+
+APPLICATION = "overlap-spec"
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of replicas, then the engine's."""
+    group = parser.add_argument_group("replicas")
+    for field in config_fields(ReplicaFlags):
+        add_flag(group, field)
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal. Returns the exit status. Raises: OverlapSpecError without Ray, or if no engine starts."""
+    config = engine_config(arguments, recover=True)
+    refuse_bench_flags(config)
+    replicas = flags_from(given_values(arguments, config_fields(ReplicaFlags)), ReplicaFlags)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s serve-ray: %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: stop.set())
+    _serve(config, replicas, stop)
+    return 0
+
+
+def _serve(config: EngineConfig, replicas: ReplicaFlags, stop: threading.Event) -> None:
+    try:
+        from overlap_spec.ray import build_app
+    except ImportError as error:
+        raise OverlapSpecError(str(error)) from None
+
+    import ray
+    from ray import serve
+
+    ray.init(ignore_reinit_error=True, log_to_driver=True)
+    application = build_app(config, replicas)
+    serve.start(http_options={"host": config.host, "port": config.port})
+    try:
+        serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
+    except RuntimeError as error:
+        raise OverlapSpecError(f"no engine has started: {error}") from None
+    log.info("ready on http://%s:%d", config.host, config.port)
+    try:
+        stop.wait()
+    finally:
+        serve.shutdown()

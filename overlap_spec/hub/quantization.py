@@ -1,0 +1,281 @@
+"""Reads the quantisation of a checkpoint from its config.json, and refuses by name what cannot be computed.
+
+A format is one line of `FORMATS` and a function. What its tensors hold is in `models/quantization/`.
+
+    compressed-tensors   float-quantized (fp8), pack-quantized (int4)
+    fp8                  a scale for each tensor, or for each 128 x 128 block (DeepSeek, Qwen)
+    awq, gptq            int4 in groups
+    --quantization fp8   16-bit weights, quantised while loading
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from overlap_spec.config.quantization import (
+    FP8,
+    Activations,
+    Granularity,
+    KvCacheScheme,
+    QuantizationScheme,
+    Stored,
+)
+from overlap_spec.errors import CheckpointError
+
+GROUPS = (32, 64, 128)
+UNQUANTISED = "unquant"  # the value of --speculative-draft-model-quantization that reads a draft in 16 bits
+WHILE_LOADING = QuantizationScheme(name=FP8, stored=Stored.PLAIN, bits=8, granularity=Granularity.CHANNEL)
+USABLE = "fp8 or int4 weights (compressed-tensors, fp8, awq or gptq), or 16-bit ones with --quantization fp8"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of config.json and where it is, for messages. All methods raise CheckpointError naming file and key."""
+
+    values: Mapping[str, Any]
+    origin: str
+
+    def refuse(self, key: str, expected: str) -> CheckpointError:
+        """The error about a key."""
+        return CheckpointError(f"{self.origin}: {key} {self.values.get(key)!r} is not supported; expected {expected}")
+
+    def expect(self, key: str, *supported: Any) -> None:
+        """`supported`: values that the key may have. A key that is null or missing passes."""
+        value = self.values.get(key)
+        if value is not None and value not in supported:
+            raise self.refuse(key, " or ".join(map(repr, supported)))
+
+    def of(self, key: str) -> "Section":
+        """An object within it; an empty one if it is missing."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.refuse(key, "an object")
+        return Section(value or {}, f"{self.origin}: {key}")
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """The names of linears in the first of these keys that is there; their patterns must compile."""
+        key = next((key for key in keys if self.values.get(key)), keys[0])
+        found = self.values.get(key) or ()
+        if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+            raise self.refuse(key, "a list of names")
+        for name in found:
+            try:
+                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            except re.error as error:
+                raise CheckpointError(f"{self.origin}: {key}: {name!r} is no regular expression ({error})") from None
+        return tuple(found)
+
+    def group_size(self, key: str = "group_size") -> int | None:
+        """Columns that share a scale; None for -1, which means whole rows."""
+        size = self.values.get(key)
+        if size == -1:
+            return None
+        if isinstance(size, bool) or size not in GROUPS:
+            raise self.refuse(key, f"{', '.join(map(str, GROUPS))} or -1")
+        return int(size)
+
+
+def quantization_scheme(
+    config: Mapping[str, Any], origin: str, asked: str | None = None, flag: str = "--quantization"
+) -> QuantizationScheme | None:
+    """The scheme of a checkpoint by its config.json; None if its weights are 16 bits or wider.
+
+    `asked`: what `flag` asks for. Raises: CheckpointError naming file and key, or the flag.
+    """
+    found = Section(config, origin).of("quantization_config")
+    if asked == UNQUANTISED or not found.values:
+        return _asked_for(asked, flag, origin)
+    method = found.values.get("quant_method")
+    if method not in FORMATS:
+        why = REFUSED.get(str(method), "it is not known")
+        raise CheckpointError(f"{found.origin} ({method or 'unnamed'}) is not supported: {why}; use {USABLE}")
+    scheme = FORMATS[method](found)
+    if asked not in (None, scheme.name) and not (asked == FP8 and scheme.stored is Stored.FLOAT8):
+        raise CheckpointError(f"{origin}: {flag} {asked}: the checkpoint is stored as {scheme.name}; leave it out")
+    return scheme
+
+
+def _asked_for(asked: str | None, flag: str, origin: str) -> QuantizationScheme | None:
+    if asked in (None, UNQUANTISED):
+        return None
+    if asked != FP8:
+        raise CheckpointError(f"{origin}: {flag} {asked}: the checkpoint has 16-bit weights; use fp8, or leave it out")
+    return WHILE_LOADING
+
+
+def _fp8(config: Section) -> QuantizationScheme:
+    """`weight_scale_inv` of blocks is multiplied by, like any scale."""
+    config.expect("fmt", "e4m3", "float8_e4m3fn")
+    config.expect("activation_scheme", "dynamic", "static")
+    is_static = config.values.get("activation_scheme") == "static"
+    block = config.values.get("weight_block_size")
+    if block is not None and list(block) != [128, 128]:
+        raise config.refuse("weight_block_size", "[128, 128]")
+    return QuantizationScheme(
+        name=FP8,
+        stored=Stored.FLOAT8,
+        bits=8,
+        granularity=Granularity.TENSOR if block is None else Granularity.BLOCK,
+        group_size=None if block is None else 128,
+        block_rows=1 if block is None else 128,
+        activations=Activations.STATIC_TENSOR if is_static else Activations.DYNAMIC_TOKEN,
+        scale="weight_scale" if block is None else "weight_scale_inv",
+        ignore=config.names("modules_to_not_convert", "ignored_layers"),
+        by_part=True,
+        kv_cache=_kv_cache(config),
+    )
+
+
+def _awq(config: Section) -> QuantizationScheme:
+    values = dict(config.values)
+    for new, old in (("bits", "w_bit"), ("group_size", "q_group_size")):
+        values.setdefault(new, values.get(old))
+    config = Section(values, config.origin)
+    _expect_bits(config, 4)
+    config.expect("version", "gemm", "GEMM")
+    config.expect("zero_point", True)
+    return QuantizationScheme(
+        name="awq",
+        stored=Stored.AWQ,
+        bits=4,
+        granularity=_granularity(config.group_size()),
+        group_size=config.group_size(),
+        symmetric=False,
+        scale="scales",
+        ignore=config.names("modules_to_not_convert"),
+        by_part=True,
+    )
+
+
+def _gptq(config: Section) -> QuantizationScheme:
+    _expect_bits(config, 4)
+    if config.values.get("desc_act"):
+        raise config.refuse("desc_act", "false (weights that were quantised in the order of their columns)")
+    config.expect("checkpoint_format", "gptq", "gptq_v2")
+    if config.values.get("dynamic"):
+        raise config.refuse("dynamic", "null (one format for all linears)")
+    return QuantizationScheme(
+        name="gptq",
+        stored=Stored.GPTQ,
+        bits=4,
+        granularity=_granularity(config.group_size()),
+        group_size=config.group_size(),
+        symmetric=bool(config.values.get("sym", True)),
+        scale="scales",
+        zero_offset=0 if config.values.get("checkpoint_format") == "gptq_v2" else 1,
+        ignore=config.names("modules_to_not_convert"),
+        by_part=True,
+    )
+
+
+def _compressed_tensors(config: Section) -> QuantizationScheme:
+    config.expect("quantization_status", "compressed")
+    sparsity = config.of("sparsity_config")
+    sparsity.expect("format", "dense")
+    groups = config.of("config_groups")
+    if len(groups.values) != 1:
+        raise config.refuse("config_groups", "one group, for all linears")
+    group = groups.of(next(iter(groups.values)))
+    if list(group.values.get("targets") or ()) != ["Linear"]:
+        raise group.refuse("targets", "['Linear'], with the linears in 16 bits under ignore")
+    reader = COMPRESSED.get(str(group.values.get("format") or config.values.get("format")))
+    if reader is None:
+        raise config.refuse("format", " or ".join(map(repr, COMPRESSED)))
+    return reader(config, group)
+
+
+def _float_quantized(config: Section, group: Section) -> QuantizationScheme:
+    weights, inputs = group.of("weights"), group.of("input_activations")
+    _expect(weights, {"num_bits": (8,), "type": ("float",), "symmetric": (True,), "dynamic": (False,)})
+    weights.expect("strategy", "tensor", "channel", "block")
+    strategy = weights.values.get("strategy") or "tensor"
+    block = weights.values.get("block_structure")
+    if strategy == "block" and block not in ([128, 128], "128x128"):
+        raise weights.refuse("block_structure", "[128, 128]")
+    return QuantizationScheme(
+        name="compressed-tensors",
+        stored=Stored.FLOAT8,
+        bits=8,
+        granularity={"tensor": Granularity.TENSOR, "channel": Granularity.CHANNEL}.get(strategy, Granularity.BLOCK),
+        group_size=128 if strategy == "block" else None,
+        block_rows=128 if strategy == "block" else 1,
+        activations=_activations(inputs),
+        ignore=config.names("ignore"),
+        kv_cache=_kv_cache(config),
+    )
+
+
+def _pack_quantized(config: Section, group: Section) -> QuantizationScheme:
+    weights = group.of("weights")
+    _expect(weights, {"num_bits": (4,), "type": ("int",), "strategy": ("group", "channel"), "dynamic": (False,)})
+    if group.values.get("input_activations"):
+        raise group.refuse("input_activations", "null: int4 weights are for 16-bit activations")
+    if weights.values.get("actorder") in ("group", "dynamic", True):
+        raise weights.refuse("actorder", "null or 'weight', whose groups are columns side by side")
+    size = None if weights.values.get("strategy") == "channel" else weights.group_size()
+    return QuantizationScheme(
+        name="compressed-tensors",
+        stored=Stored.PACKED,
+        bits=4,
+        granularity=_granularity(size),
+        group_size=size,
+        symmetric=weights.values.get("symmetric") is not False,
+        ignore=config.names("ignore"),
+        kv_cache=_kv_cache(config),
+    )
+
+
+def _activations(inputs: Section) -> Activations:
+    if not inputs.values:
+        return Activations.UNQUANTISED
+    _expect(inputs, {"num_bits": (8,), "type": ("float",)})
+    return Activations.DYNAMIC_TOKEN if inputs.values.get("dynamic") else Activations.STATIC_TENSOR
+
+
+def _kv_cache(config: Section) -> KvCacheScheme | None:
+    found = config.of("kv_cache_scheme")
+    if not found.values:
+        return None
+    _expect(found, {"num_bits": (8,), "type": ("float",), "strategy": ("tensor",), "symmetric": (True,)})
+    return KvCacheScheme(is_dynamic=bool(found.values.get("dynamic")))
+
+
+def _expect(section: Section, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, values in supported.items():
+        section.expect(key, *values)
+
+
+def _expect_bits(config: Section, bits: int) -> None:
+    if config.values.get("bits") != bits:
+        raise config.refuse("bits", str(bits))
+
+
+def _granularity(group_size: int | None) -> Granularity:
+    return Granularity.CHANNEL if group_size is None else Granularity.GROUP
+
+
+FORMATS: dict[Any, Callable[[Section], QuantizationScheme]] = {
+    "compressed-tensors": _compressed_tensors,
+    FP8: _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+}
+COMPRESSED: dict[str, Callable[[Section, Section], QuantizationScheme]] = {
+    "float-quantized": _float_quantized,
+    "pack-quantized": _pack_quantized,
+}
+_FOUR = "4-bit floats need hardware that this engine has no kernels for"
+REFUSED = {  # `quant_method` -> why not
+    "bitsandbytes": "its weights are quantised again at every load, in a form of its own",
+    "marlin": "its weights are stored in one kernel's own order; the gptq checkpoint that it was made of loads",
+    "gptq_marlin_24": "its weights are 2:4 sparse",
+    "mxfp4": _FOUR,
+    "nvfp4": _FOUR,
+    "modelopt": "its layout is not read; the same model as compressed-tensors or fp8 loads",
+    "fbgemm_fp8": "its layout is not read; the same model as compressed-tensors or fp8 loads",
+    "torchao": "its tensors are Python objects, which are not loaded",
+    "quark": "its layout is not read",
+    "hqq": "its layout is not read",
+    "aqlm": "its weights are entries of codebooks",
+}

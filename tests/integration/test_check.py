@@ -1,0 +1,237 @@
+"""`overlap-spec check` and a start refuse the same, in the same words: every bad input goes through both."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from msgspec.structs import replace
+from overlap_spec_kernels.launch import runs_gluon
+from overlap_spec_kernels.nvrtc import runs_hopper
+from safetensors.torch import save_file
+from support.bad_checkpoints import (
+    HEAD_ERRORS,
+    IN_VALUES,
+    STALE_INDEXES,
+    TARGET_ERRORS,
+    TRUNCATED,
+    rewrite_index,
+    write_shards,
+)
+from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.tokenizer import write_tokenizer
+
+from overlap_spec import hub
+from overlap_spec.check import kernels
+from overlap_spec.check.check import check
+from overlap_spec.check.place import Asked, parse_bytes
+from overlap_spec.cli import main
+from overlap_spec.config import MIB, EngineConfig
+from overlap_spec.config.resolve import resolve
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.runtime import machine
+from overlap_spec.worker.build import load_models
+from overlap_spec.worker.sizing.geometry import LoadedModels, demand_of, settle_geometry
+
+NO_GPU = Asked()
+EAGLE3: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+}
+
+
+def config_of(target: Path, draft: Path | None = None, **flags: Any) -> EngineConfig:
+    """On a CPU, without a tokenizer."""
+    drafting = {} if draft is None else EAGLE3 | {"speculative_draft_model_path": str(draft)}
+    return EngineConfig(model_path=str(target), skip_tokenizer_init=True, device="cpu", **drafting | flags)
+
+
+def start(config: EngineConfig) -> LoadedModels:
+    """What a start reads before its first step: flags and files, then in the worker all weights."""
+    files = hub.resolve_model(config)
+    settings, _ = resolve(config, files, machine.inspect())
+    spec, _ = hub.resolve_drafting(settings.spec, files, config)
+    return load_models(replace(settings, spec=spec), CPU, lambda done, total: None)
+
+
+def said_at_start(config: EngineConfig) -> str:
+    with pytest.raises(OverlapSpecError) as caught:
+        start(config)
+    return " ".join(str(caught.value).split())
+
+
+def assert_refused_alike(config: EngineConfig, in_values: bool = False) -> None:
+    """`in_values`: headers do not show it, so only a start can tell."""
+    said, report = said_at_start(config), check(config, NO_GPU)
+    assert report.refused == (() if in_values else (said,))
+    assert report.will_run == in_values
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"), tiny_target(6))
+
+
+@pytest.mark.parametrize("case", TARGET_ERRORS)
+def test_a_bad_target(case: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, TARGET_ERRORS[case][0](tiny_target(6)))
+    assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
+
+
+@pytest.mark.parametrize("case", HEAD_ERRORS)
+def test_a_bad_head(case: str, target: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, HEAD_ERRORS[case][0](tiny_eagle3(7, tiny_target(6))))
+    assert_refused_alike(config_of(target, tmp_path), in_values=case in IN_VALUES)
+
+
+@pytest.mark.parametrize("case", STALE_INDEXES)
+def test_a_stale_index(case: str, tmp_path: Path) -> None:
+    write_shards(tmp_path, tiny_target(2), "model.safetensors", save_file)
+    rewrite_index(tmp_path, STALE_INDEXES[case][0])
+    assert_refused_alike(config_of(tmp_path))
+
+
+@pytest.mark.parametrize("kept", TRUNCATED)
+def test_a_truncated_file(kept: int, tmp_path: Path) -> None:
+    file = write_checkpoint(tmp_path, tiny_target(2)) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert_refused_alike(config_of(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", ["target", "draft", "both"])
+def test_a_target_is_checked_by_itself_where_its_draft_is_refused(wrong: str, target: Path, tmp_path: Path) -> None:
+    head = HEAD_ERRORS["missing norm"][0] if wrong != "target" else lambda c: c
+    write_checkpoint(tmp_path / "draft", head(tiny_eagle3(7, tiny_target(6))))
+    if wrong != "draft":
+        target = write_checkpoint(tmp_path / "target", TARGET_ERRORS["missing tensor"][0](tiny_target(6)))
+    report = check(config_of(target, tmp_path / "draft"), NO_GPU)
+    assert [("q_proj" in said, "norm.weight" in said) for said in report.refused] == [
+        (wrong != "draft", wrong == "draft")
+    ]
+    assert (report.model is not None) == (wrong == "draft") and report.draft is None
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+def test_sizes_are_those_of_a_start(binary: bool, target: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_eagle3(7, tiny_target(6)), binary=binary)
+    config = config_of(target, tmp_path, dtype="float64")
+    report, models = check(config, NO_GPU), start(config)
+    settings, _ = resolve(config, hub.resolve_model(config), machine.inspect())
+    demand, geometry = demand_of(settings, models), settle_geometry(settings, models, CPU)
+    assert report.will_run and report.memory is not None and report.draft is not None
+    assert report.memory.held == {
+        "of target weights": demand.target_weights,
+        "of draft weights": demand.draft_weights,
+    }
+    assert report.memory.kv_tokens == (geometry.num_pages - 1) * geometry.page_size
+    assert report.draft.fits["vocabulary"] == "112 of the target's 128 tokens, by d2t"
+    assert report.draft.fits["aux layers"] == "0, 1 of 2"
+
+
+def test_headers_alone_are_read(target: Path) -> None:
+    with patch("overlap_spec.models.loading.sources.SafetensorsSource.read", side_effect=AssertionError):
+        assert check(config_of(target), NO_GPU).will_run
+
+
+def test_a_gpu_that_is_not_here(target: Path) -> None:
+    config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
+    report = check(config, Asked(gpu_bytes=parse_bytes("8GiB")))
+    assert report.will_run and report.dtype == "bfloat16" and report.memory is not None
+    assert report.memory.total == 8192 * MIB and "of workspace" in report.memory.held
+    assert "dependent" in report.kernels["launches"]
+    small = check(config, Asked(gpu_bytes=parse_bytes("700MiB")))
+    assert not small.will_run and "MiB are missing for" in small.refused[0]
+    assert "--max-running-requests 4" in small.refused[0], "it says what to turn down"
+    (none,) = check(replace(config, device="cuda"), NO_GPU).refused
+    assert "--gpu-memory" in none
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_kernels_are_said_as_ops_choose_them(capability: tuple[int, int]) -> None:
+    device = torch.device("cuda", capability[0] * 10 + capability[1])  # one that no cache has seen
+    with (
+        patch("torch.cuda.get_device_capability", return_value=capability),
+        patch("overlap_spec_kernels.launch._has_gluon", return_value=True),
+        patch("overlap_spec_kernels.nvrtc.importlib.util.find_spec", return_value=object()),
+    ):
+        assert kernels.depends(capability) == runs_gluon(device)
+        assert kernels.has_warpgroups(capability) == runs_hopper(device)
+
+
+def test_a_draft_tells_its_method(target: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_eagle3(7, tiny_target(6)))
+    flags = {"speculative_algorithm": None}
+    report = check(config_of(target, tmp_path, **flags), NO_GPU)
+    assert report.will_run and report.draft is not None and report.draft.method == "EAGLE3"
+    assert any("serve wants it named" in note for note in report.notes)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = main(("check", *words))
+    return status, capsys.readouterr().out
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, tiny_target(6))
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    status, said = run(capsys, str(tmp_path), "--device", "cpu")
+    assert status == 0 and said.endswith("it will run\n")
+    for words in ("LlamaForCausalLM: 2 layers of 32, 128 tokens", "float64", "temperature 0.6", "tool calls"):
+        assert words in said
+    status, said = run(capsys, str(tmp_path), "--device", "cpu", "--json", "--context-length", "9999")
+    assert status == 2 and "9999 exceeds" in json.loads(said)["refused"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpu-memory", "much"), "--gpu-memory: expected a size such as 141GiB"),
+        (("--gpu-capability", "nine"), "--gpu-capability: expected two numbers"),
+        (("nowhere/at-all",), "nowhere/at-all is not on this machine; --load-format dummy"),
+        (("a", "--model", "b"), "MODEL and --model-path are the same"),
+    ],
+)
+def test_words_that_it_cannot_read(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("check", *words)) == 2
+    assert said in capsys.readouterr().err
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "moe_intermediate_size": 768},
+        "(num_experts 128), which is not supported yet; the nearest one is Qwen3ForCausalLM, which does not read"
+        " num_experts 128, moe_intermediate_size 768",
+    ),
+    "capped logits": (
+        {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "the nearest one is Gemma3ForCausalLM; of that one attn_logit_softcapping 50.0 is not supported,"
+        " final_logit_softcapping 30.0 is not supported",
+    ),
+    "keys that change nothing": (
+        {"architectures": ["Llama9ForCausalLM"], "torch_dtype": "bfloat16", "mlp_only_layers": []},
+        "the nearest one is LlamaForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_an_unknown_architecture_names_the_nearest(case: str, tmp_path: Path) -> None:
+    changes, said = UNKNOWN[case]
+    checkpoint = tiny_target(6)
+    config = {key: value for key, value in checkpoint.config.items() if key != "hidden_act"} | changes
+    write_checkpoint(tmp_path, type(checkpoint)(config, checkpoint.tensors))
+    (sentence,) = check(config_of(tmp_path), NO_GPU).refused
+    assert sentence.endswith(said)
+    assert sentence == said_at_start(config_of(tmp_path))
+
+
+def test_the_default_model() -> None:
+    report = check(EngineConfig(device="cpu"), NO_GPU)
+    assert report.will_run and report.model is not None and report.text is not None
+    assert set(report.model.stored) == {"Q4_1", "Q8_0", "F32"}
+    assert report.text.has_chat_template and report.draft is not None and report.draft.method == "EAGLE3"

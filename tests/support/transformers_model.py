@@ -1,0 +1,42 @@
+"""A tiny checkpoint as a model of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from support.tiny.models import TinyCheckpoint
+
+NORMS = (LlamaRMSNorm, MistralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
+    """Its weights are the checkpoint's, all of them."""
+    config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
+    config._attn_implementation = "sdpa"  # keeps float64, where "eager" narrows to float32
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    missing, unexpected = model.load_state_dict(checkpoint.tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    model.tie_weights()
+    return model
+
+
+def _norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
+    """Transformers' norm narrows float64 to float32, which would hide all but seven digits."""
+    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the norms of all families computed in the model's own type."""
+    for norm in NORMS:
+        monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
+    monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))

@@ -1,0 +1,149 @@
+"""What a config.json tells of the weights' format, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from overlap_spec.config.quantization import Activations, Granularity, KvCacheScheme, QuantizationScheme, Stored
+from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.quantization import quantization_scheme
+
+
+def scheme(found: dict[str, Any] | None, asked: str | None = None) -> QuantizationScheme | None:
+    return quantization_scheme({"quantization_config": found}, "m/config.json", asked)
+
+
+def compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    } | more
+
+
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
+TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+INT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "actorder": None}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8, by row": (
+        compressed("float-quantized", FLOAT, TOKEN),
+        {"stored": Stored.FLOAT8, "granularity": Granularity.CHANNEL, "activations": Activations.DYNAMIC_TOKEN},
+    ),
+    "fp8, by tensor": (
+        compressed("float-quantized", FLOAT | {"strategy": "tensor"}, TOKEN | {"dynamic": False, "strategy": "tensor"}),
+        {"granularity": Granularity.TENSOR, "activations": Activations.STATIC_TENSOR, "scale": "weight_scale"},
+    ),
+    "fp8, by block": (
+        compressed("float-quantized", FLOAT | {"strategy": "block", "block_structure": [128, 128]}),
+        {"granularity": Granularity.BLOCK, "group_size": 128, "block_rows": 128},
+    ),
+    "fp8 of DeepSeek and Qwen": (
+        BLOCKS,
+        {"granularity": Granularity.BLOCK, "group_size": 128, "block_rows": 128, "scale": "weight_scale_inv"},
+    ),
+    "fp8 of old": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        {"granularity": Granularity.TENSOR, "activations": Activations.STATIC_TENSOR, "ignore": ("lm_head",)},
+    ),
+    "int4": (
+        compressed("pack-quantized", INT),
+        {"stored": Stored.PACKED, "bits": 4, "granularity": Granularity.GROUP, "group_size": 128, "symmetric": True},
+    ),
+    "int4 with zero points": (
+        compressed("pack-quantized", INT | {"symmetric": False, "group_size": 32, "actorder": "weight"}),
+        {"group_size": 32, "symmetric": False},
+    ),
+    "awq": (AWQ, {"stored": Stored.AWQ, "group_size": 64, "symmetric": False, "scale": "scales"}),
+    "gptq": (GPTQ, {"stored": Stored.GPTQ, "zero_offset": 1, "symmetric": True}),
+    "gptq, second version": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, {"zero_offset": 0}),
+    "gptq, whole rows": (GPTQ | {"group_size": -1}, {"granularity": Granularity.CHANNEL, "group_size": None}),
+    "8-bit keys": (
+        compressed("float-quantized", FLOAT, kv_cache_scheme=FLOAT | {"strategy": "tensor"}),
+        {"kv_cache": KvCacheScheme()},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_published_formats_are_read(case: str) -> None:
+    config, expected = READ[case]
+    found = scheme(config)
+    assert found is not None
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"quant_method": "magic"}, r"config\.json: quantization_config \(magic\) is not supported"),
+    "unnamed": ({"bits": 4}, r"\(unnamed\)"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "bitsandbytes.*use fp8 or int4 weights"),
+    "marlin": ({"quant_method": "marlin"}, "the gptq checkpoint that it was made of loads"),
+    "act order": (GPTQ | {"desc_act": True}, "desc_act True is not supported; expected false"),
+    "gptq of 8 bits": (GPTQ | {"bits": 8}, "bits 8 is not supported; expected 4"),
+    "gptq marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.*'gptq' or 'gptq_v2'"),
+    "gptq of many formats": (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic"),
+    "odd groups": (AWQ | {"group_size": 96}, "group_size 96 is not supported; expected 32, 64, 128 or -1"),
+    "awq of gemv": (AWQ | {"version": "gemv"}, "version 'gemv'"),
+    "other blocks": (BLOCKS | {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\].*\[128, 128\]"),
+    "2:4 sparse": (
+        compressed("float-quantized", FLOAT, sparsity_config={"format": "sparse-24-bitmask"}),
+        "sparsity_config: format 'sparse-24-bitmask'",
+    ),
+    "fp4": (compressed("nvfp4-pack-quantized", INT | {"type": "float"}), "format 'nvfp4-pack-quantized'"),
+    "int8": (compressed("int-quantized", INT | {"num_bits": 8}), "'float-quantized' or 'pack-quantized'"),
+    "5 bits": (compressed("pack-quantized", INT | {"num_bits": 5}), "weights: num_bits 5"),
+    "act order of groups": (compressed("pack-quantized", INT | {"actorder": "group"}), "actorder 'group'"),
+    "parts of a model": (
+        compressed("pack-quantized", INT) | {"config_groups": {"a": {"targets": ["re:.*mlp.*"]}}},
+        "targets",
+    ),
+    "two groups": (compressed("pack-quantized", INT) | {"config_groups": {"a": {}, "b": {}}}, "one group"),
+    "bad pattern": (compressed("pack-quantized", INT, ignore=["re:("]), "no regular expression"),
+    "no names": (BLOCKS | {"modules_to_not_convert": "lm_head"}, "a list of names"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_others_are_refused_by_name(case: str) -> None:
+    config, message = REFUSED[case]
+    with pytest.raises(CheckpointError, match=message):
+        scheme(config)
+
+
+def test_linears_that_stay_in_16_bits() -> None:
+    found = scheme(
+        compressed("pack-quantized", INT, ignore=["lm_head", "re:.*down_proj", "model.layers.1.mlp.up_proj"])
+    )
+    assert found is not None
+    kept = ("lm_head", "layers.3.mlp.down_proj", "layers.1.mlp.up_proj")
+    assert not any(map(found.covers, kept))
+    assert found.covers("layers.0.mlp.up_proj") and found.covers("layers.11.mlp.up_proj")
+    by_part = scheme(AWQ | {"modules_to_not_convert": ["self_attn", "layers.1"]})
+    assert by_part is not None
+    assert not by_part.covers("layers.0.self_attn.q_proj") and not by_part.covers("layers.1.mlp.up_proj")
+    assert by_part.covers("layers.11.mlp.up_proj")
+
+
+def test_the_flag() -> None:
+    plain = scheme(None, "fp8")
+    assert plain is not None and plain.stored is Stored.PLAIN and plain.granularity is Granularity.CHANNEL
+    assert scheme(None) is None and scheme(None, "unquant") is None and scheme(GPTQ, "unquant") is None
+    stored = scheme(compressed("float-quantized", FLOAT), "fp8")
+    assert stored is not None and stored.stored is Stored.FLOAT8
+    for config, asked, message in (
+        (GPTQ, "fp8", "--quantization fp8: the checkpoint is stored as gptq"),
+        (None, "awq", "--quantization awq: the checkpoint has 16-bit weights"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            scheme(config, asked)
+
+
+def test_a_scheme_describes_itself() -> None:
+    assert str(scheme(BLOCKS)) == "fp8 (e4m3) weights, a scale for each 128 x 128 block; 16-bit activations"
+    assert str(scheme(AWQ)) == "AWQ int4 weights, groups of 64, zero points; 16-bit activations"
