@@ -121,7 +121,7 @@ def _head(target: LoadedTarget, dtype: torch.dtype) -> tuple[WithoutMemory, Any]
 
 
 def guide(settings: Settings, demand: Demand, gpu_mib: int) -> dict[str, Any]:
-    """Figures in MiB, for as many tokens in the KV pool as before, and in tokens that the pool then holds beside them."""
+    """Figures in MiB, for as many tokens in the KV pool as before, and in tokens that the pool can hold instead."""
     kv = demand.target_kv + demand.draft_kv
     pool = int(gpu_mib * MIB * settings.cache.mem_fraction) - demand.num_bytes
     rows = [

@@ -205,8 +205,8 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Meta(
-            description="format of KV pages, the draft's too; auto: as the checkpoint says, or that of --dtype; fp8: 8 bits,"
-            " with the checkpoint's scales or 1"
+            description="format of KV pages, the draft's too; auto: as the checkpoint says, or that of --dtype; fp8:"
+            " 8 bits, with the checkpoint's scales or 1"
         ),
     ] = "auto"
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16

@@ -81,7 +81,8 @@ def _check_kv_dtype(settings: Settings) -> None:
         if capability < CONVERTS_8_BITS:
             raise ConfigError(
                 "kv_cache_dtype",
-                f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))}; use bfloat16",
+                f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))};"
+                " use bfloat16 with --dtype bfloat16",
             )
 
 
@@ -108,7 +109,9 @@ def build_executor(
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.cache_dtype, place, scratch_rows)
+        return KVCache.allocate(
+            shape, geometry.num_pages, geometry.page_size, geometry.cache_dtype, place, scratch_rows
+        )
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree

@@ -46,7 +46,9 @@ CASES = [
 FORMATS = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
-def check(inputs: DecodeInputs, kv_dtype: torch.dtype, num_programs: int | None = None, scales: KVScales = SCALES) -> None:
+def check(
+    inputs: DecodeInputs, kv_dtype: torch.dtype, num_programs: int | None = None, scales: KVScales = SCALES
+) -> None:
     inputs = in_8_bits(inputs, kv_dtype, scales)
     dtype = inputs.qkv.dtype
     out, k_cache, v_cache = decode_twin(inputs, scales)
@@ -84,7 +86,9 @@ def test_what_is_too_large_is_clamped() -> None:
         inputs = in_8_bits(decode_inputs(LLAMA, 4, [300], 16, BFLOAT), kv_dtype, KVScales(2**-10, 2**-10))
         given = [to_device(value, "cuda") for value in inputs[:-1]]
         for scales in (KVScales(2**-10, 2**-10), KVScales(2**-20, 2**-20)):
-            out = decode_attention(*given, DecodeScratch.allocate(128, torch.device("cuda")), inputs.scale, scales=scales)
+            out = decode_attention(
+                *given, DecodeScratch.allocate(128, torch.device("cuda")), inputs.scale, scales=scales
+            )
             assert out.isfinite().all()
             rows = given[4].float()[~given[4].float().isnan()]
             assert rows.abs().max() == torch.finfo(kv_dtype).max

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,6 +72,7 @@ from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
 TIMEOUT_S = 30.0
+KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
 
 
 def tiny_loaded(
@@ -82,7 +84,7 @@ def tiny_loaded(
     family: str = "llama",
     topk: int = 1,
     convert: Callable[[LoadedTarget], LoadedTarget] = lambda target: target,
-    **shape: int,
+    **shape: Any,
 ) -> LoadedModels:
     """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
 
@@ -136,6 +138,11 @@ class RingConfig:
     trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
     kv_dtype: torch.dtype | None = None  # of KV pages; None: `dtype`
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the target's checkpoint has for these KV pages."""
+        return {} if self.kv_dtype is None else {"kv_scale": KV_SCALE}
 
     @property
     def width(self) -> int:

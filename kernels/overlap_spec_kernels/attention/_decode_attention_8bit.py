@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from overlap_spec_kernels.attention._decode_attention_gluon import (
+    _ask_for_block,
     _axes,
     _fill_ring,
     _finish,
     _load_pages,
     _merge_warps,
     _operand,
-    _ask_for_block,
     _write_cache,
 )
 from overlap_spec_kernels.launch import GluonKernel
@@ -165,10 +165,9 @@ def _in_float16(x: gl.tensor) -> gl.tensor:
 def _packed(even: gl.tensor, odd: gl.tensor, inverse_scale: float, E4M3: gl.constexpr) -> gl.tensor:
     """Pairs of 8 bits, the even column's in the low ones: scaled, clamped and rounded. Shapes: [n, m] each -> i16."""
     even, odd = even.to(gl.float32) * inverse_scale, odd.to(gl.float32) * inverse_scale
-    if E4M3:
-        convert: gl.constexpr = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
-    else:
-        convert: gl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
+    convert: gl.constexpr = (
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
+    )
     return gl.inline_asm_elementwise(convert, "=h,f,f", [even, odd], dtype=gl.int16, is_pure=True, pack=1)
 
 
@@ -178,16 +177,16 @@ def _widened(pairs: gl.tensor, E4M3: gl.constexpr) -> tuple[gl.tensor, gl.tensor
 
     A register has two pairs: bytes 0 and 2 are even columns.
     """
-    if E4M3:
-        widen: gl.constexpr = (
-            "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $2, $2, 0x3120; mov.b32 {low, high}, both;"
-            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-        )
-    else:  # the upper half of a float16 is a number of this format
-        widen: gl.constexpr = "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;"
-    return gl.inline_asm_elementwise(
+    widen: gl.constexpr = (
+        "{ .reg .b32 both; .reg .b16 low, high; prmt.b32 both, $2, $2, 0x3120; mov.b32 {low, high}, both;"
+        " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+        if E4M3
+        else "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;"  # it is the upper half of a float16
+    )
+    even, odd = gl.inline_asm_elementwise(
         widen, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
+    return even, odd
 
 
 @GluonKernel

@@ -58,9 +58,9 @@ _TRIAL = ChunkCuts(128, 128, 128)
 
 
 def takes_long_chunks(num_heads: int, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `chunk_attention` is fast for heads of this dtype and such caches on their device. Sync: tries it, and waits for it.
+    """Whether `chunk_attention` is fast for heads of this dtype and such caches on their device.
 
-    The trial compiles what a later call may need, for this page size.
+    Sync: tries it, and waits for it. The trial compiles what a later call may need, for this page size.
     """
     (_, page_size, _, dim), device = k_cache.shape, k_cache.device
     if not runs_triton(k_cache) or dtype.itemsize != 2 or dim > _MAX_HEAD_DIM or dim % 8:

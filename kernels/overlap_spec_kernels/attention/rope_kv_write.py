@@ -34,8 +34,8 @@ def rope_kv_write(
 ) -> Tensor:
     """Rotate q and k, write k and v into their cache rows, return the rotated q.
 
-    q, k and v may be views of one fused projection. Cache row = page * page_size + offset. Caches of 8 bits hold k and v
-    divided by their scale and rounded (`kv_format`).
+    q, k and v may be views of one fused projection. Cache row = page * page_size + offset. Caches of 8 bits hold k
+    and v divided by their scale and rounded (`kv_format`).
     Shapes: q [T, nq, d], k, v [T, nkv, d], cos_sin [P, d] (cos, then sin; float32 or float64), positions and
     cache_rows [T] i64, caches [num_pages, page_size, nkv, d] -> [T, nq, d].
     Raises: ValueError naming the argument. Sync: never.

@@ -45,5 +45,7 @@ def _stored(config: dict[str, Any], dtype: str, notes: list[str]) -> str | None:
     if is_fp8:
         return EIGHT_BITS["fp8_e4m3"]
     said = f"kv_cache_scheme {scheme}" if scheme is not None else f"kv_cache_quant_algo {algorithm}"
-    notes.append(f"the checkpoint's {said} is not read: KV pages have --dtype {dtype}; --kv-cache-dtype fp8_e4m3 has 8 bits")
+    notes.append(
+        f"the checkpoint's {said} is not read: KV pages have --dtype {dtype}; --kv-cache-dtype fp8_e4m3 has 8 bits"
+    )
     return None
