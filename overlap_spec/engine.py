@@ -176,6 +176,11 @@ class Engine:
         supervisor.requests_lost = client.end_calls
         await supervisor.unless_failed(client.wait_ready())
 
+    def announce(self, url: str) -> None:
+        """Tell `overlap-spec top` of this user on this machine where the engine is served. Nothing before the start."""
+        if self._run_dir is not None:
+            self._run_dir.announce(url)
+
     async def wait_failed(self) -> ActorDied:
         """Wait until an actor dies. Open requests have then been told."""
         return await asyncio.shield(_started(self._supervisor).failed)

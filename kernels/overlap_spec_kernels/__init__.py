@@ -20,6 +20,7 @@ from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
+from overlap_spec_kernels.logits.filtered_draw import filtered_draw
 from overlap_spec_kernels.logits.guesses_before import guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
@@ -94,6 +95,7 @@ __all__ = [
     "draft_input",
     "expand_tree",
     "filter_cutoff",
+    "filtered_draw",
     "forbid_tokens",
     "fused_linear",
     "gather_tree",

@@ -90,6 +90,7 @@ class Service:
         self._front.app = create_app(engine.client, info, self.health)
         freeze_heap()
         url = http_url(engine.config.host, self._server.port)
+        engine.announce(url)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
 
     def health(self) -> EngineHealth:

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.log_limits import limit_lines
 from overlap_spec.messages import EngineState
 from overlap_spec.ray.calls import REPLICA_HEADER, Call
 from overlap_spec.ray.scaling import RUNNING, WAITING
+from overlap_spec.runtime.log_limits import limit_lines
 from overlap_spec.server.access_log import ID_HEADER
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info

@@ -27,7 +27,6 @@ from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
-from overlap_spec.log_limits import limit_lines
 from overlap_spec.messages import (
     ActorFacts,
     ActorFailed,
@@ -38,6 +37,7 @@ from overlap_spec.messages import (
     LivenessProbe,
     ToSupervisor,
 )
+from overlap_spec.runtime.log_limits import limit_lines
 from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.tracing import recorder
 

@@ -14,8 +14,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_spec.log_limits import Allowance
 from overlap_spec.metrics.served import Answers
+from overlap_spec.runtime.log_limits import Allowance
 
 ID_HEADER = "x-request-id"
 SOUND_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: nothing that could break a line or a header
