@@ -109,9 +109,8 @@ def build_executor(
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        return KVCache.allocate(
-            shape, geometry.num_pages, geometry.page_size, geometry.cache_dtype, place, scratch_rows
-        )
+        sizes = geometry.num_pages, geometry.page_size, geometry.cache_dtype
+        return KVCache.allocate(shape, *sizes, place, scratch_rows)
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree

@@ -83,25 +83,20 @@ def decode_attention_8bit_kernel(
         live = m < WIDTH * GROUP
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD
         angle_ptr = cos_sin_ptr + (num_cached + m // GROUP) * HEAD
-        q_even = gl.allocate_shared_memory(
-            gl.float16, [16, PAIRS], heads, _in_float16(_load_rotated(q_ptr, angle_ptr, live, HEAD, 0))
-        )
-        q_odd = gl.allocate_shared_memory(
-            gl.float16, [16, PAIRS], heads, _in_float16(_load_rotated(q_ptr, angle_ptr, live, HEAD, 1))
-        )
+        q_even = _in_float16(_load_rotated(q_ptr, angle_ptr, live, HEAD, 0))
+        q_odd = _in_float16(_load_rotated(q_ptr, angle_ptr, live, HEAD, 1))
+        q_even = gl.allocate_shared_memory(gl.float16, [16, PAIRS], heads, q_even)
+        q_odd = gl.allocate_shared_memory(gl.float16, [16, PAIRS], heads, q_odd)
         # The last split also takes the new rows, and computes them while the first blocks are loading.
         is_last = split == active - 1
         new_live = (m < WIDTH) & is_last
         k_ptr = qkv_ptr + (first_row + m) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * HEAD
         v_ptr = k_ptr + NUM_KV_HEADS * HEAD
         angle_ptr = cos_sin_ptr + (num_cached + m) * HEAD
-        new_k = _packed(
-            _load_rotated(k_ptr, angle_ptr, new_live, HEAD, 0), _load_rotated(k_ptr, angle_ptr, new_live, HEAD, 1),
-            inverse_k, E4M3
-        )  # fmt: skip
-        new_v = _packed(
-            _load_heads(v_ptr, new_live, HEAD, 0), _load_heads(v_ptr, new_live, HEAD, 1), inverse_v, E4M3
-        )  # fmt: skip
+        k_even = _load_rotated(k_ptr, angle_ptr, new_live, HEAD, 0)
+        k_odd = _load_rotated(k_ptr, angle_ptr, new_live, HEAD, 1)
+        v_even, v_odd = _load_heads(v_ptr, new_live, HEAD, 0), _load_heads(v_ptr, new_live, HEAD, 1)
+        new_k, new_v = _packed(k_even, k_odd, inverse_k, E4M3), _packed(v_even, v_odd, inverse_v, E4M3)
         k_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_k)
         v_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_v)
         q_even, q_odd = _operand(q_even, 0, mma), _operand(q_odd, 0, mma)

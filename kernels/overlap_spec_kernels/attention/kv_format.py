@@ -4,7 +4,7 @@ A value is rounded once, when it is written: x / scale, clamped to the format's 
 infinite or NaN. Every row attends to rounded values, also the one that has just written them. So what a row attends to
 does not depend on how a prompt was cut or on which rows share a step.
 
-Kernels read stored values as they are: k's scale is a factor of the scores, v's a factor of the output.
+Kernels read stored values as they are: k's scale is a factor of the products with queries, v's of the output.
 """
 
 from __future__ import annotations

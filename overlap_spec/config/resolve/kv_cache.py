@@ -31,7 +31,7 @@ def shown_kv_dtype(settings: Settings) -> str:
 
 
 def _stored(config: dict[str, Any], dtype: str, notes: list[str]) -> str | None:
-    """What the checkpoint was calibrated for, which its `quantization_config` says."""
+    """What the checkpoint was calibrated for, as its `quantization_config` states."""
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict):
         return None
@@ -44,8 +44,8 @@ def _stored(config: dict[str, Any], dtype: str, notes: list[str]) -> str | None:
         is_fp8 = (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     if is_fp8:
         return EIGHT_BITS["fp8_e4m3"]
-    said = f"kv_cache_scheme {scheme}" if scheme is not None else f"kv_cache_quant_algo {algorithm}"
+    found = f"kv_cache_scheme {scheme}" if scheme is not None else f"kv_cache_quant_algo {algorithm}"
     notes.append(
-        f"the checkpoint's {said} is not read: KV pages have --dtype {dtype}; --kv-cache-dtype fp8_e4m3 has 8 bits"
+        f"the checkpoint's {found} is not read: KV pages have --dtype {dtype}; --kv-cache-dtype fp8_e4m3 has 8 bits"
     )
     return None

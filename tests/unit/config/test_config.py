@@ -77,7 +77,7 @@ def test_the_format_of_kv_pages(quantization: dict[str, Any] | None, flag: str, 
 
 
 def test_kv_pages_of_another_16_bit_type_are_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype: bfloat16 beside --dtype float16"):
+    with pytest.raises(ConfigError, match="kv-cache-dtype: bfloat16 beside --dtype float16"):
         resolved(kv_cache_dtype="bf16", dtype="float16")
     with pytest.raises(msgspec.ValidationError, match="fp4_e2m1"):
         msgspec.convert({"kv_cache_dtype": "fp4_e2m1"}, EngineConfig)
