@@ -27,7 +27,7 @@ FORMATS = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m
 POOL_BYTES = 1 << 29  # of the caches that launches alternate between: far more than L2 holds
 LAUNCHES = 24
 SCALES = KVScales(0.5, 2.0)
-RINGS_TRIED = ((8, 16, 6), (8, 16, 4), (8, 32, 3), (4, 16, 6), (4, 32, 3), (4, 16, 12), (8, 8, 12))
+RINGS_TRIED = ((8, 16, 6), (8, 32, 2), (4, 16, 6), (4, 32, 3), (4, 64, 3), (8, 64, 1))
 
 
 def main() -> None:

@@ -205,7 +205,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     kv_cache_dtype: Annotated[
         KVCacheDtype,
         Meta(
-            description="format of KV pages, the draft's too; auto: that of the checkpoint's scheme, or that of --dtype; fp8:"
+            description="format of KV pages, the draft's too; auto: that of the checkpoint's scheme or of --dtype; fp8:"
             " 8 bits, with the checkpoint's scales or 1"
         ),
     ] = "auto"

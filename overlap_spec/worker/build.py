@@ -109,8 +109,7 @@ def build_executor(
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        sizes = geometry.num_pages, geometry.page_size, geometry.cache_dtype
-        return KVCache.allocate(shape, *sizes, place, scratch_rows)
+        return KVCache.allocate(shape, *geometry.pages, place, scratch_rows)
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree

@@ -83,9 +83,9 @@ def test_decode_of_one_request(length: int, kv_dtype: torch.dtype) -> None:
 def test_what_is_too_large_is_clamped() -> None:
     """By a scale so small that most values are."""
     for kv_dtype in (E4M3, E5M2):
-        inputs = in_8_bits(decode_inputs(LLAMA, 4, [300], 16, BFLOAT), kv_dtype, KVScales(2**-10, 2**-10))
+        inputs = in_8_bits(decode_inputs(LLAMA, 4, [300], 16, BFLOAT), kv_dtype, KVScales(2**-16, 2**-16))
         given = [to_device(value, "cuda") for value in inputs[:-1]]
-        for scales in (KVScales(2**-10, 2**-10), KVScales(2**-20, 2**-20)):
+        for scales in (KVScales(2**-16, 2**-16), KVScales(2**-20, 2**-20)):
             out = decode_attention(
                 *given, DecodeScratch.allocate(128, torch.device("cuda")), inputs.scale, scales=scales
             )

@@ -52,7 +52,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},
 }
 EIGHT_BITS: dict[str, dict[str, Any]] = {
-    "8B, one request": ATTENTIONS["8B, one request"] | {"STAGES": 6, "E4M3": True},
+    "8B, one request": ATTENTIONS["8B, one request"] | {"KEYS": 32, "KEYS_PER_SPLIT": 256, "E4M3": True},
     "SmolLM2, e5m2": ATTENTION | {"STAGES": 4, "E4M3": False},
 }
 TREE = {

@@ -20,7 +20,9 @@ from overlap_spec_kernels.attention._decode_attention_gluon import (
     _axes,
     _fill_ring,
     _finish,
+    _load_heads,
     _load_pages,
+    _load_rotated,
     _merge_warps,
     _operand,
     _write_cache,
@@ -52,7 +54,8 @@ def decode_attention_8bit_kernel(
     PHASE: gl.constexpr = 64 // PAIRS  # rows of 128 bytes of shared memory
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])  # keys
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])  # every second column
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [16 // LANES, 2 * LANES], [WARPS, 1], [1, 0])  # qkv's heads
+    pairs: gl.constexpr = gl.BlockedLayout([1, 4], [16 // LANES, 2 * LANES], [WARPS, 1], [1, 0])  # the same in pairs
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, [2, 1, 0])
     heads: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, [1, 0])
     if PDL:
@@ -80,23 +83,18 @@ def decode_attention_8bit_kernel(
         cuda.gdc_wait()
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
-        live = m < WIDTH * GROUP
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD
-        angle_ptr = cos_sin_ptr + (num_cached + m // GROUP) * HEAD
-        q_even = _in_float16(_load_rotated(q_ptr, angle_ptr, live, HEAD, 0))
-        q_odd = _in_float16(_load_rotated(q_ptr, angle_ptr, live, HEAD, 1))
+        q = _load_rotated(q_ptr, cos_sin_ptr + (num_cached + m // GROUP) * HEAD, m < WIDTH * GROUP, HEAD)
+        q_even, q_odd = _columns(_in_float16(q), pairs)
         q_even = gl.allocate_shared_memory(gl.float16, [16, PAIRS], heads, q_even)
         q_odd = gl.allocate_shared_memory(gl.float16, [16, PAIRS], heads, q_odd)
         # The last split also takes the new rows, and computes them while the first blocks are loading.
         is_last = split == active - 1
         new_live = (m < WIDTH) & is_last
         k_ptr = qkv_ptr + (first_row + m) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * HEAD
-        v_ptr = k_ptr + NUM_KV_HEADS * HEAD
-        angle_ptr = cos_sin_ptr + (num_cached + m) * HEAD
-        k_even = _load_rotated(k_ptr, angle_ptr, new_live, HEAD, 0)
-        k_odd = _load_rotated(k_ptr, angle_ptr, new_live, HEAD, 1)
-        v_even, v_odd = _load_heads(v_ptr, new_live, HEAD, 0), _load_heads(v_ptr, new_live, HEAD, 1)
-        new_k, new_v = _packed(k_even, k_odd, inverse_k, E4M3), _packed(v_even, v_odd, inverse_v, E4M3)
+        new_k = _load_rotated(k_ptr, cos_sin_ptr + (num_cached + m) * HEAD, new_live, HEAD)
+        new_v = _load_heads(k_ptr + NUM_KV_HEADS * HEAD, new_live, HEAD)
+        new_k, new_v = _packed(new_k, inverse_k, E4M3, pairs), _packed(new_v, inverse_v, E4M3, pairs)
         k_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_k)
         v_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_v)
         q_even, q_odd = _operand(q_even, 0, mma), _operand(q_odd, 0, mma)
@@ -105,8 +103,10 @@ def decode_attention_8bit_kernel(
         even = gl.zeros([WARPS, 16, PAIRS], gl.float32, mma)
         odd = gl.zeros([WARPS, 16, PAIRS], gl.float32, mma)
         if is_last:
+            new = gl.arange(0, 16, gl.SliceLayout(1, pairs))
             _write_cache(
-                new_k, new_v, k_pairs_ptr, v_pairs_ptr, table_row_ptr, num_cached + m, new_live, NUM_KV_HEADS, PAGE_SIZE
+                new_k, new_v, k_pairs_ptr, v_pairs_ptr, table_row_ptr, num_cached + new, new < WIDTH, NUM_KV_HEADS,
+                PAGE_SIZE
             )  # fmt: skip
             even, odd, highest, denominator = _attend_to_new(
                 q_even, q_odd, k_shared, v_shared, even, odd, highest, denominator, scale_log2, GROUP, E4M3
@@ -124,29 +124,10 @@ def decode_attention_8bit_kernel(
 
 
 @GluonKernel
-def _load_heads(x_ptr: gl.tensor, live: gl.tensor, HEAD: gl.constexpr, ODD: gl.constexpr) -> gl.tensor:
-    """Every second column. Shapes: pointers [16], live [16] -> [16, HEAD / 2]."""
-    column = gl.expand_dims(gl.arange(0, HEAD // 2, gl.SliceLayout(0, x_ptr.type.layout.parent)), 0) * 2 + ODD
-    return gl.load(gl.expand_dims(x_ptr, 1) + column, mask=gl.expand_dims(live, 1), other=0.0)
-
-
-@GluonKernel
-def _load_rotated(
-    x_ptr: gl.tensor, angle_ptr: gl.tensor, live: gl.tensor, HEAD: gl.constexpr, ODD: gl.constexpr
-) -> gl.tensor:
-    """Every second column of heads, rotated in float32 and rounded.
-
-    Shapes: pointers [16] to heads and to their angles, live [16] -> [16, HEAD / 2].
-    """
-    HALF: gl.constexpr = HEAD // 2
-    column = gl.expand_dims(gl.arange(0, HALF, gl.SliceLayout(0, x_ptr.type.layout.parent)), 0) * 2 + ODD
-    half, angle = column // HALF, column % HALF
-    x_ptr, angle_ptr, mask = gl.expand_dims(x_ptr, 1), gl.expand_dims(angle_ptr, 1), gl.expand_dims(live, 1)
-    x = gl.load(x_ptr + column, mask=mask, other=0.0)
-    partner = gl.load(x_ptr + ((1 - half) * HALF + angle), mask=mask, other=0.0).to(gl.float32)
-    cos = gl.load(angle_ptr + angle, mask=mask, other=0.0).to(gl.float32)
-    sin = gl.load(angle_ptr + (HALF + angle), mask=mask, other=0.0).to(gl.float32)
-    return (x.to(gl.float32) * cos + partner * gl.where(half == 0, -1.0, 1.0) * sin).to(x.dtype)
+def _columns(x: gl.tensor, pairs: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
+    """The even columns, and the odd ones. Shapes: [n, m] -> [n, m / 2] each, without exchange between threads."""
+    even, odd = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+    return gl.convert_layout(even, pairs, assert_trivial=True), gl.convert_layout(odd, pairs, assert_trivial=True)
 
 
 @GluonKernel
@@ -157,9 +138,9 @@ def _in_float16(x: gl.tensor) -> gl.tensor:
 
 
 @GluonKernel
-def _packed(even: gl.tensor, odd: gl.tensor, inverse_scale: float, E4M3: gl.constexpr) -> gl.tensor:
-    """Pairs of 8 bits, the even column's in the low ones: scaled, clamped and rounded. Shapes: [n, m] each -> i16."""
-    even, odd = even.to(gl.float32) * inverse_scale, odd.to(gl.float32) * inverse_scale
+def _packed(x: gl.tensor, inverse_scale: float, E4M3: gl.constexpr, pairs: gl.constexpr) -> gl.tensor:
+    """Pairs of 8 bits, the even column's in the low ones: scaled, clamped, rounded. Shapes: [n, m] -> [n, m / 2]."""
+    even, odd = _columns(x.to(gl.float32) * inverse_scale, pairs)
     convert: gl.constexpr = (
         "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
     )

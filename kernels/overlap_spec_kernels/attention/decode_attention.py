@@ -54,9 +54,9 @@ _RINGS = {64: _Ring(4, 32, 2, combined=8), 128: _Ring(4, 16, 3, combined=4)}
 # 192 KB for one request's full tiles, whose programs have a multiprocessor each: as much is loading as with two
 # programs of 96 KB, two programs cannot crowd one multiprocessor, and twice as many warps hide each other's waits.
 _DEEP_RINGS = {128: _Ring(8, 16, 3, combined=16)}
-# As many bytes of keys of 8 bits.
-_RINGS_8BIT = {64: _Ring(4, 32, 4, combined=8), 128: _Ring(4, 16, 6, combined=4)}
-_DEEP_RINGS_8BIT = {128: _Ring(8, 16, 6, combined=16)}
+# As many bytes of keys of 8 bits: more keys at once, because widening them keeps warps busy. So does a single row.
+_RINGS_8BIT = {64: _Ring(4, 32, 4, combined=8), 128: _Ring(4, 32, 3, combined=4)}
+_DEEP_RINGS_8BIT = {128: _Ring(8, 32, 3, combined=16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, num_requ
     head_dim, in_8_bits = k_cache.shape[3], k_cache.dtype != qkv.dtype
     ring = (_RINGS_8BIT if in_8_bits else _RINGS).get(head_dim)
     deep = _DEEP_RINGS_8BIT if in_8_bits else _DEEP_RINGS
-    return deep.get(head_dim, ring) if rows == 16 and num_requests == 1 else ring
+    return deep.get(head_dim, ring) if (in_8_bits or rows == 16) and num_requests == 1 else ring
 
 
 def _in_ring(
@@ -278,6 +278,7 @@ def _in_ring(
     qkv, cos_sin, positions, page_table, k_cache, v_cache, *others = tensors
     constants |= {"WARPS": ring.warps, "KEYS": ring.keys, "STAGES": ring.stages, "COMBINED": ring.combined}
     constants |= {"HEAD": k_cache.shape[3], "num_warps": ring.warps}
+    constants["KEYS_PER_SPLIT"] = max(constants["KEYS_PER_SPLIT"], ring.warps * ring.keys)
     if k_cache.dtype == qkv.dtype:
         decode_attention_gluon_kernel[grid](*tensors, scale_log2, *sizes, **constants)
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels.attention.kv_format import KVScales, write_rows
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, write_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -43,7 +43,7 @@ class Forward:
         turned: Tensor = (halves * self._cos).add_(halves.flip(2) * self._sin)
         return turned.to(heads.dtype).view(heads.shape)
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales) -> None:
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = NO_SCALES) -> None:
         """Put K and V of the rows into the cache. Shapes: k, v [T, nkv, d]."""
         assert self.rows.cache_rows is not None
         write_rows(k_cache, self.rows.cache_rows, k, scales.k)

@@ -64,6 +64,11 @@ class Geometry:
         return self.kv_dtype or self.dtype
 
     @property
+    def pages(self) -> tuple[int, int, torch.dtype]:
+        """Number, size and format of KV pages."""
+        return self.num_pages, self.page_size, self.cache_dtype
+
+    @property
     def max_deferred(self) -> int:
         """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps."""
         return MAX_DEFERRED if 1 in self.narrower else 0

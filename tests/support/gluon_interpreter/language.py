@@ -141,6 +141,11 @@ class Language:
         return Tensor(np.stack((left.data, right.data), axis=-1), left.dtype)
 
     @staticmethod
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = (Tensor(x.data[..., place], x.dtype) for place in range(2))
+        return one, other
+
+    @staticmethod
     def inline_asm_elementwise(
         asm: str, _constraints: str, values: Sequence[Tensor], dtype: Any, is_pure: bool, pack: int
     ) -> Any:
