@@ -17,6 +17,7 @@ class Machine(Struct, frozen=True):
     has_cuda: bool
     forces_greedy_ngram: bool = False  # `forces_greedy_ngram()`
     num_threads: int | None = None  # `asked_threads()`
+    otlp_protocol: str | None = None  # `asked_otlp_protocol()`
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -56,6 +57,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
     load_format: str = "auto"
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of generation_config.json
+    quantization: str | None = None  # what the flag asks for
     chat_template: str | None = None  # the source of one to use instead of the tokenizer's
 
 
@@ -68,6 +70,7 @@ class ModelSettings(Struct, frozen=True):
     device: str
     max_len: int  # tokens in a sequence, prompt and output
     aliases: tuple[str, ...] = ()  # further names in the API
+    keeps_integers: bool = False  # linears of a .gguf file multiply by its integers, on a CPU
 
 
 class AcceptSettings(Struct, frozen=True):
@@ -140,6 +143,7 @@ class SpecSettings(Struct, frozen=True):
     ngram: NgramSettings = NgramSettings()
     numbers_from: str = "given"  # the origin of steps, topk and width
     simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
+    draft_quantization: str | None = None  # unquant, fp8 while loading; None: what the draft's config names
 
 
 class WidthRule(Struct, frozen=True):
@@ -229,6 +233,13 @@ class HttpLimits(Struct, frozen=True):
     max_bytes_per_address: int = 256 * MIB
 
 
+class OtlpTarget(Struct, frozen=True):
+    """Where traces of requests are sent. `protocol`: grpc, or http/protobuf."""
+
+    endpoint: str
+    protocol: str
+
+
 class ServerSettings(Struct, frozen=True):
     """Owner: the HTTP process."""
 
@@ -241,6 +252,7 @@ class ServerSettings(Struct, frozen=True):
     cors_allow_origins: tuple[str, ...] = ()
     http: HttpLimits = HttpLimits()
     ui: bool = True  # the page at /ui
+    otlp: OtlpTarget | None = None  # None: no traces of requests
 
 
 class SupervisorSettings(Struct, frozen=True):
@@ -292,6 +304,7 @@ class Settings(Struct, frozen=True):
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
     supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
+    watched: bool = False  # processes record what they do while they are asked for it (`LiveTrace`)
 
 
 def encode_settings(settings: Settings) -> bytes:

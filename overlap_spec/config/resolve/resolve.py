@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.config import (
+    DUMMY,
     PLAIN,
     ApiKeys,
     AttentionSettings,
@@ -29,6 +30,7 @@ from overlap_spec.config.resolve.attention import resolve_attention
 from overlap_spec.config.resolve.audit import resolve_audit
 from overlap_spec.config.resolve.kv_cache import resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
+from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
@@ -69,6 +71,7 @@ def resolve(
             device=device,
             max_len=_resolve_context(config, files),
             aliases=tuple(aliases),
+            keeps_integers=_keeps_integers(config, device, files),
         ),
         spec=spec,
         cache=_resolve_cache(config, files, dtype, notes),
@@ -84,7 +87,7 @@ def resolve(
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=_resolve_server(config, files, keys),
+        server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
         link=_resolve_link(config, keys),
         skip_tokenizer_init=config.skip_tokenizer_init,
@@ -114,7 +117,7 @@ def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
     return msgspec.structs.replace(recovery, most=config.max_recoveries)
 
 
-def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> ServerSettings:
+def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys, protocol: str | None) -> ServerSettings:
     return ServerSettings(
         config.host,
         config.port,
@@ -125,6 +128,7 @@ def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> S
         cors_allow_origins=config.cors_allow_origins or (),
         http=http_limits(config),
         ui=not config.disable_ui,
+        otlp=otlp_target(config, protocol),
     )
 
 
@@ -250,6 +254,12 @@ def _resolve_dtype(config: EngineConfig, device: str) -> str:
     return config.dtype
 
 
+def _keeps_integers(config: EngineConfig, device: str, files: ModelFiles) -> bool:
+    """Unless the flag names a type, which the weights then become."""
+    is_gguf = files.weights.endswith(".gguf") and files.load_format != DUMMY
+    return is_gguf and device == "cpu" and config.dtype == "auto"
+
+
 def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
     asked = config.context_length
     if asked is not None and asked > files.context_length:
@@ -321,7 +331,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,
         "speculative_draft_load_format": spec.draft_load_format if speculating else None,
-        "speculative_draft_model_quantization": "unquant" if drafts else None,
+        "speculative_draft_model_quantization": spec.draft_quantization if drafts else None,
         "speculative_num_steps": spec.num_steps if speculating else None,
         "speculative_eagle_topk": spec.topk if speculating else None,
         "speculative_num_draft_tokens": spec.width if speculating else None,

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from triton import language as tl
 from triton.experimental.gluon import language as layouts
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from support.gluon_interpreter import assembly
 from support.gluon_interpreter.program import Barrier, Program, Shared, Tiles
 from support.gluon_interpreter.tensors import Array, Number, Pointer, Tensor, apply, common_dtype
 
@@ -43,7 +43,7 @@ class Language:
     SliceLayout, DotOperandLayout = layouts.SliceLayout, layouts.DotOperandLayout
     SwizzledSharedLayout, NVMMASharedLayout = layouts.SwizzledSharedLayout, layouts.NVMMASharedLayout
     int1, int16, int32, int64, uint64 = tl.int1, tl.int16, tl.int32, tl.int64, tl.uint64
-    float16, float32 = tl.float16, tl.float32
+    uint8, float16, bfloat16, float32 = tl.uint8, tl.float16, tl.bfloat16, tl.float32
 
     static_range = staticmethod(range)
     exp, exp2, log2 = staticmethod(_unary(np.exp)), staticmethod(_unary(np.exp2)), staticmethod(_unary(np.log2))
@@ -146,24 +146,19 @@ class Language:
         return one, other
 
     @staticmethod
-    def inline_asm_elementwise(
-        asm: str, _constraints: str, values: Sequence[Tensor], dtype: Any, is_pure: bool, pack: int
-    ) -> Any:
-        """What two instructions do, of the operands in the order that the kernels give them."""
-        narrow = torch.float8_e4m3fn if "e4m3" in asm else torch.float8_e5m2
-        if "cvt.rn.satfinite" in asm:  # two floats to one pair, the first in the low bits
-            low_high = torch.from_numpy(np.stack([value.data for value in values], axis=-1))
-            bound = torch.finfo(narrow).max
-            pairs = low_high.clamp(-bound, bound).to(narrow).view(torch.int16)[..., 0]
-            return Tensor(pairs.numpy(), dtype, values[0].layout)
-        assert "prmt" in asm and pack == 2
-        octets = np.ascontiguousarray(values[0].data).view(np.uint8).reshape(*values[0].shape, 2)
-        columns = torch.from_numpy(octets).view(narrow).float().numpy()
-        return tuple(Tensor(columns[..., place], dtype[place], values[0].layout) for place in range(2))
-
-    @staticmethod
     def convert_layout(x: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return Tensor(x.data, x.dtype, layout)
+
+    @staticmethod
+    def inline_asm_elementwise(
+        asm: str, constraints: str, args: Sequence[Tensor], dtype: Any, is_pure: bool, pack: int
+    ) -> Tensor | tuple[Tensor, ...]:
+        assert is_pure
+        if assembly.is_of_8_bits(args, dtype):
+            return assembly.of_8_bits(asm, args, dtype)
+        several = isinstance(dtype, tuple)
+        results = assembly.run(asm, constraints, args, dtype if several else (dtype,), pack)
+        return tuple(results) if several else results[0]
 
 
 def mma_v2(left: Tensor, right: Tensor, acc: Tensor) -> Tensor:
