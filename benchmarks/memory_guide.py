@@ -54,6 +54,9 @@ class WithoutMemory:
     def names(self) -> frozenset[str]:
         return frozenset(self._raw)
 
+    def covers(self, name: str) -> bool:
+        return False
+
     def shape(self, name: str) -> Shape:
         return tuple(self._raw[name].shape)
 
