@@ -28,7 +28,7 @@ from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.filtered_draw import filtered_draw
 from overlap_spec_kernels.logits.guesses_before import guesses_before
-from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
+from overlap_spec_kernels.logits.gumbel_argmax import Draws, gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.process_logits import LogitRules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
@@ -80,6 +80,7 @@ __all__ = [
     "Cutoff",
     "DecodeScratch",
     "DenseWeight",
+    "Draws",
     "Filters",
     "GatheredTree",
     "GatheredWindow",
