@@ -1,9 +1,9 @@
-"""Compares llama.cpp with this engine on a CPU: the same .gguf file, machine, prompts and number of threads, in one run.
+"""Compares llama.cpp with this engine on a CPU: one .gguf file, machine, set of prompts and number of threads, one run.
 
 xllamacpp has an environment of its own:
 
     python -m venv /path/to/venv && /path/to/venv/bin/pip install xllamacpp
-    python benchmarks/llama_cpp.py --llama-python /path/to/venv/bin/python --output benchmarks/results/llama_cpp_cpu.json
+    python benchmarks/llama_cpp.py --llama-python /path/to/venv/bin/python --output llama_cpp_cpu.json
 
 All are greedy, and answer chats one after another to the end of the turn. They take turns: llama.cpp, plain decoding,
 EAGLE-3; the ratios are of the best turns. `--dtype float32` measures weights that were dequantised while loading.
