@@ -1,6 +1,7 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
         proposer = in_16_bits(proposer, kernel)
     if settings.spec.topk > 1 and proposer.profile.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
-    return LoadedModels(target, proposer, method)
+    return LoadedModels(target, proposer, method, kernel=kernel)
 
 
 def _integer_kernel(settings: Settings) -> GroupedKernel | None:
@@ -133,7 +134,7 @@ def build_executor(
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree
-    of_target, of_draft = attention_choices(attention or AttentionSettings())
+    of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
     processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
@@ -190,11 +191,16 @@ def _processors(
     return LogitProcessors(vocab_size, pool, lists, own, masks)
 
 
-def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
-    """What runs the attention of the target, and of the draft."""
+def attention_choices(
+    settings: AttentionSettings, kernel: GroupedKernel | None = None
+) -> tuple[AttentionChoice, AttentionChoice]:
+    """What runs the attention of the target, and of the draft. `kernel`: that of a CPU."""
+    of_rows = None if kernel is None else kernel.attention
+    target = AttentionChoice(settings.target_torch, settings.prefill_kernel, None, of_rows)
+    draft = AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window, of_rows)
     return (
-        AttentionChoice(settings.target_torch, settings.prefill_kernel),
-        AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window),
+        replace(target, of_rows=None) if settings.target_torch else target,
+        replace(draft, of_rows=None) if settings.draft_torch else draft,
     )
 
 

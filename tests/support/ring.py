@@ -68,7 +68,7 @@ from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
-from support.tiny.grouped import GROUPED, with_grouped_linears
+from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
@@ -91,18 +91,19 @@ def tiny_loaded(
 
     `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
     """
+    kernel = None
     if family == GROUPED:
-        family, convert = "llama", with_grouped_linears
+        family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = convert(load_tiny_target(checkpoint, dtype, place))
     if num_steps == 0:
-        return LoadedModels(target, NoDraft(), method_named("NONE"))
+        return LoadedModels(target, NoDraft(), method_named("NONE"), kernel=kernel)
     name, load = EVERY_METHOD[method]
     record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
     draft = load(seed + 1, checkpoint, target, num_steps)
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
-    return LoadedModels(target, draft, record)
+    return LoadedModels(target, draft, record, kernel=kernel)
 
 
 @dataclass(frozen=True)

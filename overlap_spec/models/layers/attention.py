@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from overlap_spec_kernels import (
     DecodeScratch,
+    RowAttention,
     chunk_attention,
     decode_attention,
     paged_attention,
@@ -129,6 +130,9 @@ class PagedAttention:
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
         if not qkv.is_cuda and rows.tree is None and rows.read is None:
+            kernel = self._choice.of_rows
+            if kernel is not None and kernel.takes(shape.head_dim, layer.k_cache):
+                return _by_kernel(kernel, layer, qkv, rows)
             return _on_cpu(layer, heads, rows)
         q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
@@ -181,6 +185,14 @@ class LayerAttention:
 
     def kept(self, values: Tensor) -> Tensor:
         return values if self.rows.read is None else values[self.rows.read.index]
+
+
+def _by_kernel(kernel: RowAttention, layer: _Layer, qkv: Tensor, rows: RowBatch) -> Tensor:
+    """Rows of sequences. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]."""
+    assert rows.cache_rows is not None and rows.row_starts is not None
+    places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
+    shape, caches = layer.shape, (layer.k_cache, layer.v_cache)
+    return kernel(qkv, layer.cos_sin, *places, *caches, shape.num_heads, shape.scale, layer.window)
 
 
 def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
+from overlap_spec_kernels import GroupedKernel
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec.config import Settings
@@ -34,6 +35,7 @@ class LoadedModels:
     proposer: LoadedProposer
     method: Method
     linears: str = "as loaded"  # the forms that were chosen for them
+    kernel: GroupedKernel | None = None  # of a CPU, where weights keep their bits
 
 
 @dataclass(frozen=True)
