@@ -43,6 +43,7 @@ from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 EXACT = AcceptSettings()
+CONVERTS_8_BITS = (8, 9)  # compute capability
 KERNELS = "kernels"  # of a CPU, in the cache directory
 UPLOADS = 4  # of a step: its integers; for grammars also slots, forced tokens and masks
 
@@ -90,7 +91,20 @@ def prepare_place(settings: Settings) -> torch.device:
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"there is a CUDA driver, but torch {torch.__version__} cannot use it; use cpu")
+    _check_kv_dtype(settings)
     return torch.device(settings.model.device)
+
+
+def _check_kv_dtype(settings: Settings) -> None:
+    """Raises: ConfigError if the GPU cannot convert 8 bits."""
+    if settings.cache.kv_dtype is not None and settings.model.device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < CONVERTS_8_BITS:
+            raise ConfigError(
+                "kv_cache_dtype",
+                f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))};"
+                " use bfloat16 with --dtype bfloat16",
+            )
 
 
 def build_executor(
@@ -116,7 +130,7 @@ def build_executor(
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place, scratch_rows)
+        return KVCache.allocate(shape, *geometry.pages, place, scratch_rows)
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,6 +73,7 @@ from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
 TIMEOUT_S = 30.0
+KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
 
 
 def tiny_loaded(
@@ -83,7 +85,7 @@ def tiny_loaded(
     family: str = "llama",
     topk: int = 1,
     convert: Callable[[LoadedTarget], LoadedTarget] = lambda target: target,
-    **shape: int,
+    **shape: Any,
 ) -> LoadedModels:
     """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
 
@@ -139,6 +141,12 @@ class RingConfig:
     late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
     trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
+    kv_dtype: torch.dtype | None = None  # of KV pages; None: `dtype`
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the target's checkpoint has for these KV pages."""
+        return {} if self.kv_dtype is None else {"kv_scale": KV_SCALE}
 
     @property
     def width(self) -> int:
@@ -160,6 +168,7 @@ class RingConfig:
             any_width or self.step_costs.widths[:-1],
             num_audits=self.audit_slots if self.audit.rate else 0,
             num_controls=2 * self.audit_slots if self.audit.rate else 0,
+            kv_dtype=self.kv_dtype,
         )
 
 
