@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
-from overlap_spec_kernels.launch import assuming
+from overlap_spec_kernels.launch import assuming, capability_of
 
 from overlap_spec import hub
 from overlap_spec.check.drafts import draft_fits
@@ -22,7 +22,7 @@ from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
 from overlap_spec.server.parsers.formats import call_format, reasoning_format
 from overlap_spec.tokenizer.codec import load_codec
-from overlap_spec.worker.build import load_models
+from overlap_spec.worker.build import check_kv_dtype, load_models
 from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
 from overlap_spec.worker.sizing.memory_budget import GpuMemory
 
@@ -68,6 +68,8 @@ def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignor
 
 def _checked(settings: Settings, place: Place, refusals: Refusals, plain: Callable[[], Settings | None]) -> CheckReport:
     """All that follows once the flags are settled. `plain`: settings without speculation."""
+    if (capability := capability_of(META)) is not None:
+        refusals.unless(lambda: check_kv_dtype(settings, capability))
     models, settings = _models(settings, refusals, plain)
     text = refusals.unless(lambda: _text(settings))
     parts = CheckReport(

@@ -193,6 +193,17 @@ def test_kernels_by_capability(capability: tuple[int, int], names: str, target: 
     assert ("cuDNN" in kernels["attention, prompts"]) == (capability >= (9, 0))
 
 
+def test_pages_of_8_bits(target: Path) -> None:
+    config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
+    reports = [
+        check(replace(config, kv_cache_dtype=dtype), Asked(parse_bytes("8GiB"), capability))
+        for dtype, capability in (("auto", (9, 0)), ("fp8_e4m3", (9, 0)), ("fp8_e4m3", (8, 0)))
+    ]
+    wide, narrow = (report.memory.kv_bytes_per_token for report in reports[:2] if report.memory is not None)
+    assert wide == 2 * narrow
+    assert "8.9 or later, found 8.0" in reports[2].refused[0]
+
+
 @pytest.mark.parametrize(("capability", "bits"), [((9, 0), 8), ((8, 0), 16)])
 def test_weights_keep_their_format_where_a_kernel_multiplies_by_it(
     capability: tuple[int, int], bits: int, tmp_path: Path

@@ -64,6 +64,18 @@ TARGET_ERRORS: dict[str, tuple[Spoil, str]] = {
         without("lm_head.weight"),
         r"lm_head\.weight is missing, expected shape \[128, 32\], because tie_word_embeddings is false",
     ),
+    "a scale of keys alone": (
+        with_tensors(model__layers__0__self_attn__k_scale=torch.tensor(1.0)),
+        r"k_scale has no counterpart: expected layers\.0\.self_attn\.v_scale",
+    ),
+    "scales of another shape": (
+        with_tensors(model__layers__0__self_attn__kv_scale=torch.ones(3)),
+        r"kv_scale: found shape \[3\], expected \[\]",
+    ),
+    "a scale that is zero": (
+        with_tensors(model__layers__0__self_attn__kv_scale=torch.tensor(0.0)),
+        "kv_scale: found 0, expected a positive finite number",
+    ),
     "same weight twice": (with_tensors(norm__weight=torch.zeros(32)), r"tensors \S+ and \S+ mean the same weight"),
     "a draft head": (with_tensors(fc__weight=torch.zeros(32, 64)), "--speculative-draft-model-path"),
     "unknown architecture": (configured(architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel is not supported"),
@@ -144,7 +156,7 @@ HEAD_ERRORS: dict[str, tuple[Spoil, str]] = {
 # What headers do not show: only a start tells it.
 IN_VALUES = {
     *("tied, and a head of its own", "d2t too large", "d2t negative", "zero scale", "infinite scale", "NaN"),
-    *("act-order", "zero point of 16", "another shape within"),
+    *("act-order", "zero point of 16", "another shape within", "a scale that is zero"),
 }
 TRUNCATED = (4, 300, -1)  # bytes that are kept of a file: not even a header, half of it, all but the last byte
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def tiny_loaded(
         family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = convert(load_tiny_target(checkpoint, dtype, place))
-    return tiny_models(checkpoint, target, seed + 1, num_steps, method, topk)
+    return replace(tiny_models(checkpoint, target, seed + 1, num_steps, method, topk), kernel=kernel)
 
 
 def tiny_models(
@@ -104,13 +104,13 @@ def tiny_models(
 ) -> LoadedModels:
     """A loaded target with a draft. `checkpoint`: what the draft is made for; `seed`: of the draft."""
     if num_steps == 0:
-        return LoadedModels(target, NoDraft(), method_named("NONE"), kernel=kernel)
+        return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
     record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
     draft = load(seed, checkpoint, target, num_steps)
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
-    return LoadedModels(target, draft, record, kernel=kernel)
+    return LoadedModels(target, draft, record)
 
 
 @dataclass(frozen=True)
