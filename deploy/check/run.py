@@ -10,7 +10,7 @@ kubernetes  Kubernetes' schemas, strictly
 live        an engine of the installed package, scraped by a real Prometheus: every panel has data, an alert fires
 otlp        the tests of spans of requests, which are skipped elsewhere
 
-About four minutes on two cores, most of them for installing PyTorch once. DIR is kept between runs.
+Three minutes on two cores, and some more once to install PyTorch. DIR is kept between runs.
 """
 
 import argparse
