@@ -111,6 +111,7 @@ def test_the_twin(name: str) -> None:
         torch.testing.assert_close(fused_linear(x, weight.rows(ids)), expected[:, ids])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels(gpu: Hopper, name: str) -> None:
     """Rows on their way into a norm, whose sums of squares come in 40 parts."""
@@ -129,6 +130,7 @@ def test_the_kernels(gpu: Hopper, name: str) -> None:
     assert gpu.kernels == [kernel_of(name)] * 3
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", ["fp8, rows", "fp8, tiles", "fp8, blocks", "int4 with zero points"])
 def test_addition(gpu: Hopper, name: str) -> None:
     case = CASES[name]

@@ -69,6 +69,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
+from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
 
 TIMEOUT_S = 30.0
 
@@ -88,8 +89,10 @@ def tiny_loaded(
 
     `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
     """
-    checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
-    target = convert(load_tiny_target(checkpoint, dtype, place))
+    kind = FAMILIES_IN_FORMATS.get(family)
+    checkpoint = tiny_target(seed, **(TINY_FAMILIES[family] if kind is None else SIZES), **shape)
+    stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
+    target = convert(load_tiny_target(stored, dtype, place))
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
@@ -105,7 +108,7 @@ class RingConfig:
     """What varies between rings."""
 
     method: str = "EAGLE3"  # one of `EVERY_METHOD`
-    family: str = "llama"  # one of `TINY_FAMILIES`: the target's
+    family: str = "llama"  # the target's: one of `TINY_FAMILIES` or `FAMILIES_IN_FORMATS`
     num_steps: int = 3
     topk: int = 1  # guesses are trees where it is more
     num_draft_tokens: int | None = None  # width of the window; None: of a chain, or of a tree of some size
