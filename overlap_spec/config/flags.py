@@ -43,7 +43,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: Annotated[
         Text | None, Meta(description="model name in the API, and aliases; default: the model path")
     ] = None
-    dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Meta(description="auto: bfloat16 on CUDA; float32 on a CPU, where a .gguf file's weights keep their bits"),
+    ] = "auto"
     quantization: Annotated[
         Quantization | None,
         Meta(description="fp8: round 16-bit weights to 8 bits while loading; others: what the checkpoint is stored in"),
@@ -103,6 +106,16 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...] | None,
         Meta(description="web pages of these origins may call the HTTP server; *: all; default: none"),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        Text | None,
+        Meta(
+            description="OTLP collector that spans of requests are sent to: http://HOST:4318, or HOST:4317 for gRPC;"
+            " needs the extra otlp"
+        ),
+    ] = None
+    enable_trace: Annotated[
+        bool, Meta(description="send spans of requests, to localhost:4317 if no endpoint is given")
+    ] = False
     disable_ui: Annotated[bool, Meta(description="no page at /ui to chat with the engine and to watch it")] = False
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")

@@ -41,7 +41,7 @@ from overlap_spec.worker.sizing.warmup import (
     warm_up,
 )
 from overlap_spec.worker.sizing.weight_formats import weight_formats
-from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
+from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 NO_CEILING = Roofline()
 
@@ -202,6 +202,6 @@ def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geome
 
 
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
-    if context.settings.trace_dir is None:
-        return NO_TRACER
-    return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)
+    if context.settings.trace_dir is not None:
+        return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)
+    return LiveTracer(context.trace, executor.device) if context.settings.watched else NO_TRACER

@@ -27,6 +27,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     LogProbParams,
+    Phases,
     Prompt,
     SamplingParams,
     Stats,
@@ -51,7 +52,7 @@ INFO = ServerInfo(
     architectures=("LlamaForCausalLM",),
     model_type="llama",
     settings={"page_size": 16, "api_key": "secret", "nested": {"api_key": "secret", "depth": 2}},
-    facts={"num_pages": 4},
+    facts=lambda: {"num_pages": 4},
 )
 
 
@@ -66,6 +67,7 @@ class FakeDelta:
     verified: Verified | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    phases: Phases | None = None
 
 
 def _log_probs(count: int, text: str, asked: LogProbParams | None) -> tuple[list[TokenLogProb], ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.config import (
+    DUMMY,
     PLAIN,
     ApiKeys,
     AttentionSettings,
@@ -28,6 +29,7 @@ from overlap_spec.config import (
 from overlap_spec.config.resolve.attention import resolve_attention
 from overlap_spec.config.resolve.audit import resolve_audit
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
+from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
@@ -67,6 +69,7 @@ def resolve(
             device=device,
             max_len=_resolve_context(config, files),
             aliases=tuple(aliases),
+            keeps_integers=_keeps_integers(config, device, files),
         ),
         spec=spec,
         cache=_resolve_cache(config),
@@ -82,7 +85,7 @@ def resolve(
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=_resolve_server(config, files, keys),
+        server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
         link=_resolve_link(config, keys),
         skip_tokenizer_init=config.skip_tokenizer_init,
@@ -112,7 +115,7 @@ def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
     return msgspec.structs.replace(recovery, most=config.max_recoveries)
 
 
-def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> ServerSettings:
+def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys, protocol: str | None) -> ServerSettings:
     return ServerSettings(
         config.host,
         config.port,
@@ -123,6 +126,7 @@ def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> S
         cors_allow_origins=config.cors_allow_origins or (),
         http=http_limits(config),
         ui=not config.disable_ui,
+        otlp=otlp_target(config, protocol),
     )
 
 
@@ -246,6 +250,12 @@ def _resolve_dtype(config: EngineConfig, device: str) -> str:
     if config.dtype == "auto":
         return "float32" if device == "cpu" else "bfloat16"
     return config.dtype
+
+
+def _keeps_integers(config: EngineConfig, device: str, files: ModelFiles) -> bool:
+    """Unless the flag names a type, which the weights then become."""
+    is_gguf = files.weights.endswith(".gguf") and files.load_format != DUMMY
+    return is_gguf and device == "cpu" and config.dtype == "auto"
 
 
 def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
