@@ -66,7 +66,7 @@ def test_formats_differ(plain: dict[str, Tokens]) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_schedule_of_the_storm(codec: TextCodec, depth: int) -> None:
     seen = run_seeds(range(depth, depth + 1), codec, {"family": INT4, "depth": depth})
-    assert seen["finished"] > 2
+    assert seen["finished"] >= 2
 
 
 @pytest.mark.full
