@@ -48,7 +48,7 @@ class QuantizedStream(NamedTuple):
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
         num_rows, size_k = call.x.shape
-        rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
+        rows = _block_rows(num_rows)
         num_warps = self.warps_k * self.warps_n
         _quantized_stream_kernel[(programs, ceil_div(num_rows, rows))](
             *call.tensors(),
@@ -78,13 +78,29 @@ class QuantizedStream(NamedTuple):
 
 
 def stream_of(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> QuantizedStream:
-    """The division for these shapes: as many stages as shared memory has room for."""
-    rows = min(max(next_power_of_2(x.shape[0]), 8), _BLOCK_ROWS)
-    block_n, warps_k, warps_n, per_sm = (16, 4, 1, 2) if rows <= 8 else (32, 4, 2, 1)
-    halves = 2 if gated else 1
-    stage = warps_k * packing.part * (halves * block_n * packing.bits // 8 + 2 * rows)
-    stage += packing.scales_per_part * halves * warps_k * block_n * 6
-    return QuantizedStream(block_n, warps_k, warps_n, min(max(_RING_BYTES // per_sm // stage, 2), 12), per_sm=per_sm)
+    """The division for these shapes, with as many stages as shared memory has room for.
+
+    The choice was measured on an H200: benchmarks/results/choosing/quantized_h200.json.
+    """
+    rows = _block_rows(x.shape[0])
+    block_n, warps_k, warps_n, runs, per_sm = _way(x.shape[0], gated)
+    tiles = 2 if gated else 1
+    part = packing.part * (tiles * block_n * packing.bits // 8 + 2 * rows)  # bytes of W and x
+    part += packing.scales_per_part * tiles * block_n * 6  # of scales and zero points
+    stages = _RING_BYTES // per_sm // (part * warps_k * runs)
+    return QuantizedStream(block_n, warps_k, warps_n, min(max(stages, 2), 16), runs, per_sm)
+
+
+def _way(num_rows: int, gated: bool) -> tuple[int, int, int, int, int]:
+    """`block_n`, `warps_k`, `warps_n`, `runs`, `per_sm` for so many rows of x."""
+    if num_rows <= 8 or (num_rows <= 16 and not gated):
+        return 16, 4, 1, 1, 2
+    return (32, 4, 2, 1, 1) if num_rows <= 32 else (64, 2, 4, 1, 1)
+
+
+def _block_rows(num_rows: int) -> int:
+    """Rows of x in a program, padded."""
+    return min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
 
 
 @GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 BLOCK_K = 128  # columns of a stage: a row of a tile of W is as long as the swizzle
 _MOST_TILES = 4096  # of a weight whose columns are split
-_RING_BYTES = 108 << 10  # two programs share a multiprocessor
+_RING_BYTES = 216 << 10  # shared memory of a multiprocessor
+_MULTIPROCESSORS = 132  # of an H200: so many programs have a part of K
+_LEAST_CHUNKS = {64: 8, 128: 16}  # of K that a part has, by `block_n`
 
 
 class QuantizedTiles(NamedTuple):
@@ -89,17 +91,24 @@ class QuantizedTiles(NamedTuple):
 
 
 def tiles_of(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> QuantizedTiles | None:
-    """The division for these shapes; None where this kernel does not apply."""
+    """The division for these shapes; None where this kernel does not apply.
+
+    The choice was measured on an H200: benchmarks/results/choosing/quantized_h200.json.
+    """
     num_rows, size_k = x.shape
     if packing.bits != 8 or packing.scales_per_part or size_k % BLOCK_K or not 16 < num_rows <= 128:
         return None
     if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    rows = max(next_power_of_2(num_rows), 16)
-    stage = BLOCK_K * ((2 if gated else 1) * 64 + 2 * rows)
-    wanted = 1 if gated else max(264 // ceil_div(weight.shape[0], 64), 1)
-    splits = next(n for n in range(wanted, 0, -1) if size_k // BLOCK_K % n == 0)
-    return QuantizedTiles(64, max(_RING_BYTES // stage, 2), splits)
+    block_n, warps, per_sm = (64, 4, 2) if num_rows <= 64 else (128, 8, 1)
+    stage = BLOCK_K * ((2 if gated else 1) * block_n + 2 * max(next_power_of_2(num_rows), 8))
+    stages = max(_RING_BYTES // per_sm // stage, 2)
+    if gated:
+        return QuantizedTiles(block_n, stages, 1, warps, per_sm)
+    chunks = size_k // BLOCK_K
+    wanted = min(_MULTIPROCESSORS * per_sm // ceil_div(weight.shape[0], block_n), chunks // _LEAST_CHUNKS[block_n])
+    splits = next(n for n in range(max(wanted, 1), 0, -1) if chunks % n == 0)
+    return QuantizedTiles(block_n, stages, splits, warps, per_sm)
 
 
 @functools.cache
