@@ -9,6 +9,7 @@ from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decod
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
+from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
@@ -94,6 +95,7 @@ __all__ = [
     "NoLibraryError",
     "Norm",
     "Normed",
+    "RowAttention",
     "RowHistory",
     "TokenRows",
     "TopTokens",
