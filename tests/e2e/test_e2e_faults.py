@@ -162,7 +162,11 @@ def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
 def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
     tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:
-    with Service(tmp_path, *tiny_flags, "--api-key", "correct horse") as killed:
+    with Service(tmp_path, *tiny_flags, "--api-key", "correct horse", OVERLAP_SPEC_ADMIN_API_KEY="old boot") as killed:
+        assert killed.get("/v1/models").status_code == 401
+        pids = [killed.process.pid, *killed.children.values()]
+        for shown in (Path(f"/proc/{pid}/{name}") for pid in pids for name in ("cmdline", "environ")):
+            assert not any(key in shown.read_bytes() for key in (b"correct horse", b"old boot")), shown
         killed.process.kill()
         assert wait_until_gone(list(killed.children.values()), END_S)
     stale = list(tmp_path.glob("overlap-spec-*"))
