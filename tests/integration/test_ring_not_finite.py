@@ -106,7 +106,8 @@ def test_a_guess_of_nan_ends_no_request(codec: TextCodec, shape: str, caplog: py
     config, models = replace(SHAPES[shape], num_pages=60), loaded(SHAPES[shape])
     kinds = {str(index): (prompt, asked(index)) for index, prompt in enumerate(PROMPTS)}
     reports = Speculative(provenance=True, metrics=MetricsLevel.DETAILED)
-    kinds["4"] = PROMPTS[0], asked(0, log_probs=LogProbParams(top=2), speculative=reports)
+    more = {"log_probs": LogProbParams(top=2), "speculative": reports}
+    kinds |= {f"{index} again": (prompt, asked(index, **more)) for index, prompt in enumerate(PROMPTS)}
     (expected,) = run(config, models, codec, kinds)
     said = {token for name, (prompt, _) in kinds.items() for token in [*prompt, *expected[name].token_ids]}
     wrong = [token for token in range(1, len(models.target.embedding.weight)) if token not in said]
