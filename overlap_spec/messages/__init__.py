@@ -26,6 +26,7 @@ from overlap_spec.messages.base import (
     FinishKind,
     Message,
     Phase,
+    Phases,
     Usage,
 )
 from overlap_spec.messages.client import (
@@ -119,6 +120,7 @@ from overlap_spec.messages.supervisor import (
     Shutdown,
     ToSupervisor,
 )
+from overlap_spec.messages.traces import Record, Value
 
 ToScheduler = (
     WorkerReady
@@ -209,6 +211,7 @@ __all__ = [
     "Prompt",
     "READY",
     "Reasoning",
+    "Record",
     "Recover",
     "Refused",
     "Rejected",
@@ -239,7 +242,9 @@ __all__ = [
     "Tokenize",
     "Tokenized",
     "TokenizerFacts",
+    "Phases",
     "Usage",
+    "Value",
     "WorkerFacts",
     "WorkerReady",
     "MetricsLevel",

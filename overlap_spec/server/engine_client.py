@@ -17,7 +17,9 @@ from overlap_spec.messages import (
     EngineFacts,
     EngineHealth,
     Finish,
+    Phases,
     Prompt,
+    Record,
     SamplingParams,
     Stats,
     Terms,
@@ -30,6 +32,9 @@ from overlap_spec.version import __version__
 
 # It is called before every request, so it must not wait.
 HealthOf = Callable[[], EngineHealth]
+
+# What the engine's processes did in the last seconds; none where they do not record.
+Watch = Callable[[], list[Record]]
 
 MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms
 
@@ -51,6 +56,8 @@ class DeltaLike(Protocol):
     def log_probs(self) -> list[TokenLogProb]: ...
     @property
     def prompt_log_probs(self) -> list[TokenLogProb]: ...
+    @property
+    def phases(self) -> Phases | None: ...
 
 
 class EngineClient(Protocol):

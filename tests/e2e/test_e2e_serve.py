@@ -157,6 +157,23 @@ def test_a_zmq_client_that_leaves_aborts_its_request(service: Service) -> None:
     assert min(asyncio.run(leave_in_the_middle()) for _ in range(2)) < ABORT_S
 
 
+def test_who_asks_sees_the_last_steps_of_every_process(service: Service) -> None:
+    """The first question starts the records; the answer to a later one has steps planned while others ran."""
+    assert service.get("/ui/timeline").json()["records"] == []
+    body = {"messages": QUESTION, "temperature": 0, **LONG, "max_tokens": 200}
+    assert httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    tracks = {"client", "tokenizer", "scheduler", "worker host"}
+    deadline, records = time.monotonic() + 10, []
+    while {record[0] for record in records} < tracks and time.monotonic() < deadline:
+        time.sleep(0.1)
+        records = service.get("/ui/timeline?steps=40").json()["records"]
+    assert {record[0] for record in records} == tracks
+    ends = {step: end for _, _, _, end, step, more in records if "phase" in more}  # the last of its parts
+    plans = {step: end for _, name, _, end, step, _ in records if name == "plan"}
+    queued = [plans[step + 1] < ends[step] for step in ends if step + 1 in plans]
+    assert len(queued) > 10 and sum(queued) > len(queued) / 2  # all, where a core is free for each process
+
+
 def test_server_info_shows_flags_and_facts_without_secrets(service: Service) -> None:
     info = service.get("/server_info").json()
     assert info["page_size"] == 16
