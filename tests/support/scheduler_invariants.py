@@ -31,7 +31,7 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
         if request.prefilled_len == request.target:
             length = device_lengths.get(request.slot, len(request.tokens))
             assert len(request.tokens) <= length, f"{len(request.tokens)} tokens committed, the device knows {length}"
-            dropped = request.finish is not None or request.is_broken  # late results are: the upper bound goes with them
+            dropped = request.finish is not None or request.is_broken  # late results are, and the bound
             assert dropped or length <= request.reserved_len, f"device length {length} > {request.reserved_len}"
 
 
