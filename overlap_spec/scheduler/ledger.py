@@ -193,7 +193,7 @@ class Ledger:
         """Let a request whose logits are not finite begin again where its output ends, without guesses.
 
         A guess that the target makes NaN of is masked for the rows before it, and a masked value of NaN is NaN: what
-        the target says without that guess is not known. If its logits are not finite then either, the request ends.
+        the target would draw without that guess is not known. If there is none then either, the request ends.
         """
         log.warning(NOT_FINITE_HERE, request.uid, len(request.tokens))
         if request.running:
