@@ -7,6 +7,7 @@ from msgspec import Meta
 from overlap_spec.config.speculation import SpeculationFlags, Text
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"]
 Quantization = Literal["fp8", "awq", "gptq", "compressed-tensors"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
@@ -78,8 +79,8 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     api_key: Annotated[
         Text | None,
         Meta(
-            description="required as bearer token, and on a public ZMQ endpoint; the list of processes shows it,"
-            " unlike OVERLAP_SPEC_API_KEY and --api-key-file"
+            description="required as bearer token, and on a public ZMQ endpoint; or OVERLAP_SPEC_API_KEY. On Linux the"
+            " list of processes shows it only until the program runs"
         ),
     ] = None
     api_key_file: Annotated[Text | None, Meta(description="file of further API keys, KEY or NAME:KEY in each line")] = (
@@ -219,6 +220,13 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Annotated[float, Meta(gt=0, le=10_000_000, description="seconds until a request's first token; default: any")]
         | None
     ) = None
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        Meta(
+            description="format of KV pages, the draft's too; auto: that of the checkpoint's scheme or of --dtype; fp8:"
+            " 8 bits, with the checkpoint's scales or 1"
+        ),
+    ] = "auto"
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False

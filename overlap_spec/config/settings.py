@@ -170,6 +170,7 @@ class CacheSettings(Struct, frozen=True):
     max_total_tokens: int | None
     mem_fraction: float
     prefix_cache: bool
+    kv_dtype: str | None = None  # torch's name; None: the model's
 
 
 class SchedulerSettings(Struct, frozen=True):

@@ -28,6 +28,7 @@ from overlap_spec.config import (
 )
 from overlap_spec.config.resolve.attention import resolve_attention
 from overlap_spec.config.resolve.audit import resolve_audit
+from overlap_spec.config.resolve.kv_cache import resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
@@ -54,6 +55,7 @@ def resolve(
     notes: list[str] = []
     spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
+    dtype = _resolve_dtype(config, device)
     running = config.max_running_requests
     if running is None:
         running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
@@ -65,14 +67,14 @@ def resolve(
         model=ModelSettings(
             name=name,
             files=files,
-            dtype=_resolve_dtype(config, device),
+            dtype=dtype,
             device=device,
             max_len=_resolve_context(config, files),
             aliases=tuple(aliases),
             keeps_integers=_keeps_integers(config, device, files),
         ),
         spec=spec,
-        cache=_resolve_cache(config),
+        cache=_resolve_cache(config, files, dtype, notes),
         scheduler=SchedulerSettings(
             max_running_requests=running,
             depth=1 if config.disable_overlap_schedule else 2,
@@ -279,7 +281,7 @@ def _resolve_gap(config: EngineConfig, device: str) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _resolve_cache(config: EngineConfig) -> CacheSettings:
+def _resolve_cache(config: EngineConfig, files: ModelFiles, dtype: str, notes: list[str]) -> CacheSettings:
     total = config.max_total_tokens
     if total is not None and total < config.page_size:
         raise ConfigError("max_total_tokens", f"must hold at least one page of {config.page_size} tokens, got {total}")
@@ -288,6 +290,7 @@ def _resolve_cache(config: EngineConfig) -> CacheSettings:
         max_total_tokens=total,
         mem_fraction=config.mem_fraction_static or 0.88,
         prefix_cache=not config.disable_radix_cache,
+        kv_dtype=resolve_kv_dtype(config, files, dtype, notes),
     )
 
 
@@ -320,6 +323,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "device": settings.model.device,
         "context_length": settings.model.max_len,
         "mem_fraction_static": settings.cache.mem_fraction,
+        "kv_cache_dtype": shown_kv_dtype(settings),
         "audit_rate": settings.audit.rate,
         "recover": settings.recovery.enabled,
         "max_recoveries": settings.recovery.most if settings.recovery.enabled else None,

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
@@ -88,14 +89,22 @@ def tiny_config(*, layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **chan
     return config | changes
 
 
-def tiny_target(seed: int, *, context: float = 0.15, spread: float = 3.0, **config: Any) -> TinyCheckpoint:
-    """A random target; `context` scales what its layers add to the residual, `spread` is the logits' deviation."""
+def tiny_target(
+    seed: int, *, context: float = 0.15, spread: float = 3.0, kv_scale: float | None = None, **config: Any
+) -> TinyCheckpoint:
+    """A random target; `context` scales what its layers add to the residual, `spread` is the logits' deviation.
+
+    `kv_scale`: of stored keys, and twice as much of values; None: the checkpoint has no such tensors.
+    """
     settings = tiny_config(**config)
     random = torch.Generator().manual_seed(seed)
     hidden, vocab = settings["hidden_size"], settings["vocab_size"]
     tensors = {"model.embed_tokens.weight": _normal(random, 1.0, vocab, hidden)}
     for index in range(settings["num_hidden_layers"]):
         tensors |= _layer(settings, f"model.layers.{index}", hidden, random, context)
+        if kv_scale is not None:
+            for factor, part in enumerate("kv", start=1):
+                tensors[f"model.layers.{index}.self_attn.{part}_scale"] = torch.tensor(factor * kv_scale)
     tensors["model.norm.weight"] = _around_one(random, hidden)
     if not settings["tie_word_embeddings"]:
         tensors["lm_head.weight"] = _normal(random, spread * hidden**-0.5, vocab, hidden)
@@ -151,10 +160,13 @@ def tiny_eagle3(
 def load_tiny_target(
     checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
 ) -> DecoderWeights:
-    """Through the real loader, from memory."""
+    """Through the real loader, from memory. Linears in fewer bits stay so: the twins of their kernels multiply."""
     architecture = architecture_of(checkpoint.config, "memory/config.json")
     config = architecture.read_config(checkpoint.config, "memory/config.json")
-    loaded = architecture.load(config, _open(checkpoint, parts.canonical_name, dtype, device))
+    weights = _open(checkpoint, parts.canonical_name, dtype, device)
+    weights.forms.always_keeps = True
+    scheme = quantization_scheme(checkpoint.config, "memory/config.json")
+    loaded = architecture.load(config, weights.in_format(scheme))
     assert isinstance(loaded, DecoderWeights)
     return loaded
 
