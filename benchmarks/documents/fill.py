@@ -51,10 +51,10 @@ def fill(text: str, source: Source | None = None) -> str:
     """
     results = Results(ROOT)
     text = _filled(text, "flags", TABLES)
-    now, results = functools.cache(lambda: source or describe_source()), ROOT / RESULTS
+    now, committed = functools.cache(lambda: source or describe_source()), ROOT / RESULTS
     lists = LISTS | {
-        REAL_TRAFFIC: lambda: real_traffic_table(results, now()),
-        MODELS: lambda: models_tables(results, now()),
+        REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
+        MODELS: lambda: models_tables(committed, now()),
     }
     text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)

@@ -70,12 +70,8 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
-<<<<<<< HEAD
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
-=======
-from support.tiny.models import CPU, load_tiny_target, tiny_target
 from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
->>>>>>> main
 
 TIMEOUT_S = 30.0
 KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
@@ -99,9 +95,10 @@ def tiny_loaded(
     kernel = None
     if family == GROUPED:
         family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
-<<<<<<< HEAD
-    checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
-    target = convert(load_tiny_target(checkpoint, dtype, place))
+    kind = FAMILIES_IN_FORMATS.get(family)
+    checkpoint = tiny_target(seed, **(TINY_FAMILIES[family] if kind is None else SIZES), **shape)
+    stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
+    target = convert(load_tiny_target(stored, dtype, place))
     return replace(tiny_models(checkpoint, target, seed + 1, num_steps, method, topk), kernel=kernel)
 
 
@@ -109,12 +106,6 @@ def tiny_models(
     checkpoint: TinyCheckpoint, target: LoadedTarget, seed: int, num_steps: int, method: str, topk: int = 1
 ) -> LoadedModels:
     """A loaded target with a draft. `checkpoint`: what the draft is made for; `seed`: of the draft."""
-=======
-    kind = FAMILIES_IN_FORMATS.get(family)
-    checkpoint = tiny_target(seed, **(TINY_FAMILIES[family] if kind is None else SIZES), **shape)
-    stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
-    target = convert(load_tiny_target(stored, dtype, place))
->>>>>>> main
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
