@@ -5,9 +5,7 @@ signal ends the application: open requests have `--drain-timeout` seconds.
 """
 
 import argparse
-import logging
 import signal
-import threading
 
 from overlap_spec.cli.flags import add_engine_flags, add_flag, engine_config, given_values, refuse_bench_flags
 from overlap_spec.config import EngineConfig
@@ -16,7 +14,6 @@ from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.errors import OverlapSpecError
 
 APPLICATION = "overlap-spec"
-log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
     replicas = flags_from(given_values(arguments, config_fields(ReplicaFlags)), ReplicaFlags)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s serve-ray: %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: stop.set())
-    _serve(config, replicas, stop)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
+    _serve(config, replicas)
     return 0
 
 
-def _serve(config: EngineConfig, replicas: ReplicaFlags, stop: threading.Event) -> None:
+def _serve(config: EngineConfig, replicas: ReplicaFlags) -> None:
     try:
         from overlap_spec.ray import build_app
     except ImportError as error:
@@ -49,15 +45,25 @@ def _serve(config: EngineConfig, replicas: ReplicaFlags, stop: threading.Event) 
     import ray
     from ray import serve
 
-    ray.init(ignore_reinit_error=True, log_to_driver=True)
+    ray.init()
     application = build_app(config, replicas)
     serve.start(http_options={"host": config.host, "port": config.port})
     try:
-        serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
+        serve.run(application, name=APPLICATION, route_prefix="/")  # logs the address
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        pass
     except RuntimeError as error:
         raise OverlapSpecError(f"no engine has started: {error}") from None
-    log.info("ready on http://%s:%d", config.host, config.port)
-    try:
-        stop.wait()
     finally:
+        _end()
+
+
+def _end() -> None:
+    """Drain the application; Serve ends with it if no other one runs there."""
+    from ray import serve
+
+    serve.delete(APPLICATION)
+    if not serve.status().applications:
         serve.shutdown()

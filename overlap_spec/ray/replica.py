@@ -39,12 +39,13 @@ class EngineReplica:
         logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {self._id}: %(message)s")
         limit_lines()
         self._engine = Engine(config)
+        self._watch: asyncio.Task[None] | None = None
+        self._open: set[asyncio.Task[None]] = set()
         await self._engine.start()
         for note in self._engine.notes:
             log.info("%s", note)
         info = server_info(config, self._engine.settings, self._engine.facts)
         self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health)
-        self._open: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._leave_when_failed())
         freeze_heap()
 
@@ -64,7 +65,7 @@ class EngineReplica:
         """All messages of the answer, for a call that goes to every replica."""
         return [message async for messages in self.answer(call) for message in messages]
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raises: RuntimeError if the engine has failed. One that recovers is well: its requests wait."""
         health = self._engine.health
         if health.state is EngineState.FAILED:
@@ -82,8 +83,9 @@ class EngineReplica:
         os._exit(1)
 
     async def __del__(self) -> None:
-        """Called by Serve when no call is open any more, or after the time for that."""
-        self._watch.cancel()
+        """Called by Serve when no call is open any more."""
+        if self._watch is not None:
+            self._watch.cancel()
         await self._engine.stop()
 
 
