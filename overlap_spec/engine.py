@@ -28,6 +28,7 @@ from overlap_spec.messages import (
     EngineFacts,
     EngineHealth,
     EngineState,
+    Record,
     SamplingParams,
     SchedulerFacts,
     Terms,
@@ -37,7 +38,8 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.actor import ROLES
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Progress, Supervisor
-from overlap_spec.runtime.tracing import CLIENT, recorder
+from overlap_spec.runtime.tracing import CLIENT, NO_TRACE, Recorder, recorder
+from overlap_spec.runtime.watched import WATCH_S
 
 T = TypeVar("T")
 
@@ -50,7 +52,8 @@ class Engine:
     """Three actor processes and a client connected to them.
 
     `progress(what, done, total)` reports what is fetched and loaded; it may be called from another thread.
-    `trace_dir`: every process writes its trace there (`tracing.py`) when the engine stops.
+    `trace_dir`: every process writes its trace there (`tracing.py`) when the engine stops. `watched`: `watch` may be
+    called.
     Raises: ConfigError before anything is read, CheckpointError or ActorDied if it cannot start.
     """
 
@@ -60,6 +63,7 @@ class Engine:
         progress: Progress = no_progress,
         roles: Mapping[str, str] = ROLES,
         trace_dir: Path | None = None,
+        watched: bool = False,
     ) -> None:
         self.config = check_config(config or EngineConfig())
         self.keys = read_keys(self.config)
@@ -67,11 +71,12 @@ class Engine:
         self.progress = progress
         self._roles = roles
         self._trace_dir = None if trace_dir is None else str(trace_dir)
+        self._watched = watched
+        self._trace: Recorder = NO_TRACE
         self._settings: Settings | None = None
         self._run_dir: RunDirectory | None = None
         self._supervisor: Supervisor | None = None
         self._client: Client | None = None
-        self._facts: EngineFacts | None = None
         self._resources = contextlib.AsyncExitStack()  # freed last in, first out, even if one raises
 
     async def __aenter__(self) -> Self:
@@ -95,8 +100,8 @@ class Engine:
 
     @property
     def facts(self) -> EngineFacts:
-        """What each actor reported when it was ready. Raises: Overloaded before the start."""
-        return _started(self._facts)
+        """What each actor reported when it was ready, the last time. Raises: Overloaded before the start."""
+        return _started(_engine_facts(self._supervisor.facts if self._supervisor is not None else {}))
 
     @property
     def failure(self) -> ActorDied | None:
@@ -150,6 +155,13 @@ class Engine:
         """Stream one request; leaving the loop cancels it. See `Client.generate`."""
         return self.client.generate(prompt, sampling, request_id, terms)
 
+    def watch(self) -> list[Record]:
+        """What the engine's processes and its client did in the last seconds, since `watch` is called every second."""
+        supervisor = _started(self._supervisor)
+        self._trace.watch(WATCH_S)
+        supervisor.records.add(CLIENT, self._trace.take())
+        return supervisor.watch()
+
     async def start(self) -> None:
         """Resolve the model, start the actors, return when they are warm. Cancellation: leaves nothing behind."""
         try:
@@ -166,15 +178,19 @@ class Engine:
         supervisor = self._supervisor = Supervisor(run_dir, self._roles, self.progress)
         self._resources.push_async_callback(supervisor.stop)
         await supervisor.start(settings)
-        self._facts = _engine_facts(supervisor.facts)
-        trace = recorder(CLIENT, self._trace_dir)
-        self._resources.callback(trace.write)
-        connection = Client(self.endpoint, settings.link.api_key, trace=trace)
+        self._trace = recorder(CLIENT, self._trace_dir, self._watched)
+        self._resources.callback(self._trace.write)
+        connection = Client(self.endpoint, settings.link.api_key, trace=self._trace)
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
         supervisor.requests_lost = client.end_calls
         await supervisor.unless_failed(client.wait_ready())
+
+    def announce(self, url: str) -> None:
+        """Tell `overlap-spec top` of this user on this machine where the engine is served. Nothing before the start."""
+        if self._run_dir is not None:
+            self._run_dir.announce(url)
 
     async def wait_failed(self) -> ActorDied:
         """Wait until an actor dies. Open requests have then been told."""
@@ -208,7 +224,7 @@ class Engine:
 
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect(), self.keys)
-        settings = replace(settings, trace_dir=self._trace_dir)
+        settings = replace(settings, trace_dir=self._trace_dir, watched=self._watched)
         if settings.model.device == "cpu" and not sets_thread_waiting():
             settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))
         spec, said = hub.resolve_drafting(settings.spec, files, self.config, self.progress)
@@ -221,7 +237,9 @@ class Engine:
             Path(tokenizer.client_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # the tokenizer made it
 
 
-def _engine_facts(facts: Mapping[str, ActorFacts]) -> EngineFacts:
+def _engine_facts(facts: Mapping[str, ActorFacts]) -> EngineFacts | None:
+    if not facts.keys() >= set(ROLES):
+        return None
     tokenizer, scheduler, worker = (facts[role] for role in ROLES)
     assert isinstance(tokenizer, TokenizerFacts), tokenizer
     assert isinstance(scheduler, SchedulerFacts), scheduler

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 # Before torch loads OpenMP: processes share the cores here, and a thread that waits by spinning takes one from another.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+# Tests start many processes. Each would compile the sources anew where the environment lets none keep its bytecode.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell starts what it puts in the background with SIGINT ignored, and children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -47,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The process that hears of every test writes how each file's tests ended."""
+    sys.dont_write_bytecode = False  # as above
     given = config.getoption("--summaries")
     if given is not None and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its controller
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

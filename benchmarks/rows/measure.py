@@ -1,14 +1,14 @@
 """Measurements on an engine behind its HTTP server, which run in this process.
 
 A step's time is either the engine's own (`decode_time_total` of its statistics: the device's time of decode steps and
-its idle time before them), or measured from outside (`bench/throughput.py`). Plain decoding is a request of the same
-engine that turns speculation off.
+its idle time before them), or measured from outside (`bench/throughput.py`). Plain decoding has an engine of its own:
+in one with explicit numbers, steps of requests that turn speculation off are as wide as any.
 """
 
 import asyncio
 import statistics
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from overlap_spec.bench.throughput import Batch, Endpoint, answer_batch, measure_steps
@@ -19,7 +19,6 @@ from overlap_spec.bench.traffic.processes import Load, Played, Running, play_loa
 from overlap_spec.bench.traffic.scenarios import conversations
 from overlap_spec.bench.workload import (
     GREEDY,
-    SamplingMode,
     chat_prompts,
     load_prompts,
     random_prompts,
@@ -28,14 +27,13 @@ from overlap_spec.bench.workload import (
 from overlap_spec.client import Client
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.messages import SamplingParams, Speculative, Stats
+from overlap_spec.messages import SamplingParams, Stats
 from rows.results import Cell
 from rows.setups import Scale
 
 POLL_S = 0.005
 WARM_UP_ROW = 5000  # random prompts from here on are never measured
 CHAIN, PLAIN = "chain", "plain"
-SPECULATION = {CHAIN: Speculative(), PLAIN: Speculative(num_steps=0)}
 GREEDILY: dict[str, float] = {"temperature": 0.0}
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "T 0.7": {"temperature": 0.7},
@@ -43,13 +41,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "T 0.7, top_p 0.8, top_k 20": {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
     "T 1, min_p 0.05": {"temperature": 1.0, "min_p": 0.05},
 }
-
-
-@dataclass(frozen=True)
-class PlainGreedy(SamplingMode):
-    """Greedy, without guesses: fields of a request's `sampling_params`."""
-
-    speculative: Mapping[str, int] = field(default_factory=lambda: {"num_steps": 0})
 
 
 @dataclass(frozen=True)
@@ -65,6 +56,11 @@ class Bench:
     def client(self) -> Client:
         """Beside HTTP: statistics, and requests whose way does not matter."""
         return self.engine.client
+
+    @property
+    def way(self) -> str:
+        """How the engine decodes."""
+        return PLAIN if self.engine.config.speculative_algorithm == "NONE" else CHAIN
 
     @property
     def vocab_size(self) -> int:
@@ -105,34 +101,33 @@ async def own_steps(bench: Bench, prompts: Sequence[list[int]], sampling: Sampli
 
 async def sampled_steps(bench: Bench) -> AsyncIterator[Cell]:
     """Row 1: sampled steps over greedy ones, all kinds in turns. A kind's graphs are captured in the first round."""
-    for way in (CHAIN, PLAIN):
-        for batch in bench.scale.batches.values():
-            times = await _in_turns(bench, way, batch)
-            greedy = statistics.median(times["greedy"])
-            for name in SAMPLINGS:
-                step = statistics.median(times[name])
-                facts = {"batch": batch, "sampling": name, "step_ms": step, "greedy_ms": greedy}
-                yield Cell(1, way, step / greedy, {**facts, "runs": times[name], "greedy_runs": times["greedy"]})
+    for batch in bench.scale.batches.values():
+        times = await _in_turns(bench, batch)
+        greedy = statistics.median(times["greedy"])
+        for name in SAMPLINGS:
+            step = statistics.median(times[name])
+            facts = {"batch": batch, "sampling": name, "step_ms": step, "greedy_ms": greedy}
+            yield Cell(1, bench.way, step / greedy, {**facts, "runs": times[name], "greedy_runs": times["greedy"]})
 
 
-async def _in_turns(bench: Bench, way: str, batch: int) -> dict[str, list[float]]:
+async def _in_turns(bench: Bench, batch: int) -> dict[str, list[float]]:
     """Step times of every kind of sampling, by round; none of them is always the first."""
     kinds = {"greedy": GREEDILY} | SAMPLINGS
     names = list(kinds)
     prompts = random_prompts(batch, bench.vocab_size)
-    num_tokens = bench.scale.plain_tokens if way == PLAIN else bench.scale.chain_tokens
+    num_tokens = bench.scale.plain_tokens if bench.way == PLAIN else bench.scale.chain_tokens
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(bench.scale.repeats + 1):
         for shift in range(len(names)):
             name = names[(turn + shift) % len(names)]
-            found = await own_steps(bench, prompts, _fixed_length(num_tokens, way, kinds[name]))
+            found = await own_steps(bench, prompts, _fixed_length(num_tokens, kinds[name]))
             if turn:
                 times[name].append(found.step_ms)
     return times
 
 
-def _fixed_length(num_tokens: int, way: str, drawn: Mapping[str, Any]) -> SamplingParams:
-    return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, seed=7, speculative=SPECULATION[way], **drawn)
+def _fixed_length(num_tokens: int, drawn: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, seed=7, **drawn)
 
 
 async def played(target: Target, arrivals: Sequence[Arrival], num_processes: int = 1, seed: int = 0) -> Played:
@@ -210,10 +205,9 @@ async def tree_steps(bench: Bench) -> AsyncIterator[Cell]:
 
 async def crowded_steps(bench: Bench) -> AsyncIterator[Cell]:
     """Row 10: from outside."""
-    for way, sampling in ((CHAIN, GREEDY), (PLAIN, PlainGreedy(0.0))):
-        batch = _batch(bench, bench.scale.crowd, bench.scale.answer)
-        figures = await measure_steps(bench.endpoint, batch, sampling)
-        yield Cell(10, way, figures["step_ms"], {"batch": bench.scale.crowd, **figures})
+    batch = _batch(bench, bench.scale.crowd, bench.scale.answer)
+    figures = await measure_steps(bench.endpoint, batch, GREEDY)
+    yield Cell(10, bench.way, figures["step_ms"], {"batch": bench.scale.crowd, **figures})
 
 
 def _batch(bench: Bench, count: int, num_tokens: int) -> Batch:
@@ -225,15 +219,14 @@ def efficiency(model: str) -> Callable[[Bench], AsyncIterator[Cell]]:
     """Row 12: the floor of decode steps over their time, at batch 1 (`metrics/step_floor.py`)."""
 
     async def measure(bench: Bench) -> AsyncIterator[Cell]:
-        for way in SPECULATION:
-            sampling = _fixed_length(bench.scale.answer // 2, way, GREEDILY)
-            prompts = random_prompts(1, bench.vocab_size)
-            found = [await own_steps(bench, prompts, sampling) for _ in range(bench.scale.repeats + 1)][1:]
-            shares = [each.efficiency for each in found if each.efficiency is not None]
-            if not shares:
-                raise OverlapSpecError("this device's ceilings are not known (metrics/step_floor.py)")
-            runs = [asdict(each) for each in found]
-            step = statistics.median(each.step_ms for each in found)
-            yield Cell(12, f"{model} {way}", statistics.median(shares), {"step_ms": step, "runs": runs})
+        sampling = _fixed_length(bench.scale.answer // 2, GREEDILY)
+        prompts = random_prompts(1, bench.vocab_size)
+        found = [await own_steps(bench, prompts, sampling) for _ in range(bench.scale.repeats + 1)][1:]
+        shares = [each.efficiency for each in found if each.efficiency is not None]
+        if not shares:
+            raise OverlapSpecError("this device's ceilings are not known (metrics/step_floor.py)")
+        runs = [asdict(each) for each in found]
+        step = statistics.median(each.step_ms for each in found)
+        yield Cell(12, f"{model} {bench.way}", statistics.median(shares), {"step_ms": step, "runs": runs})
 
     return measure

@@ -29,7 +29,10 @@ class ServerPart:
     cells: Callable[[Flags, Scale, servers.Introduce], AsyncIterator[Cell]]
 
 
-START_S = {"8B": 25, "8B tree": 25, "SmolLM2": 15, "1B": 13, "3B": 15}  # with kernels in their cache
+START_S = {  # with kernels in their cache
+    "8B": 25, "8B plain": 15, "8B tree": 25, "SmolLM2": 15, "SmolLM2 plain": 12,
+    "1B": 13, "1B plain": 9, "3B": 15, "3B plain": 10,
+}  # fmt: skip
 Part = EnginePart | ServerPart
 
 
@@ -38,15 +41,19 @@ def _starts(model: str) -> Callable[[Flags, Scale, servers.Introduce], AsyncIter
 
 
 PARTS: tuple[Part, ...] = (
-    EnginePart((1,), "8B", 65, measure.sampled_steps),
+    EnginePart((1,), "8B", 40, measure.sampled_steps),
+    EnginePart((1,), "8B plain", 30, measure.sampled_steps),
     EnginePart((2, 6), "8B", 28, measure.long_contexts),
     EnginePart((7,), "8B", 7, measure.turn_of_a_conversation),
     EnginePart((15,), "8B", 2, measure.new_prompts("8B")),
     EnginePart((14,), "8B tree", 14, measure.tree_steps),
     EnginePart((15,), "SmolLM2", 2, measure.new_prompts("SmolLM2")),
-    EnginePart((10,), "SmolLM2", 6, measure.crowded_steps),
-    EnginePart((12,), "1B", 5, measure.efficiency("1B")),
-    EnginePart((12,), "3B", 6, measure.efficiency("3B")),
+    EnginePart((10,), "SmolLM2", 4, measure.crowded_steps),
+    EnginePart((10,), "SmolLM2 plain", 5, measure.crowded_steps),
+    EnginePart((12,), "1B", 3, measure.efficiency("1B")),
+    EnginePart((12,), "1B plain", 3, measure.efficiency("1B")),
+    EnginePart((12,), "3B", 3, measure.efficiency("3B")),
+    EnginePart((12,), "3B plain", 4, measure.efficiency("3B")),
     ServerPart((11,), "SmolLM2 crowd", 30, servers.crowds),
     ServerPart((13,), "SmolLM2", 42, _starts("SmolLM2")),
     ServerPart((13,), "8B", 65, _starts("8B")),

@@ -21,13 +21,18 @@ CHAIN = SPECULATIVE | {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+PLAIN: Flags = {"log_level": "warning", "speculative_algorithm": "NONE"}
 TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
 
 
+def plain_shape(name: str) -> Flags:
+    """Random weights of a shape."""
+    return DUMMY | {"model_path": str(SHAPES / name)}
+
+
 def shape(name: str) -> Flags:
-    """Random weights of a shape, with a draft head."""
-    paths = {"model_path": str(SHAPES / name), "speculative_draft_model_path": str(SHAPES / f"{name}-eagle3")}
-    return DUMMY | paths
+    """With a draft head."""
+    return plain_shape(name) | {"speculative_draft_model_path": str(SHAPES / f"{name}-eagle3")}
 
 
 EIGHT_B = shape("llama-3.1-8b")
@@ -43,9 +48,15 @@ ENGINES: dict[str, Flags] = {
     | SYNTHETIC
     | EIGHT_B
     | {"max_running_requests": 32, "max_total_tokens": 32768, "context_length": 2048},
+    "8B plain": PLAIN
+    | plain_shape("llama-3.1-8b")
+    | {"max_running_requests": 32, "max_total_tokens": 32768, "context_length": 2048},
     "SmolLM2": CHAIN | CROWD | {"skip_tokenizer_init": True},
+    "SmolLM2 plain": PLAIN | CROWD | {"skip_tokenizer_init": True},
     "1B": CHAIN | SYNTHETIC | shape("llama-3.2-1b") | SHORT,
+    "1B plain": PLAIN | plain_shape("llama-3.2-1b") | SHORT,
     "3B": CHAIN | SYNTHETIC | shape("llama-3.2-3b") | SHORT,
+    "3B plain": PLAIN | plain_shape("llama-3.2-3b") | SHORT,
 }
 SERVERS: dict[str, Flags] = {  # of `overlap-spec serve`; without numbers it follows measured acceptance
     "SmolLM2": SPECULATIVE,
@@ -115,5 +126,7 @@ def tiny_engines(directory: str) -> tuple[dict[str, Flags], dict[str, Flags]]:
     paths = {"model_path": f"{directory}/target", "speculative_draft_model_path": f"{directory}/head"}
     chain = CHAIN | DUMMY | paths | {"max_total_tokens": 8000, "max_running_requests": 4}
     tree = chain | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    engines = {name: (tree if name == "8B tree" else chain) | SYNTHETIC for name in ENGINES}
+    plain = PLAIN | {name: value for name, value in chain.items() if not name.startswith("speculative")}
+    kinds = {"tree": tree | SYNTHETIC, "plain": plain}
+    engines = {name: kinds.get(name.rpartition(" ")[2], chain | SYNTHETIC) for name in ENGINES}
     return engines, dict.fromkeys(SERVERS, chain)

@@ -11,15 +11,21 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
+from overlap_spec_kernels.compiled_cpu import NoLibraryError
+from overlap_spec_kernels.launch import runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, GroupedWeight
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
+from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
+from overlap_spec_kernels.logits.filtered_draw import filtered_draw
 from overlap_spec_kernels.logits.guesses_before import guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
@@ -55,6 +61,13 @@ from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, stor
 from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
+    "BIASED",
+    "Packing",
+    "QuantizedWeight",
+    "Scratch",
+    "packed",
+    "part_of",
+    "runs_gluon",
     "BUDGET_WIDTH",
     "IN_PROMPT",
     "MASK_BITS",
@@ -69,11 +82,15 @@ __all__ = [
     "Filters",
     "GatheredTree",
     "GatheredWindow",
+    "GroupedKernel",
+    "GroupedPart",
+    "GroupedWeight",
     "Int8Weight",
     "LinearOperand",
     "LogitRules",
     "NgramLimits",
     "NgramLog",
+    "NoLibraryError",
     "Norm",
     "Normed",
     "RowHistory",
@@ -94,6 +111,7 @@ __all__ = [
     "draft_input",
     "expand_tree",
     "filter_cutoff",
+    "filtered_draw",
     "forbid_tokens",
     "fused_linear",
     "gather_tree",

@@ -30,7 +30,8 @@ def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineC
 @asynccontextmanager
 async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
     """The engine behind its HTTP server. Yields host and port."""
-    info = replace(server_info(engine.config, engine.settings, engine.facts), keys=ApiKeys())  # its requests carry none
+    info = server_info(engine.config, engine.settings, lambda: engine.facts)
+    info = replace(info, keys=ApiKeys())  # its requests carry none
     server = HttpServer(create_app(engine.client, info, lambda: engine.health), HOST, 0)
     await server.start()
     freeze_heap()

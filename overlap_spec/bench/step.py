@@ -20,8 +20,8 @@ from overlap_spec.bench.trace_file import write_trace
 from overlap_spec.bench.workload import Workload, batch_prompts
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.messages import SamplingParams, Stats
-from overlap_spec.runtime.tracing import LAST_STEP_SPLIT, Record, read_records
+from overlap_spec.messages import Record, SamplingParams, Stats
+from overlap_spec.runtime.tracing import LAST_STEP_SPLIT, read_records
 
 WARM_UP_TOKENS = 8
 

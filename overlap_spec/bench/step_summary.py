@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.runtime.tracing import SCHEDULER, TOKENIZER, WORKER, Record
+from overlap_spec.messages import Record
+from overlap_spec.runtime.tracing import SCHEDULER, TOKENIZER, WORKER
 
 DECODE = "decode"  # `phase` of a device record
 LAUNCH, PLAN, SETTLE = "launch", "plan", "settle"

@@ -8,7 +8,8 @@ settled  |        6         7
 from collections.abc import Sequence
 
 from overlap_spec.bench.step_summary import DECODE, PLAN, SETTLE, device_steps
-from overlap_spec.runtime.tracing import SCHEDULER, Record
+from overlap_spec.messages import Record
+from overlap_spec.runtime.tracing import SCHEDULER
 
 WIDTH = 100  # columns
 AFTER_TOKENS = "d"

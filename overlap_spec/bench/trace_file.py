@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.runtime.tracing import TRACKS, Record
+from overlap_spec.messages import Record
+from overlap_spec.runtime.tracing import TRACKS
 
 PROCESS = 1
 Event = dict[str, Any]

@@ -47,6 +47,7 @@ COMMANDS = {
         "verify [PROMPTS.jsonl] [flags]",
         "compare every token with plain decoding's: status 0 if all are the same",
     ),
+    "top": Command("overlap_spec.cli.top", "top [--url URL] [flags]", "show what a running server does"),
 }
 
 

@@ -32,7 +32,6 @@ _ONE_GPU = "one GPU is used for now, and it needs no such choice; leave it out"
 _BOTH = "one choice serves prefill and decode; use --attention-backend"
 
 REFUSED = {  # SGLang's flags that this engine cannot honour, and what to do instead
-    "--quantization": "no weights are quantised yet; leave it out, and use --dtype bfloat16 or float16 to save memory",
     "--moe-runner-backend": _DENSE,
     "--moe-a2a-backend": _DENSE,
     "--speculative-moe-runner-backend": _DENSE,

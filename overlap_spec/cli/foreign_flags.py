@@ -25,7 +25,7 @@ GRANTED = {
     "--enable-auto-tool-choice": Granted("tool calls are read unless --tool-call-parser none is given"),
     "--enable-request-id-headers": Granted("answers always have x-request-id"),
     "--tokenizer-mode": Granted("there is one tokenizer", ("auto", "hf")),
-    "--scheduling-policy": Granted("requests run in the order of their arrival", ("fcfs",)),
+    "--scheduling-policy": Granted("clients take turns, each one's requests in the order of arrival", ("fcfs",)),
     "--grammar-backend": Granted("grammars are llguidance's", ("llguidance", "guidance", "auto")),
     "--generation-config": Granted("the model's, unless --sampling-defaults openai is given", ("auto",)),
 }

@@ -5,7 +5,7 @@ import logging
 
 from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_bench_flags
 from overlap_spec.config import asks_for_spec_v2
-from overlap_spec.log_limits import limit_lines
+from overlap_spec.runtime.log_limits import limit_lines
 
 ACCESS_LOG = "overlap_spec.server.access_log"
 log = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ async def serve(config: EngineConfig) -> int:
 
     Raises: OverlapSpecError if the port is taken or the engine does not start.
     """
-    engine = Engine(config)
+    engine = Engine(config, watched=not config.disable_ui)
     service = Service(engine)
     with StopSignals(force=lambda: engine.kill("a second signal")) as signals:
         try:
@@ -86,10 +86,11 @@ class Service:
             await engine.start()
         for note in engine.notes:
             log.info("%s", note)
-        info = server_info(engine.config, engine.settings, engine.facts)
-        self._front.app = create_app(engine.client, info, self.health)
+        info = server_info(engine.config, engine.settings, lambda: engine.facts)
+        self._front.app = create_app(engine.client, info, self.health, engine.watch)
         freeze_heap()
         url = http_url(engine.config.host, self._server.port)
+        engine.announce(url)
         print_start(engine.settings, engine.facts, url, engine.endpoint)
 
     def health(self) -> EngineHealth:

@@ -109,6 +109,8 @@ def _measured(facts: EngineFacts) -> dict[str, str]:
         "step widths": " ".join(map(str, worker.step_widths)),
         "start-up": worker.start_up,
         "weights": f"{worker.weight_bytes // MIB} MiB" + (f", {drafting} of them for drafting" if drafting else ""),
+        **({"weight format": worker.weight_format} if worker.weight_format else {}),
+        **({"draft's weight format": worker.draft_weight_format} if worker.draft_weight_format else {}),
     }
     if isinstance(worker.platform, CudaFacts):
         rows |= {name: str(value) for name, value in worker.platform.report().items()}

@@ -7,6 +7,7 @@ from msgspec import Meta
 from overlap_spec.config.speculation import SpeculationFlags, Text
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Quantization = Literal["fp8", "awq", "gptq", "compressed-tensors"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 AuditAction = Literal["log", "disable", "stop"]
@@ -42,7 +43,14 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: Annotated[
         Text | None, Meta(description="model name in the API, and aliases; default: the model path")
     ] = None
-    dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Meta(description="auto: bfloat16 on CUDA; float32 on a CPU, where a .gguf file's weights keep their bits"),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Meta(description="fp8: round 16-bit weights to 8 bits while loading; others: what the checkpoint is stored in"),
+    ] = None
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="GPUs that share each layer; 1 until there is more")] = 1
     attention_backend: Annotated[

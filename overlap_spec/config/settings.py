@@ -56,6 +56,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     preset_spec: tuple[str, int, int, int] | None = None  # method, steps, topk, draft tokens of the alias
     load_format: str = "auto"
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of generation_config.json
+    quantization: str | None = None  # what the flag asks for
     chat_template: str | None = None  # the source of one to use instead of the tokenizer's
 
 
@@ -68,6 +69,7 @@ class ModelSettings(Struct, frozen=True):
     device: str
     max_len: int  # tokens in a sequence, prompt and output
     aliases: tuple[str, ...] = ()  # further names in the API
+    keeps_integers: bool = False  # linears of a .gguf file multiply by its integers, on a CPU
 
 
 class AcceptSettings(Struct, frozen=True):
@@ -140,6 +142,7 @@ class SpecSettings(Struct, frozen=True):
     ngram: NgramSettings = NgramSettings()
     numbers_from: str = "given"  # the origin of steps, topk and width
     simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
+    draft_quantization: str | None = None  # unquant, fp8 while loading; None: what the draft's config names
 
 
 class WidthRule(Struct, frozen=True):
@@ -291,6 +294,7 @@ class Settings(Struct, frozen=True):
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
     supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
+    watched: bool = False  # processes record what they do while they are asked for it (`LiveTrace`)
 
 
 def encode_settings(settings: Settings) -> bytes:

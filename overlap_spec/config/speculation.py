@@ -14,6 +14,7 @@ MethodName = Annotated[
     ),
 ]
 DraftLoadFormat = Literal["auto", "safetensors", "pt", "dummy"]
+DraftQuantization = Literal["unquant", "fp8"]
 MatchType = Literal["BFS", "PROB"]
 AttentionMode = Literal["prefill", "decode"]
 Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
@@ -38,7 +39,8 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         DraftLoadFormat | None, Meta(description="format of the draft's weights; default: as --load-format")
     ] = None
     speculative_draft_model_quantization: Annotated[
-        Text | None, Meta(description="unquant: the draft's weights as they are, which is all there is yet")
+        DraftQuantization | None,
+        Meta(description="unquant: 16-bit weights; fp8: rounded to 8 bits while loading; default: as its config names"),
     ] = None
     speculative_attention_mode: Annotated[
         AttentionMode | None,

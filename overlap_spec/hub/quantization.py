@@ -87,9 +87,10 @@ def quantization_scheme(
     if asked == UNQUANTISED or not found.values:
         return _asked_for(asked, flag, origin)
     method = found.values.get("quant_method")
+    found = Section(found.values, f"{found.origin} ({method or 'unnamed'})")
     if method not in FORMATS:
         why = REFUSED.get(str(method), "it is not known")
-        raise CheckpointError(f"{found.origin} ({method or 'unnamed'}) is not supported: {why}; use {USABLE}")
+        raise CheckpointError(f"{found.origin} is not supported: {why}; use {USABLE}")
     scheme = FORMATS[method](found)
     if asked not in (None, scheme.name) and not (asked == FP8 and scheme.stored is Stored.FLOAT8):
         raise CheckpointError(f"{origin}: {flag} {asked}: the checkpoint is stored as {scheme.name}; leave it out")

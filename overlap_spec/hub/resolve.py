@@ -24,6 +24,7 @@ from overlap_spec.hub.generation_config import eos_token_ids, sampling_defaults
 from overlap_spec.hub.gguf_config import read_gguf_config
 from overlap_spec.hub.json_file import read_json
 from overlap_spec.hub.progress import Progress, ignore_progress
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.hub.snapshots import (
     fetch_config,
     fetch_file,
@@ -143,6 +144,7 @@ def _default_model(config: EngineConfig, progress: Progress) -> ModelFiles:
         preset_draft=str(smollm2.DRAFT),
         preset_spec=SMOLLM2_SPEC,
         load_format=config.load_format,
+        quantization=config.quantization,
         chat_template=_chat_template(config),
     )
 
@@ -157,6 +159,8 @@ def _gguf_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFi
 def _check_gguf_format(config: EngineConfig, name: str) -> None:
     if config.load_format in ("safetensors", "pt"):
         raise ConfigError("load_format", f"{name} is a .gguf file: use gguf, auto or dummy, not {config.load_format}")
+    if config.quantization is not None:
+        raise ConfigError("quantization", f"{name} is a .gguf file, whose tensors have their own formats; leave it out")
 
 
 def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFiles:
@@ -178,6 +182,7 @@ def _model_files(
     for key, value in sizes.items():
         if value is None:
             raise ConfigError("model_path", f"{origin}: {key} must be a positive integer, found {value!r}")
+    _as_config_error("model_path", lambda: quantization_scheme(model, str(origin), config.quantization))
     eos = eos_token_ids(beside, model)
     _as_config_error("model_path", lambda: check_eos(eos, model["vocab_size"], str(beside)))
     return ModelFiles(
@@ -189,6 +194,7 @@ def _model_files(
         context_length=model["max_position_embeddings"],
         vocab_size=model["vocab_size"],
         load_format=config.load_format,
+        quantization=config.quantization,
         chat_template=_chat_template(config),
     )
 
@@ -199,7 +205,7 @@ def _checked_config(field: str, origin: Path, read: Callable[[Path], dict[str, A
     return config
 
 
-def _as_config_error(field: str, check: Callable[[], None]) -> None:
+def _as_config_error(field: str, check: Callable[[], object]) -> None:
     """What no weight had to be read for is an error of the flag that names the file."""
     try:
         check()

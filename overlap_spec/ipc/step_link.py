@@ -32,6 +32,7 @@ PACKET_BYTES = 1 << 14  # larger messages travel in a file; a socket's buffer ho
 IN_FILE = b"\0"  # the packet that carries a descriptor: an empty one would end the connection
 ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i", [0]).itemsize)
 POLLS_BETWEEN = 32  # of the step link, for one of the others
+OTHERS_S = 0.05  # at most between two polls of the others, where a step takes longer than many polls
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class StepInbox(Generic[T]):
         self._senders: list[_Sender] = []
         self._ready: deque[T] = deque()
         self._polls = 0
+        self._others_read_at = 0.0
 
     def drain(self) -> list[T]:
         """Everything that has arrived; never waits."""
@@ -161,7 +163,7 @@ class StepInbox(Generic[T]):
         return messages
 
     def _poll(self) -> None:
-        if self._polls == 0:
+        if self._polls == 0 or time.monotonic() - self._others_read_at > OTHERS_S:
             self._read_others()
         self._read_steps()
         self._polls = (self._polls + 1) % POLLS_BETWEEN
@@ -178,6 +180,7 @@ class StepInbox(Generic[T]):
             while True:
                 self._senders.append(_Sender(self._listener.accept()[0]))
         self._ready.extend(self._others.drain())
+        self._others_read_at = time.monotonic()
 
     def _descriptors(self) -> list[int]:
         return [self._others.socket.fileno(), self._listener.fileno(), *(sender.fileno() for sender in self._senders)]

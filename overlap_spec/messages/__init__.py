@@ -119,6 +119,7 @@ from overlap_spec.messages.supervisor import (
     Shutdown,
     ToSupervisor,
 )
+from overlap_spec.messages.traces import Record, Value
 
 ToScheduler = (
     WorkerReady
@@ -209,6 +210,7 @@ __all__ = [
     "Prompt",
     "READY",
     "Reasoning",
+    "Record",
     "Recover",
     "Refused",
     "Rejected",
@@ -240,6 +242,7 @@ __all__ = [
     "Tokenized",
     "TokenizerFacts",
     "Usage",
+    "Value",
     "WorkerFacts",
     "WorkerReady",
     "MetricsLevel",

@@ -112,6 +112,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     `num_pages`: pages that requests may use. `start_s`: seconds from the start of the process, by phase; `graph_s`:
     those of captures, by the part of a step. `bytes_per_s`, `flop_per_s`: the device's ceilings, 0 where they are not
     known. `verification`, `acceptance`: how guesses are accepted, and whether acceptance is simulated.
+    `weight_format`, `draft_weight_format`: of linears in fewer bits than the model computes in; "": there are none.
     """
 
     device: str
@@ -134,6 +135,8 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     draft_kv_bytes_per_token: int
     logit_processor: str = "none"  # MODULE:NAME
+    weight_format: str = ""
+    draft_weight_format: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -179,6 +182,8 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             "verification": self.verification,
             "acceptance": self.acceptance,
             "logit_processor": self.logit_processor,
+            "weight_format": self.weight_format,
+            "draft_weight_format": self.draft_weight_format,
             "weights_mib": self.weight_bytes >> 20,
             "draft_weights_mib": self.draft_weight_bytes >> 20,
             "kv_bytes_per_token": self.kv_bytes_per_token,

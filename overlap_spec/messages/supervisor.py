@@ -3,6 +3,7 @@
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
 from overlap_spec.messages.health import DraftState
+from overlap_spec.messages.traces import Record
 
 
 class Shutdown(Message, frozen=True):
@@ -24,13 +25,19 @@ class Recover(Message, frozen=True):
 
 
 class LivenessProbe(Message, frozen=True):
-    """Answer with Alive, from the loop that does the actor's work. At most one is unanswered."""
+    """Answer with Alive, from the loop that does the actor's work. At most one is unanswered.
+
+    `watch_s`: record what is done within so many seconds from now, and send what was recorded since the last question;
+    0: this is no such question.
+    """
+
+    watch_s: float = 0.0
 
 
 class Alive(Message, frozen=True):
     """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is.
 
-    `draft`: the scheduler's judgement.
+    `draft`: the scheduler's judgement. `records`: for those who watch.
     `generation`, of this and the next three: which of the processes of that role it is.
     """
 
@@ -38,6 +45,7 @@ class Alive(Message, frozen=True):
     step_s: float = 0.0
     generation: int = 0
     draft: DraftState = DraftState.UNKNOWN
+    records: list[Record] = []
 
 
 class ActorReady(Message, frozen=True):

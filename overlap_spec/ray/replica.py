@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.log_limits import limit_lines
 from overlap_spec.messages import EngineState
 from overlap_spec.ray.calls import REPLICA_HEADER, Call
 from overlap_spec.ray.scaling import RUNNING, WAITING
+from overlap_spec.runtime.log_limits import limit_lines
 from overlap_spec.server.access_log import ID_HEADER
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
@@ -44,7 +44,7 @@ class EngineReplica:
         await self._engine.start()
         for note in self._engine.notes:
             log.info("%s", note)
-        info = server_info(config, self._engine.settings, self._engine.facts)
+        info = server_info(config, self._engine.settings, lambda: self._engine.facts)
         self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health)
         self._watch = asyncio.create_task(self._leave_when_failed())
         freeze_heap()

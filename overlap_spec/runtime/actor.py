@@ -27,7 +27,6 @@ from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
-from overlap_spec.log_limits import limit_lines
 from overlap_spec.messages import (
     ActorFacts,
     ActorFailed,
@@ -38,6 +37,7 @@ from overlap_spec.messages import (
     LivenessProbe,
     ToSupervisor,
 )
+from overlap_spec.runtime.log_limits import limit_lines
 from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.tracing import recorder
 
@@ -58,7 +58,7 @@ class ActorContext:
         self.role = role
         self.settings = settings
         self.generation = generation
-        self.trace = recorder(role, settings.trace_dir)
+        self.trace = recorder(role, settings.trace_dir, settings.watched)
         self.endpoints = Endpoints(run_dir, generation)
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[Inbox[Any] | Outlet[Any]] = []
@@ -113,7 +113,7 @@ class ActorContext:
 
     def report_alive(self, step_s: float = 0.0, draft: DraftState = DraftState.UNKNOWN) -> None:
         """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
-        self._supervisor.send(Alive(self.role, step_s, self.generation, draft))
+        self._supervisor.send(Alive(self.role, step_s, self.generation, draft, self.trace.take()))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
         """Send any other message to the supervisor."""

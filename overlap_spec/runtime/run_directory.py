@@ -18,6 +18,7 @@ from overlap_spec.ipc.endpoints import Endpoints
 
 PREFIX = "overlap-spec"
 LOCK_FILE = "lock"
+ADDRESS_FILE = "address"  # the URL of the run's HTTP server, if it has one
 LONGEST_SOCKET_PATH = 107  # bytes; sockaddr_un on Linux, its closing zero not counted
 
 
@@ -40,10 +41,24 @@ class RunDirectory:
         """The addresses of this run."""
         return Endpoints(self.path)
 
+    def announce(self, url: str) -> None:
+        """Leave the address of the run's HTTP server where `announced` finds it."""
+        (self.path / ADDRESS_FILE).write_text(url)
+
     def remove(self) -> None:
         """Delete the directory and all in it; a second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def announced(where: Path | None = None) -> list[str]:
+    """The addresses of the HTTP servers that this user runs on this machine, in their order."""
+    found = []
+    for path in (where or Path(tempfile.gettempdir())).glob(f"{PREFIX}-*-*"):
+        with contextlib.suppress(OSError):  # of another user, without a server, or just removed
+            if path.lstat().st_uid == os.getuid() and not path.is_symlink() and _is_locked(path / LOCK_FILE):
+                found.append((path / ADDRESS_FILE).read_text())
+    return sorted(found)
 
 
 def remove_stale(where: Path) -> None:
@@ -53,6 +68,16 @@ def remove_stale(where: Path) -> None:
             if path.lstat().st_uid == os.getuid() and (path / LOCK_FILE).is_file() and not path.is_symlink():
                 with _locked(path / LOCK_FILE):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the owner lives."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _locked(path: Path) -> IO[bytes]:

@@ -33,6 +33,7 @@ from overlap_spec.messages import (
     DraftState,
     Drained,
     LivenessProbe,
+    Record,
     Recover,
     Shutdown,
     TokenizerFacts,
@@ -42,6 +43,7 @@ from overlap_spec.runtime.processes import Children, describe_exit, request_dump
 from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.watchdog import Late, Watchdog
+from overlap_spec.runtime.watched import WATCH_S, WatchedRecords
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)
@@ -82,6 +84,7 @@ class Supervisor:
         self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
         self.draft = DraftState.UNKNOWN  # by the scheduler's last judgement
         self.watchdog = Watchdog(0)  # `start` replaces it
+        self.records = WatchedRecords()
         self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
         self._leave_by = 0.0
         self._all_ready = asyncio.Event()
@@ -257,7 +260,13 @@ class Supervisor:
             for late in self.watchdog.hung():
                 await self._give_up(late)
 
-    def _probe(self, role: str) -> None:
+    def watch(self) -> list[Record]:
+        """What the actors did in the last seconds, as far as they have told; they are asked for more."""
+        for role in self.records.to_ask(self._ready):
+            self._probe(role, WATCH_S)
+        return self.records.newest()
+
+    def _probe(self, role: str, watch_s: float = 0.0) -> None:
         """Ask for a sign of life, over a link that stays: an actor that was stopped answers when it goes on."""
         links, outlet = self._probes.get(role, (-1, None))
         if outlet is None or links != self._links:
@@ -265,7 +274,7 @@ class Supervisor:
                 outlet.close()
             outlet = self._outlet(role)
             self._probes[role] = self._links, outlet
-        outlet.send(LivenessProbe())
+        outlet.send(LivenessProbe(watch_s))
 
     async def _give_up(self, late: Late) -> None:
         """Let an actor that hangs write its stack, then treat it as dead."""
@@ -311,6 +320,7 @@ class Supervisor:
                 self.actor_died(ActorDied(message.actor, message.error, message.refused))
             case Alive():
                 self.watchdog.heard(message.actor, message.step_s)
+                self.records.add(message.actor, message.records)
                 if message.draft is not DraftState.UNKNOWN:
                     self.draft = message.draft
             case ActorProgress():

@@ -1,7 +1,8 @@
 """Draws one token per row from logits.
 
 Order per row: logit processors (`processors.py`); p = softmax(logits / T); top_k, top_p and min_p each computed on p,
-without renormalising in between, which end at a cutoff (`filter_cutoff`); argmax(logits / T + g) over what is left.
+without renormalising in between, which end at a cutoff (`filter_cutoff`); argmax(logits / T + g) over what is left
+(`filtered_draw`).
 Greedy rows take the argmax of the processed logits. Rows are independent: a row's token does not depend on the batch it
 is in.
 """
@@ -9,7 +10,14 @@ is in.
 from collections.abc import Callable
 
 import torch
-from overlap_spec_kernels import Filters, filter_cutoff, gumbel_argmax, kept_columns, largest_columns
+from overlap_spec_kernels import (
+    Filters,
+    filter_cutoff,
+    filtered_draw,
+    gumbel_argmax,
+    kept_columns,
+    largest_columns,
+)
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
@@ -52,8 +60,8 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     if not sampling.work.sampled:
         return largest_columns(logits)
     logits = logits.contiguous()
-    cutoff = filter_cutoff(logits, *_filters(sampling)) if sampling.work.filtered else None
-    return gumbel_argmax(logits, positions, sampling.temperature, sampling.seed, token_ids, cutoff)
+    draws = logits, positions, sampling.temperature, sampling.seed, token_ids
+    return filtered_draw(*draws, _filters(sampling)[1]) if sampling.work.filtered else gumbel_argmax(*draws)
 
 
 def slices(logits: Tensor) -> list[slice]:

@@ -141,6 +141,7 @@ class Scheduler:
             case StopSpeculating():
                 self.planner.decode_plainly()
             case LivenessProbe():
+                self.links.trace.watch(message.watch_s)
                 self.links.report_alive(self.reporter.draft_state)
             case Shutdown():
                 self.stopping = True

@@ -1,4 +1,4 @@
-"""The scheduler's loop with a record of each step's host work, for `bench step`."""
+"""The scheduler's loop with a record of each step's host work, for `bench step` and for the page at `/ui`."""
 
 from overlap_spec.messages import StepResult
 from overlap_spec.scheduler.loop import Scheduler
@@ -9,6 +9,8 @@ class TracedScheduler(Scheduler):
     """Records how long it takes to plan a step, to settle one and to send replies."""
 
     def plan_step(self) -> Step | None:
+        if not self.links.trace.is_on:
+            return super().plan_step()
         begun = self.links.trace.now()
         step = super().plan_step()
         if step is not None:
@@ -17,11 +19,15 @@ class TracedScheduler(Scheduler):
         return step
 
     def settle(self, result: StepResult) -> None:
+        if not self.links.trace.is_on:
+            return super().settle(result)
         begun = self.links.trace.now()
         super().settle(result)
         self.links.trace.span("settle", begun, result.step_id)
 
     def empty_outbox(self) -> None:
+        if not self.links.trace.is_on:
+            return super().empty_outbox()
         begun = self.links.trace.now()
         super().empty_outbox()
         self.links.trace.span("send deltas", begun)

@@ -14,14 +14,13 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_spec.log_limits import Allowance
 from overlap_spec.metrics.served import Answers
+from overlap_spec.runtime.log_limits import Allowance
 
 ID_HEADER = "x-request-id"
 SOUND_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: nothing that could break a line or a header
-QUIET = frozenset(
-    {"/health", "/ping", "/metrics", "/ui/live"}
-)  # asked for every few seconds: only their errors are logged
+# Asked for every few seconds: only their errors are logged.
+QUIET = frozenset({"/health", "/ping", "/metrics", "/ui/live", "/ui/timeline"})
 MOST_REASON = 300  # characters
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from overlap_spec.server.body_bounds import BodyBounds
 from overlap_spec.server.chat import ChatCompletions
 from overlap_spec.server.chat_runs import ChatRunner
 from overlap_spec.server.completions import Completions
-from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
+from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.server.gate import Gate
 from overlap_spec.server.info import InfoEndpoints
 from overlap_spec.server.live import Live
@@ -29,7 +29,7 @@ from overlap_spec.server.tokens import Tokens
 from overlap_spec.server.ui_page import UiPage
 
 
-def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Starlette:
+def create_app(client: EngineClient, info: ServerInfo, health: HealthOf, watch: Watch = list) -> Starlette:
     """Build the app. While `health` takes no request, answers are 503, except those of `gate.SHOWING`."""
     metrics = ServerMetrics(_served(info))
     runner = Runner(client, metrics)
@@ -46,7 +46,7 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf) -> Star
         *Operations(client, runner, metrics, info, health).routes(),
     ]
     if info.ui:
-        routes += [*Live(client, metrics, info, health).routes(), *UiPage().routes()]
+        routes += [*Live(client, metrics, info, health, watch).routes(), *UiPage().routes()]
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, keys=info.keys, health=health)
     log = Middleware(AccessLog, answers=metrics.answers)

@@ -18,6 +18,7 @@ from overlap_spec.messages import (
     EngineHealth,
     Finish,
     Prompt,
+    Record,
     SamplingParams,
     Stats,
     Terms,
@@ -30,6 +31,9 @@ from overlap_spec.version import __version__
 
 # It is called before every request, so it must not wait.
 HealthOf = Callable[[], EngineHealth]
+
+# What the engine's processes did in the last seconds; none where they do not record.
+Watch = Callable[[], list[Record]]
 
 MAX_BODY_BYTES = 8 << 20  # about two million tokens of text; decoding it stalls the loop for some 20 ms
 
@@ -72,7 +76,10 @@ class EngineClient(Protocol):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the endpoints print, settled at start. `settings` and `facts` are for `/server_info`."""
+    """What the endpoints print, settled at start. `settings` and `facts` are for `/server_info`.
+
+    `facts`: called when they are asked for, since processes that are started again report others.
+    """
 
     model_name: str
     model_path: str
@@ -87,7 +94,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()  # further names of the model
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     settings: dict[str, Any] = {}
-    facts: dict[str, Any] = {}
+    facts: Callable[[], dict[str, Any]] = dict
     max_body_bytes: int = MAX_BODY_BYTES
     num_steps: int = 0  # guesses in a row that a step can verify; of a tree, levels
     call_format: CallFormat | None = None  # None: tool calls are not read
@@ -99,8 +106,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 0
 
 
-def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) -> ServerInfo:
+def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], EngineFacts]) -> ServerInfo:
     """What the endpoints print of one engine."""
+    facts = newest()
     model, template = settings.model, facts.tokenizer.chat_template
     return ServerInfo(
         model_name=model.name,
@@ -122,7 +130,7 @@ def server_info(config: EngineConfig, settings: Settings, facts: EngineFacts) ->
         method=settings.spec.method,
         max_queued_requests=settings.link.max_queued_requests,
         settings=settled_flags(config, settings) | _verification(settings, facts),
-        facts=facts.report(),
+        facts=lambda: newest().report(),
         call_format=call_format(settings.server.tool_call_parser, template),
         reasoning_format=reasoning_format(settings.server.reasoning_parser, template),
     )

@@ -109,7 +109,7 @@ class InfoEndpoints:
         """Settings and facts, flat, and under `internal_states` what benchmarks read after a run."""
         info, stats = self._info, await newest_stats(self._client)
         shown = {
-            **_without_secrets({**info.settings, **info.facts}),
+            **_without_secrets({**info.settings, **info.facts()}),
             "model_path": info.model_path,
             "tokenizer_path": info.tokenizer_path or info.model_path,
             "served_model_name": info.model_name,

@@ -1,17 +1,23 @@
-"""`GET /ui/live`: how the engine does now, in one small JSON object, which the page asks for once a second.
+"""How the engine does now, as JSON, which the page asks for once a second.
 
-It is made of what `/metrics` shows: the engine's last report and the latencies that this server has seen.
+`/ui/live` is made of what `/metrics` shows: the engine's last report and the latencies that this server has seen.
+`/ui/timeline` is what the processes did in the last seconds. They record only while it is asked for.
 """
+
+import time
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.messages import EngineHealth, Stats
+from overlap_spec.messages import EngineHealth, Record, Stats
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
-from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
+from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.server.info import as_json, newest_stats
+from overlap_spec.server.problems import Problem
+
+MOST_STEPS = 1000  # of a timeline
 
 
 class LiveStep(msgspec.Struct, frozen=True):
@@ -65,22 +71,40 @@ class LiveFigures(msgspec.Struct, frozen=True):
     step: LiveStep
 
 
-class Live:
-    """The endpoint."""
+class LiveTimeline(msgspec.Struct, frozen=True):
+    """What the client, the tokenizer, the scheduler, the worker and its device did. `now`: on the records' clock."""
 
-    def __init__(self, client: EngineClient, metrics: ServerMetrics, info: ServerInfo, health: HealthOf) -> None:
+    now: float
+    records: list[Record]
+
+
+class Live:
+    """The endpoints."""
+
+    def __init__(
+        self, client: EngineClient, metrics: ServerMetrics, info: ServerInfo, health: HealthOf, watch: Watch
+    ) -> None:
         self._client = client
         self._metrics = metrics
         self._info = info
         self._health = health
+        self._watch = watch
 
     def routes(self) -> list[Route]:
-        """The endpoint."""
-        return [Route("/ui/live", self.figures)]
+        """The endpoints."""
+        return [Route("/ui/live", self.figures), Route("/ui/timeline", self.timeline)]
 
     async def figures(self, request: Request) -> Response:
         """Report accept length, throughput, queue, pages and the parts of a step, as the page shows them."""
         return as_json(self._figures(await newest_stats(self._client), self._health()))
+
+    async def timeline(self, request: Request) -> Response:
+        """Report what the engine's processes did in its last `steps`: spans [track, name, begin, end, step, more].
+
+        They record from the first question on until 5 seconds after the last one; `steps`, of the query: 64.
+        """
+        steps = _num_steps(request.query_params.get("steps", "64"))
+        return as_json(LiveTimeline(time.monotonic(), _last_steps(self._watch(), steps)))
 
     def _figures(self, stats: Stats, health: EngineHealth) -> LiveFigures:
         settings = self._info.settings
@@ -107,6 +131,21 @@ class Live:
             pages=LivePages(used, cached, total, size),
             step=_step(stats),
         )
+
+
+def _num_steps(text: str) -> int:
+    """Raises: Problem for what is no number of steps."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MOST_STEPS:
+        text = f"steps must be a whole number from 1 to {MOST_STEPS}, got {text!r}"
+        raise Problem(400, text, "steps", "invalid_value")
+    return int(text)
+
+
+def _last_steps(records: list[Record], steps: int) -> list[Record]:
+    """What began with the last steps that the device has done, or later."""
+    done = sorted({record.step for record in records if "phase" in record.args})[-steps:]
+    begins = [record.begin for record in records if done and record.step == done[0]]
+    return [record for record in records if begins and record.begin >= min(begins)]
 
 
 def _step(stats: Stats) -> LiveStep:

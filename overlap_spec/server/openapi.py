@@ -19,7 +19,7 @@ from overlap_spec.server.anthropic.requests import CountRequest, MessagesRequest
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
-from overlap_spec.server.live import LiveFigures
+from overlap_spec.server.live import LiveFigures, LiveTimeline
 from overlap_spec.server.native import GenerateRequest, NativeSampling
 from overlap_spec.server.openai_replies import MessageChoice, Reply, TextChoice
 from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
@@ -69,6 +69,7 @@ ENDPOINTS = {
     "/ui": Endpoint(answer=str, media=(HTML,)),
     "/ui/{name}": Endpoint(answer=str, media=("text/css", "text/javascript", "image/svg+xml")),
     "/ui/live": Endpoint(answer=LiveFigures),
+    "/ui/timeline": Endpoint(answer=LiveTimeline),
     "/openapi.json": Endpoint(),
     "/docs": Endpoint(answer=str, media=(HTML,)),
 }

@@ -16,7 +16,7 @@ PAGE = "index.html"
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 FILES = (
     *("style.css", "tokens.css", "main.js", "chat.js", "stream.js", "tokens.js", "details.js", "settings.js"),
-    *("live.js", "elements.js", "icon.svg"),
+    *("live.js", "timeline.js", "steps.js", "timeline.css", "elements.js", "icon.svg"),
 )
 OPEN_PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
 POLICY = (

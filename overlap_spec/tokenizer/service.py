@@ -164,6 +164,7 @@ class TokenizerService:
             case Audited():
                 self.auditor.audited(message)
             case LivenessProbe():
+                self.trace.watch(message.watch_s)
                 self.report_alive()
             case Shutdown():
                 self._shut_down(message.drain)

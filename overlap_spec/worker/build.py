@@ -1,11 +1,13 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor."""
 
+import logging
 from pathlib import Path
 
 import torch
+from overlap_spec_kernels import GroupedKernel, NoLibraryError
 
 from overlap_spec import hub
-from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings
+from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings, cache_directory
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.models.interfaces import Progress
@@ -13,6 +15,7 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.quantization.grouped import in_16_bits
 from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
@@ -39,7 +42,10 @@ from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 EXACT = AcceptSettings()
+KERNELS = "kernels"  # of a CPU, in the cache directory
 UPLOADS = 4  # of a step: its integers; for grammars also slots, forced tokens and masks
+
+log = logging.getLogger(__name__)
 
 
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
@@ -48,11 +54,25 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
     method = method_of(settings.spec)
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
-    target = load_target(settings.model.files, dtype, place, progress)
+    kernel = _integer_kernel(settings)
+    target = load_target(settings.model.files, dtype, place, progress, kernel)
     proposer = method.load(settings.spec, target, progress)
+    if kernel is not None:
+        proposer = in_16_bits(proposer, kernel)
     if settings.spec.topk > 1 and proposer.profile.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
     return LoadedModels(target, proposer, method)
+
+
+def _integer_kernel(settings: Settings) -> GroupedKernel | None:
+    """The kernel for weights that stay in few bits, compiled at the first start; None: they become float32."""
+    if not settings.model.keeps_integers:
+        return None
+    try:
+        return GroupedKernel(Path(cache_directory()) / KERNELS)
+    except NoLibraryError as error:
+        log.warning("weights of the .gguf file become float32, which takes more memory and time: %s", error)
+        return None
 
 
 def _check_draft(spec: SpecSettings) -> None:

@@ -79,6 +79,7 @@ class Worker:
                         self._on_grammar(message)
                     case LivenessProbe():
                         num_probes += 1
+                        self._tracer.watch(message.watch_s)
                         self.report_alive(self._oldest_step_s(received))
                     case Shutdown():
                         return

@@ -1,23 +1,28 @@
 """When the worker received, launched and published each step, and when the device worked on it, on the host's clock.
 
-Steps leave points in the device's own time (`DeviceEvent`) as they are launched; all are turned into host time at the
-end, so that nothing is asked of the device meanwhile.
+Steps leave points in the device's own time (`DeviceEvent`) as they are launched. `DeviceTracer` turns all into host
+time at the end, so that nothing is asked of the device meanwhile. `LiveTracer` tells of the newest steps while it is
+asked, and never waits for the device: the two clocks meet where the host saw a step's tokens.
 """
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from overlap_spec.messages import Phase
-from overlap_spec.runtime.tracing import GPU, LAST_STEP_SPLIT, WORKER, Record, Recorder, Value
+from overlap_spec.messages import Phase, Record, Value
+from overlap_spec.runtime.tracing import GPU, LAST_STEP_SPLIT, WORKER, Recorder
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import Marks, ProfileMarks
 
+TimeOf = Callable[[DeviceEvent], float]  # time.monotonic() at which the device came to it
+
 MOST_STEPS = 20_000  # older ones make room
+MOST_LIVE_STEPS = 128  # between two questions: an answer takes the worker a millisecond at most
 REANCHOR_S = 1.0  # CUDA measures in float32 milliseconds: long distances lose microseconds
 TRIES = 8
 BEFORE_TOKENS, AFTER_TOKENS = "before tokens", "after tokens"
@@ -32,6 +37,10 @@ class StepTracer(Protocol):
         """Sync: never."""
         ...
 
+    def watch(self, seconds: float) -> None:
+        """The engine is watched from now on, for so many seconds; 0: tell nothing. Sync: never."""
+        ...
+
     def finish(self) -> None:
         """Write down what was seen. Sync: waits for the device; nothing may follow."""
         ...
@@ -41,6 +50,9 @@ class NoStepTracer:
     """Sees nothing."""
 
     def launched(self, handle: StepHandle) -> None:
+        pass
+
+    def watch(self, seconds: float) -> None:
         pass
 
     def finish(self) -> None:
@@ -62,6 +74,13 @@ class Seen:
     device: DeviceTimes
     marks: Marks
     left_out: int  # slots whose masks were late
+
+    @classmethod
+    def of(cls, handle: StepHandle, marks: Marks) -> "Seen":
+        """Of a step that has been launched."""
+        plan = handle.plan
+        sizes = len(plan.work), plan.width
+        return cls(plan.step_id, plan.phase, *sizes, handle.host, handle.device, marks, len(handle.left_out))
 
 
 class DeviceClock:
@@ -89,33 +108,17 @@ class DeviceClock:
         return self._begin + seconds * self._scale
 
 
-class DeviceTracer:
-    """Keeps the newest steps until the end. Made while the device is idle, after the warm-up."""
+class StepRecords:
+    """Writes down steps, once the device has done them."""
 
-    def __init__(self, trace: Recorder, device: Device, parts: ProfileMarks) -> None:
+    def __init__(self, trace: Recorder, device: Device) -> None:
         self._trace = trace
         self._track = GPU if device.torch_device.type == "cuda" else WORKER  # a CPU's work is within its launch
-        self._parts = parts
-        self._clock = DeviceClock(device)
-        self._seen: deque[Seen] = deque(maxlen=MOST_STEPS)
-        parts.take()  # those of the warm-up
 
-    def launched(self, handle: StepHandle) -> None:
-        """See `StepTracer`."""
-        plan = handle.plan
-        sizes, marks = (len(plan.work), plan.width), self._parts.take()
-        seen = Seen(plan.step_id, plan.phase, *sizes, handle.host, handle.device, marks, len(handle.left_out))
-        self._seen.append(seen)
-
-    def finish(self) -> None:
-        """See `StepTracer`."""
-        self._clock.settle()
-        for seen in self._seen:
-            self._add_host(seen)
-            self._add_device(seen)
-        last = self._seen[-1] if self._seen else None
-        if last is not None and last.phase is Phase.DECODE and (split := self._parts.split(last.device)):
-            self._trace.instant(LAST_STEP_SPLIT, last.step, **split)
+    def add(self, seen: Seen, at: TimeOf) -> None:
+        """Add the records of a step."""
+        self._add_host(seen)
+        self._add_device(seen, at)
 
     def _add_host(self, seen: Seen) -> None:
         host = seen.host
@@ -126,7 +129,7 @@ class DeviceTracer:
         if host.published:
             self._add(WORKER, "result sent", host.published, host.published, seen.step)
 
-    def _add_device(self, seen: Seen) -> None:
+    def _add_device(self, seen: Seen, at: TimeOf) -> None:
         """The step's parts, each ending where the next begins."""
         args: dict[str, Value] = {"phase": seen.phase.value, "batch": seen.batch, "width": seen.width}
         if seen.left_out:
@@ -136,18 +139,85 @@ class DeviceTracer:
         halves = [(seen.device.decided, "verify", "accept", before, BEFORE_TOKENS)]
         if seen.width > 1:
             halves.append((seen.device.end, "extend", "draft", after, AFTER_TOKENS))
-        begin = self._clock.at(seen.device.begin)
+        begin = at(seen.device.begin)
         for end, first, second, whole, half in halves:
             middle = [(marks[first], first), (end, second)] if first in marks else [(end, whole)]
             for event, name in middle:
-                at = max(self._clock.at(event), begin)
-                self._add(self._track, name, begin, at, seen.step, args | {"part": half})
-                begin = at
+                passed = max(at(event), begin)
+                self._add(self._track, name, begin, passed, seen.step, args | {"part": half})
+                begin = passed
 
     def _add(
         self, track: str, name: str, begin: float, end: float, step: int, args: dict[str, Value] | None = None
     ) -> None:
         self._trace.add(Record(track, name, begin, end, step, args or {}))
+
+
+class DeviceTracer:
+    """Keeps the newest steps until the end. Made while the device is idle, after the warm-up."""
+
+    def __init__(self, trace: Recorder, device: Device, parts: ProfileMarks) -> None:
+        self._trace = trace
+        self._records = StepRecords(trace, device)
+        self._parts = parts
+        self._clock = DeviceClock(device)
+        self._seen: deque[Seen] = deque(maxlen=MOST_STEPS)
+        parts.take()  # those of the warm-up
+
+    def launched(self, handle: StepHandle) -> None:
+        """See `StepTracer`."""
+        self._seen.append(Seen.of(handle, self._parts.take()))
+
+    def watch(self, seconds: float) -> None:
+        """All is written down at the end."""
+
+    def finish(self) -> None:
+        """See `StepTracer`."""
+        self._clock.settle()
+        for seen in self._seen:
+            self._records.add(seen, self._clock.at)
+        last = self._seen[-1] if self._seen else None
+        if last is not None and last.phase is Phase.DECODE and (split := self._parts.split(last.device)):
+            self._trace.instant(LAST_STEP_SPLIT, last.step, **split)
+
+
+class LiveTracer:
+    """Keeps the newest steps while the engine is watched."""
+
+    def __init__(self, trace: Recorder, device: Device) -> None:
+        self._trace = trace
+        self._records = StepRecords(trace, device)
+        self._seen: deque[Seen] = deque(maxlen=MOST_LIVE_STEPS)
+
+    def launched(self, handle: StepHandle) -> None:
+        """See `StepTracer`."""
+        if self._trace.is_on and self._trace.now():
+            self._seen.append(Seen.of(handle, ()))
+
+    def watch(self, seconds: float) -> None:
+        """See `StepTracer`. Tells of the steps since the last question that are done."""
+        if not seconds:
+            return
+        if not self._trace.is_on:
+            self._seen.clear()  # of long ago: the device's time is not told so far back
+        self._trace.watch(seconds)
+        done = []
+        while self._seen and self._seen[0].host.published and self._seen[0].device.end.passed():
+            done.append(self._seen.popleft())
+        if done:
+            at = _time_by_tokens(done)
+            for seen in done:
+                self._records.add(seen, at)
+
+    def finish(self) -> None:
+        """What was not asked for is lost."""
+
+
+def _time_by_tokens(done: Sequence[Seen]) -> TimeOf:
+    """Device time in the host's: tokens were out at most as late as the host saw them, and once hardly earlier."""
+    first = done[0].device.begin
+    begin = min(seen.host.published - seen.device.decided.since(first) for seen in done)
+    return lambda event: begin + event.since(first)
 
 
 def _reference(device: Device) -> tuple[DeviceEvent, float]:

@@ -40,7 +40,8 @@ from overlap_spec.worker.sizing.warmup import (
     run_uncaptured,
     warm_up,
 )
-from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
+from overlap_spec.worker.sizing.weight_formats import weight_formats
+from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 NO_CEILING = Roofline()
 
@@ -131,6 +132,7 @@ async def main(context: ActorContext) -> None:
     executor.forget()  # the tokens of the warm-up
     times.end("step times")
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
+    formats = weight_formats(settings, models)
     context.ready(
         WorkerFacts(
             device=device_name(settings.model.device),
@@ -149,6 +151,8 @@ async def main(context: ActorContext) -> None:
             verification=_verification_fact(settings.spec, models),
             acceptance=_acceptance_fact(settings.spec),
             logit_processor=settings.logit_processor or "none",
+            weight_format=formats[0],
+            draft_weight_format=formats[1],
             weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
             draft_weight_bytes=models.proposer.profile.num_bytes,
             kv_bytes_per_token=bytes_per_token(models, geometry.dtype),
@@ -198,6 +202,6 @@ def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geome
 
 
 def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
-    if context.settings.trace_dir is None:
-        return NO_TRACER
-    return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)
+    if context.settings.trace_dir is not None:
+        return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)
+    return LiveTracer(context.trace, executor.device) if context.settings.watched else NO_TRACER

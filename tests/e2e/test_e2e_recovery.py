@@ -134,11 +134,13 @@ async def same_streams(engine: Engine, count: int, disturbances: Sequence[Distur
     set_watchdog(engine, PATIENT_S)
     wanted = await answers(engine, requests)
     for number, what in enumerate(disturbances, 1):
+        first_worker = engine.facts.worker
         found = await disturbed(engine, requests, what, rng.uniform(0, 0.7))
         for ours, theirs in zip(found, wanted, strict=True):
             assert_same(ours, theirs)
         stats = await engine.client.stats()
         assert stats.recoveries_total == number and stats.replayed_total > 0
+        assert engine.facts.worker.start_s != first_worker.start_s, "they are the new worker's"
     await assert_nothing_is_left(engine)
 
 

@@ -12,11 +12,18 @@ import httpx
 import openai
 import pytest
 from support.command_line import Service, cpu_ticks, run_command
+from support.promql import alert_queries, dashboard_queries, mistakes, names_in
 
 from overlap_spec import Client, SamplingParams
 from overlap_spec.messages import Stats
 
 ABORT_S = 0.2
+ROLES = {"tokenizer", "scheduler", "worker"}
+ONLY_WHERE_KNOWN = {  # figures of a device whose ceilings are known, and of a draft that has been judged
+    "overlap_spec:step_efficiency",
+    *("overlap_spec:spec_class_accept_length", "overlap_spec:spec_class_usual_accept_length"),
+    "overlap_spec:spec_draft_collapsed",
+}
 LONG = {"ignore_eos": True, "max_tokens": 8000}
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 
@@ -41,6 +48,21 @@ def test_what_was_adjusted_is_logged(service: Service) -> None:
     assert service.logs("draft tokens set to (5, 4, 8): the default for Llama")
     assert service.logs("SGLANG_ENABLE_SPEC_V2 is set: overlap is always on")
     assert "Traceback" not in service.log()
+
+
+def test_top_finds_the_server_and_shows_what_it_has_done(service: Service) -> None:
+    httpx.post(f"{service.url}/v1/completions", json={"model": "tiny", "prompt": "a b", "max_tokens": 4}, timeout=60)
+    done = run_command(service.tmp_path, "top", "--once", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["url"], found["state"], found["method"], found["model"]) == (service.url, "ready", "EAGLE3", "tiny")
+    assert found["num_requests"] >= 1 and found["first_token_s"]["p50"] > 0 and set(found["last_sign_s"]) == ROLES
+
+
+def test_the_dashboard_asks_for_what_a_server_has(service: Service) -> None:
+    names = names_in(service.get("/metrics").text)
+    lacking = {line.rpartition(" ")[2] for line in mistakes([*dashboard_queries(), *alert_queries()], names)}
+    assert lacking <= ONLY_WHERE_KNOWN, "all others are there from the first scrape on"
 
 
 def test_the_curl_line_works_as_printed(service: Service) -> None:
@@ -133,6 +155,23 @@ def test_a_zmq_client_that_leaves_aborts_its_request(service: Service) -> None:
             return seconds
 
     assert min(asyncio.run(leave_in_the_middle()) for _ in range(2)) < ABORT_S
+
+
+def test_who_asks_sees_the_last_steps_of_every_process(service: Service) -> None:
+    """The first question starts the records; the answer to a later one has steps planned while others ran."""
+    assert service.get("/ui/timeline").json()["records"] == []
+    body = {"messages": QUESTION, "temperature": 0, **LONG, "max_tokens": 200}
+    assert httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    tracks = {"client", "tokenizer", "scheduler", "worker host"}
+    deadline, records = time.monotonic() + 10, []
+    while {record[0] for record in records} < tracks and time.monotonic() < deadline:
+        time.sleep(0.1)
+        records = service.get("/ui/timeline?steps=40").json()["records"]
+    assert {record[0] for record in records} == tracks
+    ends = {step: end for _, _, _, end, step, more in records if "phase" in more}  # the last of its parts
+    plans = {step: end for _, name, _, end, step, _ in records if name == "plan"}
+    queued = [plans[step + 1] < ends[step] for step in ends if step + 1 in plans]
+    assert len(queued) > 10 and sum(queued) > len(queued) / 2  # all, where a core is free for each process
 
 
 def test_server_info_shows_flags_and_facts_without_secrets(service: Service) -> None:

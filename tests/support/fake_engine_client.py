@@ -51,7 +51,7 @@ INFO = ServerInfo(
     architectures=("LlamaForCausalLM",),
     model_type="llama",
     settings={"page_size": 16, "api_key": "secret", "nested": {"api_key": "secret", "depth": 2}},
-    facts={"num_pages": 4},
+    facts=lambda: {"num_pages": 4},
 )
 
 

@@ -67,6 +67,7 @@ from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
+from support.tiny.grouped import GROUPED, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
@@ -88,6 +89,8 @@ def tiny_loaded(
 
     `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
     """
+    if family == GROUPED:
+        family, convert = "llama", with_grouped_linears
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = convert(load_tiny_target(checkpoint, dtype, place))
     if num_steps == 0:
@@ -105,7 +108,7 @@ class RingConfig:
     """What varies between rings."""
 
     method: str = "EAGLE3"  # one of `EVERY_METHOD`
-    family: str = "llama"  # one of `TINY_FAMILIES`: the target's
+    family: str = "llama"  # one of `TINY_FAMILIES`, or `GROUPED`: the target's
     num_steps: int = 3
     topk: int = 1  # guesses are trees where it is more
     num_draft_tokens: int | None = None  # width of the window; None: of a chain, or of a tree of some size

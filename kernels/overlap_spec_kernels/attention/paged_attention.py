@@ -135,6 +135,8 @@ class _Tiling(NamedTuple):
     block_d: int
     num_tiles: int
     num_splits: int
+    num_warps: int = 4
+    num_stages: int = 2
 
 
 def _tiling(
@@ -202,7 +204,8 @@ def _paged_attention_triton(
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_D=tiling.block_d,
-        num_stages=2,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
     )
     return _combine(out, stats, q.dtype) if split else out
 

@@ -1,7 +1,8 @@
 """The Triton functions of `filter_cutoff`, in the order of their launches.
 
     part_stats      (row, part)   the largest logit of each quarter of a part, the part's sum of weights
-    first_bracket   (row)         a bracket of the cutoff by those, and pivots in it
+    first_bracket   (row)         a bracket of the cutoff by those, and pivots in it; whether the drawn column is kept,
+                                  after which the other kernels leave the row alone
     count_above     (row, part)   weight, and number if that matters, of the columns from each pivot on
     narrow_bracket  (row)         the bracket between two pivots, and pivots in that
     count_above, narrow_bracket   twice more, where many columns are between
@@ -26,15 +27,18 @@ if TYPE_CHECKING:
 def part_stats_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
+    drawn_ptr: tl.tensor,
     maxima_ptr: tl.tensor,
     sums_ptr: tl.tensor,
+    before_ptr: tl.tensor,
     rows: int,
     columns: int,
     temperature_stride: int,
     QUARTER: tl.constexpr,
+    DRAWN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Maxima of quarters; the sum of exp((logit - the part's largest) / T)."""
+    """Maxima of quarters; the sum of exp((logit - the part's largest) / T), and of those before the drawn column."""
     row = tl.program_id(0).to(tl.int64)
     part = row * tl.num_programs(1) + tl.program_id(1)
     quarter = tl.arange(0, 4)
@@ -51,19 +55,28 @@ def part_stats_kernel(
         weights = tl.exp((logits - largest) * _inverse(temperature))
         tl.store(maxima_ptr + part * 4 + quarter, maxima)
         tl.store(sums_ptr + part, tl.sum(tl.sum(weights, axis=1), axis=0))
+        if DRAWN:
+            drawn, own = _drawn_of(logits_ptr, drawn_ptr, row, columns)
+            before = (logits > own) | ((logits == own) & (column < drawn))
+            tl.store(before_ptr + part * 2, tl.sum(tl.sum(tl.where(before, weights, 0.0), axis=1), axis=0))
+            tl.store(before_ptr + part * 2 + 1, tl.sum(tl.sum(before.to(tl.float32), axis=1), axis=0))
 
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
 def first_bracket_kernel(
+    logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
+    drawn_ptr: tl.tensor,
     maxima_ptr: tl.tensor,
     sums_ptr: tl.tensor,
+    before_ptr: tl.tensor,
     brackets_ptr: tl.tensor,
     pivots_ptr: tl.tensor,
     fill_ptr: tl.tensor,
+    settled_ptr: tl.tensor,
     rows: int,
     columns: int,
     temperature_stride: int,
@@ -73,6 +86,7 @@ def first_bracket_kernel(
     num_parts: int,
     PARTS: tl.constexpr,
     PIVOTS: tl.constexpr,
+    DRAWN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A slot without filters, or greedy, keeps everything. min_p is a bound; a small top_k needs no pivots."""
@@ -87,7 +101,7 @@ def first_bracket_kernel(
     min_p = tl.load(min_p_ptr + slot * min_p_stride)
     limited = (temperature > 0) & ((top_k < columns) | (top_p < 1))
     lo, hi, largest, spread = float("-inf"), float("inf"), 0.0, 0.0
-    target, few = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    target, few, settled = tl.zeros([], tl.float64), tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
     if (temperature > 0) & ((top_k < columns) | (top_p < 1) | (min_p > 0)):
         group, part = tl.arange(0, 4 * PARTS), tl.arange(0, PARTS)
         there = group < 4 * num_parts
@@ -99,6 +113,14 @@ def first_bracket_kernel(
         target = tl.where(top_p < 1, top_p * total, float("inf")).to(tl.float64)
         if min_p > 0:
             lo = _at_least(largest.to(tl.float64) + temperature * tl.log(min_p))
+        if DRAWN:
+            drawn, own = _drawn_of(logits_ptr, drawn_ptr, row, columns)
+            before_ptrs = before_ptr + (row * num_parts + part) * 2
+            masses = tl.load(before_ptrs, mask=part < num_parts, other=0.0)
+            mass = tl.sum(masses * tl.exp((of_parts - largest) * _inverse(temperature)), axis=0).to(tl.float64)
+            count = tl.sum(tl.load(before_ptrs + 1, mask=part < num_parts, other=0.0), axis=0)
+            is_kept = (mass < target) & (count < top_k) & (own >= lo)
+            settled = (is_kept | (drawn < 0)).to(tl.int32)
         if top_p < 1:  # all that is below weighs less than what may be dropped
             below = tl.log(columns / (tl.maximum(1 - top_p, 1e-30) * total)) + 1e-3
             lo = tl.maximum(lo, (largest.to(tl.float64) - temperature * below).to(tl.float32))
@@ -109,6 +131,9 @@ def first_bracket_kernel(
         hi = _after(largest)
         smallest = tl.min(tl.where(there, maxima, float("inf")), axis=0)
         spread = tl.where(lo > float("-inf"), largest - lo, tl.minimum(4 * (largest - smallest), 3.0e38) + 1e-3)
+    if DRAWN:
+        limited &= settled == 0
+        tl.store(settled_ptr + row, settled)
     is_open = limited.to(tl.float64)
     counting = tl.where(limited & (few == 0), tl.where(top_k < columns, 2.0, 1.0), 0.0)
     bracket_ptr = brackets_ptr + row * 16
@@ -185,8 +210,9 @@ def narrow_bracket_kernel(
         pivot, part = tl.arange(0, PIVOTS), tl.arange(0, PARTS)
         place = (row * num_parts + part[:, None]) * PIVOTS + pivot[None, :]
         there = (part < num_parts)[:, None]
-        counts = tl.sum(tl.load(counts_ptr + place, mask=there, other=0.0).to(tl.float64), axis=0)
-        counts = tl.where(counting > 1, counts, 0.0)
+        num_counted = tl.where(counting > 1, num_parts, 0)
+        counts = tl.load(counts_ptr + place, mask=(part < num_counted)[:, None], other=0.0).to(tl.float64)
+        counts = tl.sum(counts, axis=0)
         masses = tl.sum(tl.load(masses_ptr + place, mask=there, other=0.0).to(tl.float64), axis=0)
         pivots = tl.load(pivots_ptr + row * PIVOTS + pivot)
         does = (counts >= top_k) | (masses >= target)
@@ -331,6 +357,14 @@ def _sum_above(
         above = (index < size) & (value >= lo) & (value < hi) & (_key(value) > key)
         found += tl.where(above, one + (tl.exp((value - top) * inverse) * unit).to(tl.int64), 0)
     return tl.sum(found, axis=0)
+
+
+@TritonKernel
+def _drawn_of(logits_ptr: tl.tensor, drawn_ptr: tl.tensor, row: tl.tensor, columns: int) -> tuple[tl.tensor, tl.tensor]:
+    """The row's drawn column, negative if there is none, and its logit."""
+    drawn = tl.load(drawn_ptr + row)
+    own = tl.load(logits_ptr + row * columns + drawn, mask=drawn >= 0, other=float("inf"))
+    return drawn, own.to(tl.float32)
 
 
 @TritonKernel

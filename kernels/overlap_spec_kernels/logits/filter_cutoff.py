@@ -53,6 +53,13 @@ class Cutoff(NamedTuple):
     last: Tensor  # [B, R] i64
 
 
+class Search(NamedTuple):
+    """What `search_cutoff` has found for B slots of R rows."""
+
+    cutoff: Cutoff
+    settled: Tensor  # [B * R] i32: 1 where the filters keep the drawn column, so that the row has no cutoff
+
+
 def filter_cutoff(logits: Tensor, temperature: Tensor, filters: Filters) -> Cutoff:
     """Where the filters end each row. A greedy slot's rows keep everything.
 
@@ -101,6 +108,17 @@ def _cutoff_by_sort(
 
 
 def _filter_cutoff_triton(logits: Tensor, temperature: Tensor, filters: Filters) -> Cutoff:
+    return search_cutoff(logits, temperature, filters).cutoff
+
+
+def search_cutoff(logits: Tensor, temperature: Tensor, filters: Filters, drawn: Tensor | None = None) -> Search:
+    """The kernels of `filter_cutoff`, whose arguments they take. Sync: never.
+
+    `drawn`: a column of each row (negative: none). The rows whose filters keep it are not searched. Whether they do
+    is known after one look at the row: only what is before that column counts.
+
+    Shapes: drawn [B, R] i64.
+    """
     batch, rows, columns = logits.shape
     num_rows, device = batch * rows, logits.device
     part = max(next_power_of_2(ceil_div(columns, _PARTS)), _SMALL_PART)
@@ -109,22 +127,26 @@ def _filter_cutoff_triton(logits: Tensor, temperature: Tensor, filters: Filters)
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    maxima, sums = floats(num_rows, num_parts, 4), floats(num_rows, num_parts)
+    maxima, sums, before = floats(num_rows, num_parts, 4), floats(num_rows, num_parts), floats(num_rows, num_parts, 2)
     brackets = torch.empty(num_rows, 16, dtype=torch.float64, device=device)
     pivots, fill = floats(num_rows, _PIVOTS), torch.empty(num_rows, dtype=torch.int32, device=device)
     counts, masses = floats(num_rows, num_parts, _PIVOTS), floats(num_rows, num_parts, _PIVOTS)
     listed = floats(num_rows, _CAPACITY)
     listed_at = torch.empty_like(listed, dtype=torch.int32)
     cutoff = Cutoff(floats(batch, rows), torch.empty(batch, rows, dtype=torch.int64, device=device))
+    settled = torch.empty_like(fill)
     launch, grid = dependent_launch(device, num_rows), (num_rows, num_parts)
     parts, t_stride = next_power_of_2(num_parts), temperature.stride(0)
+    of_drawn = {"DRAWN": drawn is not None, **launch}
+    drawn = settled if drawn is None else drawn
     part_stats_kernel[grid](
-        logits, temperature, maxima, sums, rows, columns, t_stride, QUARTER=part // 4, num_warps=8, **launch
-    )
+        logits, temperature, drawn, maxima, sums, before, rows, columns, t_stride, QUARTER=part // 4, num_warps=8,
+        **of_drawn,
+    )  # fmt: skip
     first_bracket_kernel[(num_rows,)](
-        temperature, *filters, maxima, sums, brackets, pivots, fill, rows, columns,
+        logits, temperature, *filters, drawn, maxima, sums, before, brackets, pivots, fill, settled, rows, columns,
         t_stride, *(values.stride(0) for values in filters), num_parts, PARTS=parts, PIVOTS=_PIVOTS, num_warps=4,
-        **launch,
+        **of_drawn,
     )  # fmt: skip
     for _ in range(_LEVELS):
         count_above_kernel[grid](
@@ -141,4 +163,4 @@ def _filter_cutoff_triton(logits: Tensor, temperature: Tensor, filters: Filters)
         logits, temperature, brackets, fill, listed, listed_at, *cutoff, rows, columns, t_stride,
         CAPACITY=_CAPACITY, BLOCK=_BLOCK, num_warps=8, **launch,
     )  # fmt: skip
-    return cutoff
+    return Search(cutoff, settled)

@@ -8,7 +8,7 @@ take the largest logit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ _NUM_WARPS = 4
 _MANY_ROWS = 64  # from here on a program draws for several rows, for which it computes the tokens' keys once
 _GROUP = 4  # so many
 _SLICE = 1 << 22  # logits that the twin draws from at once: bounds its float64 workspace to a few hundred MiB
+
+
+class Draws(NamedTuple):
+    """What is drawn from, and by which noise: the arguments of `gumbel_argmax`."""
+
+    logits: Tensor
+    positions: Tensor
+    temperature: Tensor
+    seed: Tensor
+    token_ids: Tensor
 
 
 def gumbel_argmax(
@@ -85,43 +95,46 @@ def _gumbel_argmax_triton(
     token_ids: Tensor,
     cutoff: Cutoff | None = None,
 ) -> Tensor:
+    out = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    return draw_columns(Draws(logits, positions, temperature, seed, token_ids), out, cutoff)
+
+
+def draw_columns(draws: Draws, out: Tensor, cutoff: Cutoff | None = None, settled: Tensor | None = None) -> Tensor:
+    """The kernels of `gumbel_argmax`. Sync: never.
+
+    Where `settled` is not 0, `out` stays as it is. Shapes: out [B, R] i64, settled [B * R] i32.
+    """
+    logits, positions, temperature, seed, token_ids = draws
     batch, rows, columns = logits.shape
     num_rows, num_parts = batch * rows, ceil_div(columns, _PART)
     group = _GROUP if num_rows >= _MANY_ROWS else 1
     at = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
-    out = torch.empty(batch, rows, dtype=torch.int64, device=logits.device)
     launch = dependent_launch(logits.device, num_rows)
     sizes = (rows, columns, num_parts, *positions.stride(), temperature.stride(0), seed.stride(0))
+    skips = {"SKIPS": settled is not None, "NOTHING": NO_TOKEN, **launch}
+    settled = at if settled is None else settled
     _best_of_part_kernel[(ceil_div(num_rows, group), num_parts)](
-        logits,
-        positions,
-        temperature,
-        seed,
-        token_ids,
+        *draws,
         *((logits, at) if cutoff is None else cutoff),
+        settled,
         at,
         num_rows,
         *sizes,
         PART=_PART,
         GROUP=group,
         CUT=cutoff is not None,
-        NOTHING=NO_TOKEN,
         num_warps=_NUM_WARPS,
-        **launch,
+        **skips,
     )
     _best_of_row_kernel[(num_rows,)](
-        logits,
-        positions,
-        temperature,
-        seed,
-        token_ids,
+        *draws,
+        settled,
         at,
         out,
         *sizes,
         BLOCK=next_power_of_2(num_parts),
-        NOTHING=NO_TOKEN,
         num_warps=1 if num_parts <= 64 else 4,
-        **launch,
+        **skips,
     )
     return out
 
@@ -135,6 +148,7 @@ def _best_of_part_kernel(
     token_ids_ptr: tl.tensor,
     least_ptr: tl.tensor,
     last_ptr: tl.tensor,
+    settled_ptr: tl.tensor,
     at_ptr: tl.tensor,
     num_rows: int,
     rows: int,
@@ -147,6 +161,7 @@ def _best_of_part_kernel(
     PART: tl.constexpr,
     GROUP: tl.constexpr,
     CUT: tl.constexpr,
+    SKIPS: tl.constexpr,
     NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -165,7 +180,10 @@ def _best_of_part_kernel(
     for row in range(first, tl.minimum(first + GROUP, num_rows)):
         row = tl.cast(row, tl.int64)
         slot = row // rows
-        logits = tl.load(logits_ptr + row * columns + column, mask=inside, other=float("-inf")).to(tl.float32)
+        there = inside
+        if SKIPS:
+            there = inside & (tl.load(settled_ptr + row) == 0)
+        logits = tl.load(logits_ptr + row * columns + column, mask=there, other=float("-inf")).to(tl.float32)
         if CUT:
             least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
             kept = (logits > least) | ((logits == least) & (column <= last))
@@ -216,6 +234,7 @@ def _best_of_row_kernel(
     temperature_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
+    settled_ptr: tl.tensor,
     at_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows: int,
@@ -226,6 +245,7 @@ def _best_of_row_kernel(
     temperature_stride: int,
     seed_stride: int,
     BLOCK: tl.constexpr,
+    SKIPS: tl.constexpr,
     NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -248,7 +268,10 @@ def _best_of_row_kernel(
     drawn = (value == tl.max(value, axis=0)) & (at >= 0)
     first = tl.min(tl.where(drawn, at, 0x7FFFFFFF), axis=0)
     has_drawn = (first < columns) & (tl.min(at, axis=0) > NOTHING)
-    tl.store(out_ptr + row, tl.where(has_drawn, first, NOTHING).to(tl.int64))
+    is_asked = True
+    if SKIPS:
+        is_asked = tl.load(settled_ptr + row) == 0
+    tl.store(out_ptr + row, tl.where(has_drawn, first, NOTHING).to(tl.int64), mask=is_asked)
 
 
 @TritonKernel

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.config import (
+    DUMMY,
     PLAIN,
     ApiKeys,
     AttentionSettings,
@@ -67,6 +68,7 @@ def resolve(
             device=device,
             max_len=_resolve_context(config, files),
             aliases=tuple(aliases),
+            keeps_integers=_keeps_integers(config, device, files),
         ),
         spec=spec,
         cache=_resolve_cache(config),
@@ -248,6 +250,12 @@ def _resolve_dtype(config: EngineConfig, device: str) -> str:
     return config.dtype
 
 
+def _keeps_integers(config: EngineConfig, device: str, files: ModelFiles) -> bool:
+    """Unless the flag names a type, which the weights then become."""
+    is_gguf = files.weights.endswith(".gguf") and files.load_format != DUMMY
+    return is_gguf and device == "cpu" and config.dtype == "auto"
+
+
 def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
     asked = config.context_length
     if asked is not None and asked > files.context_length:
@@ -317,7 +325,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "speculative_algorithm": spec.method,
         "speculative_draft_model_path": spec.draft_path,
         "speculative_draft_load_format": spec.draft_load_format if speculating else None,
-        "speculative_draft_model_quantization": "unquant" if drafts else None,
+        "speculative_draft_model_quantization": spec.draft_quantization if drafts else None,
         "speculative_num_steps": spec.num_steps if speculating else None,
         "speculative_eagle_topk": spec.topk if speculating else None,
         "speculative_num_draft_tokens": spec.width if speculating else None,

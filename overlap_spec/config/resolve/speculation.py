@@ -144,15 +144,12 @@ def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]
                 "speculative_simulate_acc_len", f"a step commits at most {longest} tokens (the draft's), got {mean}"
             )
         notes.append(synthetic_acceptance(mean))
-    if config.speculative_draft_model_quantization not in (None, "unquant"):
-        raise ConfigError(
-            "speculative_draft_model_quantization",
-            f"no weights are quantised yet, got {config.speculative_draft_model_quantization!r}; use unquant, or a"
-            " --dtype of 16 bits",
-        )
     inherited = "auto" if config.load_format == "gguf" else config.load_format  # a draft is never a .gguf file
     return msgspec.structs.replace(
-        spec, draft_load_format=config.speculative_draft_load_format or inherited, simulated_accept_len=mean
+        spec,
+        draft_load_format=config.speculative_draft_load_format or inherited,
+        draft_quantization=config.speculative_draft_model_quantization,
+        simulated_accept_len=mean,
     )
 
 

@@ -109,6 +109,7 @@ def load_language_draft(source: DraftSource, target: LoadedTarget) -> LanguageDr
         context_length=0,  # the target's applies
         vocab_size=0,  # the weights' applies
         load_format=source.load_format,
+        quantization=source.quantization,
     )
     wanted = source.target_ids(target)
     return LanguageDraftWeights.of(

@@ -6,14 +6,18 @@ Canonical names are Hugging Face's without the leading `model.`: `layers.0.self_
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
+from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.finite import FiniteSums, damage_in
+from overlap_spec.models.quantization.forms import LinearForms
+from overlap_spec.models.quantization.grouped import KeptIntegers, grouped_linear
 
 Shape = tuple[int, ...]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -47,6 +51,9 @@ class TensorSource(Protocol):
 class Weights(Protocol):
     """Tensors by canonical name: a checkpoint's, or random ones (`dummy.py`)."""
 
+    scheme: QuantizationScheme | None  # the format of linears; None: 16 bits or wider
+    forms: LinearForms  # what the model's linears become
+
     @property
     def origin(self) -> str:
         """Directory or file, for messages."""
@@ -66,12 +73,24 @@ class Weights(Protocol):
         """The file that holds a tensor."""
         ...
 
+    def covers(self, name: str) -> bool:
+        """Whether a linear has the format `scheme`, by its names here and in the file."""
+        ...
+
     def take(self, name: str, shape: Shape) -> Tensor:
         """A weight, in the model's dtype on its device. Raises: CheckpointError."""
         ...
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU. Raises: CheckpointError."""
+        ...
+
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """A linear of these weights, below one another, that keeps their integers; None if they are to be floats."""
+        ...
+
+    def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """A tensor of a format of few bits, as it is in the file, on the model's device. Raises: CheckpointError."""
         ...
 
     def skip(self, *names: str) -> None:
@@ -97,15 +116,24 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
+        kept: KeptIntegers | None = None,
     ) -> None:
         self._source = source
+        self._kept = kept
         self._dtype = dtype
         self._device = device
         self._progress = progress
         self._shapes = source.shapes()
         self._names = _canonical_names(source, self._shapes, canonical)
+        self.scheme: QuantizationScheme | None = None
+        self.forms = LinearForms(dtype, device)
         self._taken: set[str] = set()
         self._sums = FiniteSums()
+
+    def in_format(self, scheme: QuantizationScheme | None) -> Self:
+        """The same, with linears in this format."""
+        self.scheme = scheme
+        return self
 
     @property
     def origin(self) -> str:
@@ -127,6 +155,11 @@ class Checkpoint:
         """The file that holds a tensor. Raises: CheckpointError if it is missing."""
         return self._source.file_of(self._actual(name))
 
+    def covers(self, name: str) -> bool:
+        """Whether a linear has the format `scheme`, by its names here and in the file."""
+        stored = self._names.get(f"{name}.weight", name).removesuffix(".weight")
+        return self.scheme is not None and self.scheme.covers(name) and self.scheme.covers(stored)
+
     def take(self, name: str, shape: Shape) -> Tensor:
         """A weight, in the model's dtype on its device.
 
@@ -134,22 +167,34 @@ class Checkpoint:
         """
         tensor = self.take_raw(name, shape)
         if tensor.dtype not in WEIGHT_TYPES:
-            expected = ", ".join(map(type_name, WEIGHT_TYPES))
-            raise CheckpointError(
-                f"{self.file_of(name)}: tensor {self._names[name]}: found type {type_name(tensor.dtype)}, expected one"
-                f" of {expected}: the config names no format of weights in fewer bits"
-            )
+            raise self._unexpected(name, tensor, WEIGHT_TYPES)
         tensor = tensor.to(device=self._device, dtype=self._dtype).contiguous()
         self._sums.add(name, tensor)
         return tensor
 
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """See `Weights`."""
+        if self._kept is None:
+            return None
+        stacked = [self._kept.read(self._checked(name, shape)) for name, shape in shapes.items()]
+        found = [groups for groups in stacked if groups is not None]
+        if len(found) < len(stacked):
+            return None
+        for name, groups in zip(shapes, found, strict=True):
+            self.skip(name)
+            self._sums.add(name, groups.scales if groups.offsets is None else groups.scales + groups.offsets)
+        return grouped_linear(found, bias, self._kept.kernel)
+
+    def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """See `Weights`."""
+        tensor = self.take_raw(name, shape)
+        if tensor.dtype not in dtypes:
+            raise self._unexpected(name, tensor, dtypes)
+        return tensor.to(self._device)
+
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU, or without values."""
-        actual = self._actual(name, shape)
-        if (found := self._shapes[actual]) != shape:
-            raise CheckpointError(
-                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
-            )
+        actual = self._checked(name, shape)
         self.skip(name)
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self._source.dtype(actual), device=self._device)
@@ -183,6 +228,23 @@ class Checkpoint:
                 raise CheckpointError(damage)
             if damage is not None:
                 log.warning("%s; requests with a token of such a row will end with an error", damage)
+
+    def _checked(self, name: str, shape: Shape) -> str:
+        """The name in the source of a tensor of this shape."""
+        actual = self._actual(name, shape)
+        if (found := self._shapes[actual]) != shape:
+            raise CheckpointError(
+                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
+            )
+        return actual
+
+    def _unexpected(self, name: str, found: Tensor, expected: tuple[torch.dtype, ...]) -> CheckpointError:
+        format_ = "no format of weights in fewer bits" if self.scheme is None else self.scheme.stored.value
+        words = f"{'one of ' if len(expected) > 1 else ''}{', '.join(map(type_name, expected))}"
+        return CheckpointError(
+            f"{self.file_of(name)}: tensor {self._names[name]}: found type {type_name(found.dtype)}, expected {words}:"
+            f" the config names {format_}"
+        )
 
     def _actual(self, name: str, shape: Shape | None = None) -> str:
         if (actual := self._names.get(name)) is None:

@@ -13,11 +13,14 @@ from overlap_spec.config.draft_kind import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
 from overlap_spec.hub.json_file import read_json
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.token_map import read_token_map
 from overlap_spec.models.interfaces import LoadedTarget, Progress
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.dummy import DummyWeights
 from overlap_spec.models.loading.sources import open_directory
+
+DRAFT_FLAG = "--speculative-draft-model-quantization"
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -26,7 +29,11 @@ def ignore_progress(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A draft's directory and load format. `token_map`: file of the target tokens that it may guess (FR-Spec)."""
+    """A draft's directory and load format.
+
+    `token_map`: file of the target tokens that it may guess (FR-Spec). `quantization`: fp8, unquant, or None for what
+    its own config.json names; a draft never has its target's format.
+    """
 
     path: str
     dtype: torch.dtype
@@ -34,6 +41,7 @@ class DraftSource:
     load_format: str = "auto"
     token_map: str | None = None
     progress: Progress = ignore_progress
+    quantization: str | None = None
 
     @classmethod
     def for_target(
@@ -43,9 +51,11 @@ class DraftSource:
         progress: Progress = ignore_progress,
         load_format: str = "auto",
         token_map: str | None = None,
+        quantization: str | None = None,
     ) -> "DraftSource":
         """The source for a draft with the target's dtype and device."""
-        return cls(path, target.embedding.dtype, target.embedding.device, load_format, token_map, progress)
+        like = target.embedding
+        return cls(path, like.dtype, like.device, load_format, token_map, progress, quantization)
 
     @property
     def is_dummy(self) -> bool:
@@ -76,9 +86,10 @@ class DraftSource:
 
     def weights(self, canonical: Callable[[str], str], made_up_ids: Tensor | None = None) -> Weights:
         """The tensors by canonical name. `made_up_ids`: the tokens that a random head guesses."""
+        scheme = quantization_scheme(self.config(), self.origin, self.quantization, DRAFT_FLAG)
         if self.is_dummy:
-            return DummyWeights(self.path, self.dtype, self.device, self.progress, made_up_ids)
-        return Checkpoint(self._open(), canonical, self.dtype, self.device, self.progress)
+            return DummyWeights(self.path, self.dtype, self.device, self.progress, made_up_ids).in_format(scheme)
+        return Checkpoint(self._open(), canonical, self.dtype, self.device, self.progress).in_format(scheme)
 
     def names(self) -> tuple[str, ...]:
         """The names of all tensors, as in the file."""

@@ -4,15 +4,23 @@ Speed depends on shapes, not on values, so a benchmark needs a config.json only.
 that activations stay finite in 16 bits: linears are normal(0, 0.02) as before training, norms are 1, biases 0.
 """
 
+import math
+from collections.abc import Mapping
+from typing import Self
+
 import torch
 from torch import Tensor
 
+from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.checkpoint import Shape
+from overlap_spec.models.quantization.forms import LinearForms
 
 SEED = 1234
 SCALE = 0.02  # standard deviation with which Llama models are initialised
+OF_FLOAT8, OF_INT4 = SCALE / 64, SCALE / 4.6  # the same, over that of random values of 8 and 4 bits
 
 
 class DummyWeights:
@@ -35,7 +43,14 @@ class DummyWeights:
         self._progress = progress
         self._random = None if device.type == "meta" else torch.Generator(device).manual_seed(SEED)
         self._num_taken = 0
+        self.scheme: QuantizationScheme | None = None
+        self.forms = LinearForms(dtype, device)
         self._raw = {} if target_ids is None else {"d2t": target_ids - torch.arange(len(target_ids))}
+
+    def in_format(self, scheme: QuantizationScheme | None) -> Self:
+        """The same, with linears in this format."""
+        self.scheme = scheme
+        return self
 
     def __contains__(self, name: str) -> bool:
         return name in self._raw
@@ -49,6 +64,9 @@ class DummyWeights:
 
     def file_of(self, name: str) -> str:
         return self.origin
+
+    def covers(self, name: str) -> bool:
+        return self.scheme is not None and self.scheme.covers(name)
 
     def take(self, name: str, shape: Shape) -> Tensor:
         """See `Weights`: a new tensor, made on the device without a copy on the host."""
@@ -64,11 +82,35 @@ class DummyWeights:
             raise CheckpointError(f"{self.origin}: tensor {name} is missing")
         return self._raw[name]
 
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """Random weights are floats."""
+        return None
+
+    def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """See `Weights`: random bits, with one scale for all of them and zero points in the middle."""
+        dtype = dtypes[0]
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            is_float8 = self.scheme is not None and self.scheme.bits == 8
+            wide = torch.float32 if is_float8 else torch.float16  # as published
+            return torch.full(shape, OF_FLOAT8 if is_float8 else OF_INT4, dtype=wide, device=self._device)
+        if "zero" in name:
+            offset = 0 if self.scheme is None else self.scheme.zero_offset
+            return torch.full(shape, _eight(8 - offset), dtype=dtype, device=self._device)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        bits = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=self._device, generator=self._random)
+        return (bits & 0xF7 if dtype.itemsize == 1 else bits).view(dtype).view(shape)  # of 8 bits no NaN
+
     def skip(self, *names: str) -> None:
         """Nothing is left over."""
 
     def finish(self) -> None:
         """Nothing is left over."""
+
+
+def _eight(value: int) -> int:
+    """Eight times these 4 bits, as a signed word."""
+    word = value * 0x11111111
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 def spread_target_ids(draft_vocab_size: int | None, vocab_size: int) -> Tensor | None:

@@ -17,6 +17,7 @@ from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights, type_name
+from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.work import count_bytes
 
 _AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -79,7 +80,7 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
         norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{index}.weight", (width,)), eps) for index in indices)
     if config.fused_size == hidden and "fc.weight" not in checkpoint:
         return Eagle3Fusion(norms, None)
-    weight = checkpoint.take("fc.weight", (hidden, config.fused_size))
+    weight = take_matrix(checkpoint, "fc", (hidden, config.fused_size))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
     return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 

@@ -16,6 +16,7 @@ from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_layer
 from overlap_spec.models.loading.parts import finish, mapped_head
+from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.work import count_bytes
 
 
@@ -45,7 +46,7 @@ def load_eagle(
 
 def _load_fc(config: EagleConfig, checkpoint: Weights) -> AnyLinear:
     hidden = config.llama.hidden_size
-    weight = checkpoint.take("fc.weight", (hidden, 2 * hidden))
+    weight = take_matrix(checkpoint, "fc", (hidden, 2 * hidden))
     has_bias = config.fc_bias or "fc.bias" in checkpoint
     return make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from overlap_spec_kernels import GroupedKernel
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
@@ -25,6 +27,7 @@ from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -40,19 +43,26 @@ def read_target_config(files: ModelFiles) -> TargetConfig:
 
 
 def load_target(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress = ignore_progress
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = ignore_progress,
+    kernel: GroupedKernel | None = None,
 ) -> LoadedTarget:
     """Load a target's weights, converted to its dtype and device.
 
+    `kernel`: linears of a .gguf file keep its integers and multiply with this kernel; None: all become floats.
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
+    scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     weights: Weights
     if files.load_format == DUMMY:
-        weights = DummyWeights(files.weights, dtype, device, progress)
+        weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
     else:
         source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
-        weights = Checkpoint(source, canonical_name, dtype, device, progress)
+        kept = KeptIntegers(source.groups, kernel) if kernel is not None and isinstance(source, GgufSource) else None
+        weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
     return architecture_of(files.config, _origin(files)).load(config, weights)
 

@@ -17,6 +17,7 @@ from overlap_spec.models.layers.embedding import DraftInput
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import count_bytes
 
@@ -85,7 +86,7 @@ def _load_layer(
     prefix, hidden = f"layers.{index}", config.hidden_size
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
     hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
-    weight = checkpoint.take(f"{prefix}.{layout.fc}.weight", (hidden, 2 * hidden))
+    weight = take_matrix(checkpoint, f"{prefix}.{layout.fc}", (hidden, 2 * hidden))
     fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
     shape = config.attention_shape(window)
     layer = llama_loader.load_layer(config, checkpoint, index, shape, hidden, "input_layernorm")

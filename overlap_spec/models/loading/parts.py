@@ -14,6 +14,7 @@ from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
+from overlap_spec.models.loading.quantized import is_quantized, is_stored_quantized, take_quantized
 
 DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved; computed from the config
 
@@ -34,9 +35,11 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
     if tied:
         if HEAD in checkpoint:
             _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
-        return embedding.tied_head()
+        return checkpoint.take_grouped({EMBEDDING: shape}, None) or embedding.tied_head()
+    if is_stored_quantized(checkpoint, "lm_head"):
+        return take_quantized(checkpoint, {"lm_head": embedding.vocab_size}, embedding.size)
     try:
-        return Linear(checkpoint.take(HEAD, shape))
+        return checkpoint.take_grouped({HEAD: shape}, None) or Linear(checkpoint.take(HEAD, shape))
     except CheckpointError as error:
         hint = "" if HEAD in checkpoint else ", because tie_word_embeddings is false in config.json"
         raise CheckpointError(f"{error}{hint}") from None
@@ -63,10 +66,19 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
     return target.head.rows(ids), ids
 
 
-def take_linear(checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False) -> AnyLinear:
-    """Stack linears with the same input. `sizes`: output rows by name."""
-    weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    return make_linear(_stacked(weights), _biases(checkpoint, sizes) if bias else None)
+def take_linear(
+    checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False, order: Tensor | None = None
+) -> AnyLinear:
+    """Stack linears with the same input. `sizes`: output rows by name. `order`: of all rows; None: as stored."""
+    biases = _biases(checkpoint, sizes) if bias else None
+    if is_quantized(checkpoint, sizes):
+        linear = take_quantized(checkpoint, sizes, input_size, biases)
+        return linear if order is None else linear.rows(order.to(linear.device))
+    shapes = {f"{name}.weight": (size, input_size) for name, size in sizes.items()}
+    if order is None and (kept := checkpoint.take_grouped(shapes, biases)) is not None:
+        return kept
+    stacked = _stacked([checkpoint.take(name, shape) for name, shape in shapes.items()])
+    return make_linear(stacked if order is None else stacked[order.to(stacked.device)], biases)
 
 
 def take_qkv(

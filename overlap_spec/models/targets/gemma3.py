@@ -32,7 +32,6 @@ PATTERN = 6  # every so manieth layer has no window
 def read_config(config: Mapping[str, Any], origin: str) -> DecoderConfig:
     """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
     reader = ConfigReader(config, origin)
-    reader.refuse_quantized()
     reader.refuse_unless("hidden_activation", "gelu_pytorch_tanh")
     for key in ("attention_bias", "use_bidirectional_attention"):
         reader.refuse_unless(key, False)

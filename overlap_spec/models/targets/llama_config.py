@@ -43,7 +43,6 @@ class LlamaConfig:
         """
         reader, family = ConfigReader(config, origin), family_of(config)
         reader.refuse_unless("hidden_act", "silu", "swish")
-        reader.refuse_quantized()
         heads, kv_heads, head_dim = reader.heads(family.head_dim)
         return cls(
             hidden_size=reader.size("hidden_size"),

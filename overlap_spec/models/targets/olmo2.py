@@ -24,7 +24,6 @@ NO_NORM = NoNorm()
 def read_config(config: Mapping[str, Any], origin: str) -> DecoderConfig:
     """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
     reader = ConfigReader(config, origin)
-    reader.refuse_quantized()
     reader.refuse_unless("hidden_act", "silu", "swish")
     reader.refuse_unless("attention_bias", False)
     reader.refuse_unless("sliding_window", None)

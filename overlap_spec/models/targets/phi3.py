@@ -21,7 +21,6 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention
-from overlap_spec.models.layers.linear import make_linear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig, partial_rotary_factor
@@ -34,7 +33,6 @@ from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 def read_config(config: Mapping[str, Any], origin: str) -> DecoderConfig:
     """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
     reader = ConfigReader(config, origin)
-    reader.refuse_quantized()
     reader.refuse_unless("hidden_act", "silu", "swish")
     heads = reader.heads()
     shape = AttentionShape(*heads, heads[2] ** -0.5, reader.window(), _rope(reader, heads[2]))
@@ -70,11 +68,12 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNo
     name, shape = f"layers.{index}", config.shapes[index]
     hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * dim
-    qkv = checkpoint.take(f"{name}.self_attn.qkv_proj.weight", (rows, hidden))
+    order = _rotated_first(shape) if shape.rope.num_fixed else None
+    qkv = take_linear(checkpoint, {f"{name}.self_attn.qkv_proj": rows}, hidden, order=order)
     output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, shape.num_heads * dim)
     return PreNormLayer(
         input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm"),
-        attention=SelfAttention(make_linear(_rotated_first(qkv, shape)), output, shape),
+        attention=SelfAttention(qkv, output, shape),
         mlp_norm=_load_norm(config, checkpoint, f"{name}.post_attention_layernorm"),
         mlp=GatedMLP(
             take_linear(checkpoint, {f"{name}.mlp.gate_up_proj": 2 * inner}, hidden),
@@ -83,17 +82,14 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNo
     )
 
 
-def _rotated_first(qkv: Tensor, shape: AttentionShape) -> Tensor:
-    """Heads of queries and keys in the order of the picture above. Shapes: [(n + 2 nkv) d, H] -> the same."""
-    if not shape.rope.num_fixed:
-        return qkv
+def _rotated_first(shape: AttentionShape) -> Tensor:
+    """The rows of queries, keys and values, each head of the first two in the order of the picture above."""
     half, fixed = shape.rope.head_dim // 2, shape.rope.num_fixed
-    sizes = (half, half, fixed, fixed)
-    first, second, fixed_first, fixed_second = torch.arange(shape.head_dim, device=qkv.device).split(sizes)
+    first, second, fixed_first, fixed_second = torch.arange(shape.head_dim).split((half, half, fixed, fixed))
     order = torch.cat((first, fixed_first, second, fixed_second))
-    heads = qkv.unflatten(0, (-1, shape.head_dim))
-    num_rotated = shape.num_heads + shape.num_kv_heads
-    return torch.cat((heads[:num_rotated, order], heads[num_rotated:])).flatten(0, 1)
+    rotated = shape.num_heads + shape.num_kv_heads
+    heads = torch.arange((rotated + shape.num_kv_heads) * shape.head_dim).unflatten(0, (-1, shape.head_dim))
+    return torch.cat((heads[:rotated, order], heads[rotated:])).flatten()
 
 
 def _load_norm(config: DecoderConfig, checkpoint: Weights, name: str) -> RMSNorm:

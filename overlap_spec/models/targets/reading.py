@@ -79,14 +79,6 @@ class ConfigReader:
         if value is not None and value not in supported:
             raise CheckpointError(f"{self.origin}: {key} {value!r} is not supported; expected {supported[0]!r}")
 
-    def refuse_quantized(self) -> None:
-        """Weights are read in a floating-point type alone."""
-        if (quantization := self.values.get("quantization_config")) is not None:
-            method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else "unnamed"
-            raise CheckpointError(
-                f"{self.origin}: quantization_config ({method}) is not supported; use unquantized weights"
-            )
-
     def decoder(self, shapes: tuple[AttentionShape, ...], tied: bool = False) -> DecoderConfig:
         """`tied`: where the config leaves open whether the head is the embedding."""
         given = self.values.get("tie_word_embeddings")

@@ -11,6 +11,7 @@ const CURVE = { width: 120, height: 28 };
 export class LivePanel {
   constructor() {
     this.curves = { tokens: [], accept: [] };
+    this.busy = null; // the last reading with work: what followed it is a rest of a second
     this.timer = 0;
     document.addEventListener("visibilitychange", () => this.restart());
     this.restart();
@@ -46,23 +47,26 @@ export class LivePanel {
     byId("method").textContent = live.num_steps === 0 ? "plain decoding" : live.method;
     setState(live.state, live.draft === "dead" || live.draft === "collapsed" ? `draft ${live.draft}` : live.state);
     const isIdle = live.running + live.queued === 0;
-    byId("live-note").textContent = isIdle ? "idle: the figures of the last second with work" : "the last second";
+    if (!isIdle) this.busy = live;
+    const rates = this.busy ?? live;
+    byId("live-note").textContent = isIdle ? "idle: rates are those of the last second with work" : "the last second";
     keep(this.curves.tokens, isIdle ? 0 : live.tokens_per_s);
     keep(this.curves.accept, isIdle ? null : live.accept_length);
-    byId("figures").replaceChildren(...this.figures(live));
+    byId("figures").replaceChildren(...this.figures(live, rates));
   }
 
-  figures(live) {
-    const { pages, step, first_token: first } = live;
+  /** `rates`: the reading whose rates are shown. */
+  figures(live, rates) {
+    const { pages, first_token: first } = live;
     const accepted = live.accepted_per_position.reduce((sum, each) => sum + each, 0);
     return [
-      figure("accept", "Accept length", live.accept_length ? live.accept_length.toFixed(2) : "–", "tokens a verify step", curve(this.curves.accept, 1)),
-      figure("tokens", "Tokens a second", live.tokens_per_s.toFixed(1), `${count(live.generated)} since the start`, curve(this.curves.tokens, 0)),
+      figure("accept", "Accept length", rates.accept_length ? rates.accept_length.toFixed(2) : "–", "tokens a verify step", curve(this.curves.accept, 1)),
+      figure("tokens", "Tokens a second", rates.tokens_per_s.toFixed(1), `${count(live.generated)} since the start`, curve(this.curves.tokens, 0)),
       figure("first", "First token", seconds(first.newest), `mean ${seconds(first.mean)} of ${plural(first.count, "request")}`),
       figure("queue", "Queue", `${live.queued}`, `waiting; ${live.running} running`),
-      figure("pages", "Pages", count(pages.used), `of ${count(pages.total)} in use; ${count(pages.cached)} cached; ${pages.size} tokens each`, pool(pages)),
+      figure("pages", "Pages", count(pages.used), `of ${count(pages.total)} in use, ${count(pages.cached)} cached`, pool(pages)),
       figure("guesses", "Guesses accepted", live.proposed ? percent(accepted / live.proposed) : "–", "since the start; by place:", places(live)),
-      figure("step", "Step time", seconds(step.device), `${step.width} columns; ${plural(step.count, "step")}`, parts(step)),
+      figure("step", "Step time", seconds(rates.step.device), `${plural(rates.step.width, "column")}; ${plural(live.step.count, "step")} since the start`, parts(rates.step)),
     ];
   }
 }

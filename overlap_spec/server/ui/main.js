@@ -3,8 +3,9 @@
 import { Chat } from "./chat.js";
 import { LivePanel } from "./live.js";
 import { startSettings } from "./settings.js";
+import { Timeline } from "./timeline.js";
 
 const live = [];
 startSettings(() => live.forEach((panel) => panel.restart())); // first: requests need the key
 new Chat();
-live.push(new LivePanel());
+live.push(new LivePanel(), new Timeline());

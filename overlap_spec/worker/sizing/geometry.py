@@ -19,7 +19,7 @@ from overlap_spec.worker.window_masks import mask_words
 MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
-GRAPH_FLOP = 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
+GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
 MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
 CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
 MOST_CONTROLS = 128  # rows of a step of controls

@@ -183,8 +183,8 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     """
     slots = range(min(geometry.num_slots, geometry.max_chunk))
     longest = min(geometry.max_chunk, geometry.max_len - 1)
+    _run(executor, _prefill(geometry, EVERYTHING, start=0, num_tokens=longest))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
-        _run(executor, _prefill(geometry, sampling, start=0, num_tokens=longest))
         _run(executor, _prefill_all(geometry, sampling, slots, 1))
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
         _run(executor, _prefill_all(geometry, GREEDY, slots, num_tokens))

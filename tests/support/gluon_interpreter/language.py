@@ -15,6 +15,7 @@ from triton import language as tl
 from triton.experimental.gluon import language as layouts
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from support.gluon_interpreter import assembly
 from support.gluon_interpreter.program import Barrier, Program, Shared, Tiles
 from support.gluon_interpreter.tensors import Array, Number, Pointer, Tensor, apply, common_dtype
 
@@ -42,6 +43,7 @@ class Language:
     SliceLayout, DotOperandLayout = layouts.SliceLayout, layouts.DotOperandLayout
     SwizzledSharedLayout, NVMMASharedLayout = layouts.SwizzledSharedLayout, layouts.NVMMASharedLayout
     int1, int32, int64, uint64, float32 = tl.int1, tl.int32, tl.int64, tl.uint64, tl.float32
+    uint8, bfloat16 = tl.uint8, tl.bfloat16
 
     static_range = staticmethod(range)
     exp, exp2, log2 = staticmethod(_unary(np.exp)), staticmethod(_unary(np.exp2)), staticmethod(_unary(np.log2))
@@ -137,6 +139,15 @@ class Language:
     @staticmethod
     def convert_layout(x: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return Tensor(x.data, x.dtype, layout)
+
+    @staticmethod
+    def inline_asm_elementwise(
+        asm: str, constraints: str, args: Sequence[Tensor], dtype: Any, is_pure: bool, pack: int
+    ) -> Tensor | tuple[Tensor, ...]:
+        assert is_pure
+        several = isinstance(dtype, tuple)
+        results = assembly.run(asm, constraints, args, dtype if several else (dtype,), pack)
+        return tuple(results) if several else results[0]
 
 
 def mma_v2(left: Tensor, right: Tensor, acc: Tensor) -> Tensor:

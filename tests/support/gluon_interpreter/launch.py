@@ -37,7 +37,9 @@ def _module(name: str) -> ModuleType:
 _OPS = tuple(
     _module(name) for name in ("attention.decode_attention", "attention.tree_attention", "linear.whole_rows_linear")
 )
-_LINEARS = tuple(_module(name) for name in ("linear.streamed_linear", "linear.warpgroup_linear"))
+_LINEARS = tuple(
+    _module(f"linear.{name}") for name in ("streamed_linear", "warpgroup_linear", "quantized_stream", "quantized_tiles")
+)
 _ATTENTIONS = tuple(_module(name) for name in ("attention._decode_attention_gluon", "attention._tree_attention_gluon"))
 _ARGMAX = _module("linear.linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
 _WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
@@ -56,7 +58,9 @@ class Hopper:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.read_before_wait = frozenset({"weight_ptr", "w_tiles"})  # arguments that no kernel writes
+        self.read_before_wait = frozenset(
+            {"weight_ptr", "w_tiles", "scales_ptr", "zeros_ptr"}
+        )  # arguments that no kernel writes
 
     @property
     def kernels(self) -> list[str]:

@@ -151,7 +151,7 @@ class Program:
     def copy_by_threads(self, shared: Shared, pointer: Pointer, mask: Tensor | None) -> None:
         self.require_order(pointer, self.read_before_wait)
         assert list(pointer.places(mask)[0].shape) == shared.shape, "a copy of another shape"
-        shared.fill(np.asarray(np.nan))
+        shared.fill(np.asarray(poison(shared.dtype)))
 
         def arrive() -> None:
             shared.fill(pointer.read(mask, 0))

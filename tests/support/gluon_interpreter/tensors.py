@@ -21,7 +21,7 @@ Number = bool | int | float
 
 _TORCH = {
     torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
-    torch.int64: tl.int64, torch.int32: tl.int32,
+    torch.int64: tl.int64, torch.int32: tl.int32, torch.uint8: tl.uint8,
 }  # fmt: skip
 _ROUNDED = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
 

@@ -100,6 +100,7 @@ def test_an_engine_starts_once_for_all_of_its_rows() -> None:
     assert {name: [part.rows for part in parts] for name, parts in groups.items()} == {
         "8B engine": [(2, 6), (15,), (1,)],
         "SmolLM2 engine": [(15,)],
+        "8B plain engine": [(1,)],
     }
 
 

@@ -54,7 +54,7 @@ def test_what_is_always_so_is_granted_with_a_note() -> None:
     assert engine_config(arguments) == EngineConfig()
     assert arguments.granted == [
         "--enable-metrics changes nothing: figures are always at /metrics",
-        "--scheduling-policy changes nothing: requests run in the order of their arrival",
+        "--scheduling-policy changes nothing: clients take turns, each one's requests in the order of arrival",
     ]
     with pytest.raises(UsageError, match="--scheduling-policy: .*give fcfs"):
         parsed("--scheduling-policy", "priority")

@@ -140,7 +140,6 @@ def test_torch_attention_runs_without_graphs(asked: str) -> None:
             {"attention_backend": "torch", "enable_torch_compile": True},
         ),
         ("enable_torch_compile", "leave it out", CPU, {"enable_torch_compile": True}),
-        ("speculative_draft_model_quantization", "use unquant", GPU, {"speculative_draft_model_quantization": "fp8"}),
         *(
             (field, "leave it out", GPU, {field: value, **PLAIN})
             for field, value in {
@@ -170,8 +169,9 @@ def test_a_plain_target_has_no_draft_to_say_anything_of() -> None:
             resolve(EngineConfig(**{field: value}), plain, CPU)
 
 
-def test_an_unquantised_draft_is_what_there_is() -> None:
-    assert info(speculative_draft_model_quantization="unquant")["speculative_draft_model_quantization"] == "unquant"
+@pytest.mark.parametrize("asked", ["unquant", "fp8", None])
+def test_a_draft_has_a_format_of_its_own(asked: str | None) -> None:
+    assert info(speculative_draft_model_quantization=asked)["speculative_draft_model_quantization"] == asked
 
 
 def test_server_info_says_what_is_in_force() -> None:

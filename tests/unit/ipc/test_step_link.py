@@ -17,7 +17,7 @@ import uvloop
 import zmq
 
 from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import OTHERS_S, PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
@@ -171,6 +171,18 @@ def test_a_thread_that_polls_hears_the_others_too(tmp_path: Path) -> None:
         while not received and time.monotonic() < deadline:
             received = link.inbox.poll()
         assert received == [Shutdown(False)]
+
+
+def test_a_thread_whose_steps_take_long_hears_the_others_too(tmp_path: Path) -> None:
+    """It polls once a step: a probe that waited for many polls would make a busy worker look dead."""
+    with ends(tmp_path, ToWorker) as both:
+        both.inbox.poll()
+        both.others.send(LivenessProbe())
+        heard: list[Any] = []
+        for _ in range(3):  # far fewer than POLLS_BETWEEN
+            time.sleep(1.2 * OTHERS_S)
+            heard += both.inbox.poll()
+        assert heard == [LivenessProbe()]
 
 
 def test_patience_ends(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (OLMO, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; expected 'silu'"),
     (OLMO, {"attention_bias": True}, "attention_bias True is not supported"),
     (OLMO, {"sliding_window": 8}, "sliding_window 8 is not supported"),
-    (OLMO, {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
     (PHI, {"rope_scaling": {"type": "longrope"}}, "rope_scaling of type 'longrope' is not supported"),
     (PHI, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' is not supported"),
     (PHI, {"partial_rotary_factor": 0.2}, "partial_rotary_factor rotates 3 of 16: expected pairs"),

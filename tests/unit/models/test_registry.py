@@ -29,6 +29,7 @@ def test_the_first_architecture_that_is_known_counts() -> None:
 
 def test_a_draft_is_in_its_targets_type(tmp_path: Path) -> None:
     target = load_tiny_target(tiny_target(1), torch.bfloat16)
+    (tmp_path / "config.json").write_text("{}")
     source = DraftSource.for_target(str(tmp_path), target, load_format="dummy")
     assert (source.dtype, source.device, source.is_dummy) == (torch.bfloat16, CPU, True)
     assert source.weights(str).take("fc.weight", (2, 2)).dtype == torch.bfloat16

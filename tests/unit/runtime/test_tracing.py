@@ -2,7 +2,18 @@
 
 from pathlib import Path
 
-from overlap_spec.runtime.tracing import GPU, NO_TRACE, SCHEDULER, WORKER, Record, Trace, read_records, recorder
+from overlap_spec.runtime.tracing import (
+    GPU,
+    MOST_LIVE_RECORDS,
+    NO_TRACE,
+    SCHEDULER,
+    WORKER,
+    LiveTrace,
+    Record,
+    Trace,
+    read_records,
+    recorder,
+)
 
 
 def test_records_come_back_by_time(tmp_path: Path) -> None:
@@ -45,3 +56,40 @@ def test_nothing_is_kept_where_nobody_asks(tmp_path: Path) -> None:
     trace.add(Record(GPU, "x", 0.0, 1.0))
     trace.write()
     assert not list(tmp_path.iterdir())
+
+
+def test_who_watches_sees_what_happens_meanwhile() -> None:
+    now = 10.0
+    trace = LiveTrace(SCHEDULER, lambda: now)
+    trace.instant("unseen")
+    begin = trace.now()
+    trace.watch(5.0)
+    trace.span("begun before", begin)
+    assert trace.is_on and trace.take() == []
+    begin, now = trace.now(), 12.0
+    trace.span("plan", begin, 7, batch=2)
+    assert trace.take() == [Record(SCHEDULER, "plan", 10.0, 12.0, 7, {"batch": 2})]
+    assert trace.take() == []
+    trace.watch(0.0)
+    trace.instant("still")
+    assert [record.name for record in trace.take()] == ["still"]
+
+
+def test_it_keeps_nothing_once_nobody_asks() -> None:
+    now = 10.0
+    trace = LiveTrace(SCHEDULER, lambda: now)
+    trace.watch(5.0)
+    now = 15.1
+    trace.instant("the last")
+    trace.instant("unseen")
+    assert not trace.is_on and trace.now() == 0.0
+    trace.watch(5.0)
+    assert trace.is_on and trace.take() == []
+    for step in range(2 * MOST_LIVE_RECORDS):
+        trace.instant("x", step)
+    assert [record.step for record in trace.take()] == list(range(MOST_LIVE_RECORDS, 2 * MOST_LIVE_RECORDS))
+
+
+def test_a_process_is_watched_only_where_that_was_asked_for() -> None:
+    assert isinstance(recorder("scheduler", None, watched=True), LiveTrace)
+    assert recorder("scheduler", None) is NO_TRACE

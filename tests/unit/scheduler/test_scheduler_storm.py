@@ -10,7 +10,6 @@ from support.fake_device import VOCAB, Bench, expected_stream, make_admit, make_
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Phase, StepCosts
 from overlap_spec.scheduler import admission
 
-NUM_SCHEDULES = 250
 REASONS = list(AbortReason)
 
 
@@ -119,18 +118,20 @@ def check_counts(bench: Bench) -> None:
         assert (usage.spec_verify_ct == 0) if width == 1 else (usage.spec_verify_ct <= usage.completion_tokens)
 
 
-def test_random_schedules_give_every_request_its_tokens(capsys):
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 250), marks=pytest.mark.slow)])
+def test_random_schedules_give_every_request_its_tokens(capsys, seeds: range):
     seen: Counter = Counter()
-    for seed in range(NUM_SCHEDULES):
+    for seed in seeds:
         try:
             seen += run_schedule(seed)
         except Exception as error:
             raise AssertionError(f"schedule {seed}") from error
     with capsys.disabled():
-        print(f"\n{NUM_SCHEDULES} schedules: {dict(seen)}")
+        print(f"\n{len(seeds)} schedules: {dict(seen)}")
     for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out"):
-        assert seen[what] > 10, what
-    assert seen["catch-ups of full rings"] > 20 and seen["catch-ups before wider steps"] > 20
+        assert seen[what] > len(seeds) / 25, what
+    for what in ("catch-ups of full rings", "catch-ups before wider steps"):
+        assert seen[what] > len(seeds) / 12, what
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.fake_engine_client import FakeClient, ask
 
-from overlap_spec.log_limits import Allowance
+from overlap_spec.runtime.log_limits import Allowance
 from overlap_spec.server import info
 
 BAD: Any = {"prompt": "a", "temperature": -1}

@@ -1,16 +1,20 @@
 """The page at `/ui`: its files and their headers, what it asks the server for, and who may ask."""
 
+import asyncio
 import json
 import re
+import time
 from importlib.resources import files
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
-from support.fake_engine_client import INFO, FakeClient, ask, events_of
+from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.config import ApiKeys
-from overlap_spec.messages import Stats
+from overlap_spec.messages import Record, Stats
+from overlap_spec.server.app import create_app
 from overlap_spec.server.ui_page import FILES, TYPES
 
 LOCKED = replace(INFO, keys=ApiKeys({"secret": "one"}))
@@ -59,7 +63,7 @@ def test_model_output_cannot_become_markup() -> None:
     assert not [name for name, text in SOURCES.items() if forbidden.search(text)]
 
 
-@pytest.mark.parametrize("path", ["/ui", "/ui/main.js", "/ui/live"])
+@pytest.mark.parametrize("path", ["/ui", "/ui/main.js", "/ui/live", "/ui/timeline"])
 def test_it_can_be_switched_off(path: str) -> None:
     assert ask(FakeClient(), "GET", path, CLOSED).status_code == 404
 
@@ -71,8 +75,9 @@ def test_no_other_file_is_served(name: str) -> None:
 
 def test_figures_need_the_key() -> None:
     assert ask(FakeClient(), "GET", "/ui", LOCKED).status_code == 200
-    assert ask(FakeClient(), "GET", "/ui/live", LOCKED).status_code == 401
-    assert ask(FakeClient(), "GET", "/ui/live", LOCKED, headers=KEY).status_code == 200
+    for path in ("/ui/live", "/ui/timeline"):
+        assert ask(FakeClient(), "GET", path, LOCKED).status_code == 401
+        assert ask(FakeClient(), "GET", path, LOCKED, headers=KEY).status_code == 200
 
 
 def test_figures_are_those_of_the_last_report() -> None:
@@ -141,3 +146,38 @@ def test_each_streamed_token_comes_with_what_the_page_shows_of_it() -> None:
 
 def _pairs(choice: dict[str, Any]) -> list[tuple[Any, Any]]:
     return list(zip(choice["logprobs"]["content"], choice["provenance"], strict=True))
+
+
+def timeline(records: list[Record], query: str = "") -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(FakeClient(), INFO, healthy, lambda: records))
+
+    async def inner() -> httpx.Response:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            return await http.get(f"/ui/timeline{query}")
+
+    return asyncio.run(inner())
+
+
+def test_the_timeline_is_what_processes_recorded() -> None:
+    plans = [Record("scheduler", "plan", step + 0.5, step + 0.75, step, {"batch": 2}) for step in (7, 8, 9)]
+    device = [Record("GPU", "prefill", step + 1.0, step + 2.0, step, {"phase": "decode"}) for step in (7, 8)]
+    records = [plans[0], device[0], plans[1], Record("client", "deliver", 8.75, 8.8), plans[2], device[1]]
+    shown = timeline(records).json()
+    assert shown["now"] == pytest.approx(time.monotonic(), abs=60)
+    assert [each[:5] for each in shown["records"]] == [
+        ["scheduler", "plan", 7.5, 7.75, 7],
+        ["GPU", "prefill", 8.0, 9.0, 7],
+        ["scheduler", "plan", 8.5, 8.75, 8],
+        ["client", "deliver", 8.75, 8.8, 0],
+        ["scheduler", "plan", 9.5, 9.75, 9],
+        ["GPU", "prefill", 9.0, 10.0, 8],
+    ]
+    assert shown["records"][0][5] == {"batch": 2}
+    assert timeline(records, "?steps=1").json()["records"] == shown["records"][2:]
+    assert timeline([]).json()["records"] == timeline(plans).json()["records"] == []
+
+
+@pytest.mark.parametrize("steps", ["0", "1001", "-1", "x", "1.5", "", "٣"])
+def test_a_number_of_steps_is_checked(steps: str) -> None:
+    response = timeline([], f"?steps={steps}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "steps")

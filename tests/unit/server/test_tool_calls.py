@@ -263,8 +263,8 @@ def test_the_formats_come_from_flags_and_template() -> None:
     facts = msgspec.structs.replace(
         fake_facts(), tokenizer=TokenizerFacts("a codec", "", "<tool_call> <think></think>")
     )
-    found = server_info(EngineConfig(), fake_settings(), facts)
+    found = server_info(EngineConfig(), fake_settings(), lambda: facts)
     assert found.call_format == call_format("hermes", "") and found.reasoning_format == reasoning_format("qwen3", "")
     named = msgspec.structs.replace(fake_settings().server, tool_call_parser="mistral", reasoning_parser="none")
-    found = server_info(EngineConfig(), msgspec.structs.replace(fake_settings(), server=named), facts)
+    found = server_info(EngineConfig(), msgspec.structs.replace(fake_settings(), server=named), lambda: facts)
     assert found.call_format == call_format("mistral", "") and found.reasoning_format is None

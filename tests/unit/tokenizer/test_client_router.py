@@ -1,24 +1,19 @@
-"""The public link over real sockets: bounded, watched, guarded. The test is both ends."""
+"""The public link over real sockets: bounded and watched. The test is both ends."""
 
 import asyncio
 import contextlib
 import signal
-import socket
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from support.public_link import TIMEOUT_S, arrives, dealer, never, on_stage
 
 from overlap_spec.client.link import ClientDealer, Gone, Malformed, Unread
-from overlap_spec.config import LinkSettings
-from overlap_spec.errors import ConfigError
 from overlap_spec.messages import (
     Cancel,
     Detokenized,
@@ -35,44 +30,8 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
-from overlap_spec.tokenizer.client_router import ClientRouter
 
-Scene = Callable[[ClientEndpoint], Awaitable[None]]
-TIMEOUT_S = 5.0
 GONE = Gone("closed its connection, or its process answers no more")
-
-
-def on_stage(scene: Scene, directory: Path, **settings: object) -> None:
-    async def run() -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        link = LinkSettings(**{"client_endpoint": None, "api_key": None, **settings})
-        try:
-            with ClientEndpoint(context, link, f"ipc://{directory}/client.sock") as endpoint:
-                async with asyncio.timeout(4 * TIMEOUT_S):
-                    await scene(endpoint)
-        finally:
-            context.destroy(linger=0)
-
-    asyncio.run(run())
-
-
-@asynccontextmanager
-async def dealer(endpoint: ClientEndpoint, api_key: str | None = None) -> AsyncIterator[ClientDealer]:
-    client = ClientDealer(endpoint.address, api_key)
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def arrives(router: ClientRouter) -> tuple[int, object]:
-    async with asyncio.timeout(TIMEOUT_S):
-        return await router.recv()
-
-
-async def never(work: Awaitable[object], seconds: float = 0.3) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(work, seconds)
 
 
 def test_messages_go_both_ways_and_clients_have_numbers(tmp_path: Path) -> None:
@@ -406,112 +365,3 @@ def test_something_malformed_is_told_from_whom_and_what(
             assert isinstance((await arrives(endpoint.router))[1], Malformed)
 
     on_stage(scene, tmp_path)
-
-
-# --- addresses ---
-
-
-def test_the_file_is_private_and_goes_with_the_endpoint(tmp_path: Path) -> None:
-    path = tmp_path / "client.sock"
-
-    async def scene(endpoint: ClientEndpoint) -> None:
-        assert endpoint.address == f"ipc://{path}"
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-    on_stage(scene, tmp_path)
-    assert not path.exists()
-
-
-def test_the_file_of_an_engine_that_is_gone_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "public.sock"
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))
-
-    async def scene(endpoint: ClientEndpoint) -> None:
-        async with dealer(endpoint) as client:
-            client.send(Ping(0.0))
-            assert await arrives(endpoint.router) == (1, Ping(0.0))
-
-    on_stage(scene, tmp_path, client_endpoint=f"ipc://{path}")
-
-
-def test_a_file_in_use_and_a_file_that_is_no_socket_are_left_alone(tmp_path: Path) -> None:
-    async def scene(endpoint: ClientEndpoint) -> None:
-        raise AssertionError("it must not start")
-
-    path = tmp_path / "public.sock"
-    with socket.socket(socket.AF_UNIX) as living:
-        living.bind(str(path))
-        living.listen()
-        with pytest.raises(ConfigError, match="another process listens"):
-            on_stage(scene, tmp_path, client_endpoint=f"ipc://{path}")
-    letter = tmp_path / "letter.txt"
-    letter.write_text("dear")
-    with pytest.raises(ConfigError, match="not a socket"):
-        on_stage(scene, tmp_path, client_endpoint=f"ipc://{letter}")
-    assert letter.read_text() == "dear"
-
-
-def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
-    async def scene(endpoint: ClientEndpoint) -> None:
-        raise AssertionError("it must not start")
-
-    for key in (None, "secret"):
-        with pytest.raises(ConfigError, match="--zmq-endpoint: cannot bind tcp://192.0.2.1:5"):
-            on_stage(scene, tmp_path, client_endpoint="tcp://192.0.2.1:5", api_key=key)
-
-
-@pytest.mark.parametrize(("key", "heard"), [("secret", True), ("wrong", False), (None, False)])
-def test_a_tcp_endpoint_with_a_key_hears_those_who_know_it(tmp_path: Path, key: str | None, heard: bool) -> None:
-    async def scene(endpoint: ClientEndpoint) -> None:
-        async with dealer(endpoint, key) as client:
-            client.send(Ping(0.0))
-            if heard:
-                assert await arrives(endpoint.router) == (1, Ping(0.0))
-                endpoint.router.send(1, Pong(0.0, True))
-                assert await client.recv() == Pong(0.0, True)
-            else:
-                await never(endpoint.router.recv())
-
-    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
-
-
-@pytest.mark.parametrize("address", ["tcp://localhost:*", "tcp://[::1]:*"])
-def test_other_names_of_the_loopback(tmp_path: Path, address: str) -> None:
-    async def scene(endpoint: ClientEndpoint) -> None:
-        async with dealer(endpoint) as client:
-            client.send(Ping(0.0))
-            assert await arrives(endpoint.router) == (1, Ping(0.0))
-
-    if "[" in address and not has_ipv6():
-        pytest.skip("needs an IPv6 loopback (::1), and this machine has none; where there is one, it runs by itself")
-    on_stage(scene, tmp_path, client_endpoint=address)
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-def test_a_key_is_not_asked_where_the_directory_guards(tmp_path: Path) -> None:
-    async def scene(endpoint: ClientEndpoint) -> None:
-        async with dealer(endpoint, "any") as client:
-            client.send(Ping(0.0))
-            assert await arrives(endpoint.router) == (1, Ping(0.0))
-
-    on_stage(scene, tmp_path, api_key="secret")
-
-
-def test_the_key_is_never_written_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(endpoint: ClientEndpoint) -> None:
-        async with dealer(endpoint, "secret") as client:
-            client.send(Ping(0.0))
-            await arrives(endpoint.router)
-
-    with caplog.at_level("DEBUG"):
-        on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
-    assert "secret" not in caplog.text

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
-from overlap_spec.runtime.tracing import WORKER, Record, Trace, read_records
+from overlap_spec.runtime.tracing import WORKER, LiveTrace, Record, Trace, read_records
 from overlap_spec.worker import step_trace as trace
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
-from overlap_spec.worker.step_trace import DeviceClock, DeviceTracer
+from overlap_spec.worker.step_trace import MOST_LIVE_STEPS, DeviceClock, DeviceTracer, LiveTracer
 
 DRIFT = 1.0001
 
@@ -19,11 +19,16 @@ DRIFT = 1.0001
 class Reading:
     """A reading of the wrong clock."""
 
+    is_past = True
+
     def __init__(self, at: float) -> None:
         self.at = at
 
     def since(self, earlier: "Reading") -> float:
         return self.at - earlier.at
+
+    def passed(self) -> bool:
+        return self.is_past
 
 
 class WrongClock:
@@ -123,6 +128,42 @@ def test_marks_of_the_warm_up_are_nobodys(device: WrongClock, tmp_path: Path) ->
     parts.mark("verify")
     DeviceTracer(Trace(WORKER, tmp_path), device, parts)
     assert parts.take() == ()
+
+
+def test_who_watches_is_told_of_steps_that_are_done(device: WrongClock) -> None:
+    recorder = LiveTrace(WORKER, lambda: device.host)
+    tracer = LiveTracer(recorder, device)
+    tracer.launched(launched(device, Phase.DECODE, 4))  # nobody watches yet
+    device.host = 1001.0
+    tracer.watch(5.0)
+    assert recorder.take() == []
+    late, prompt, running = (launched(device, Phase.DECODE, 4) for _ in range(3))
+    prompt.host.published = 1001.3  # as soon as its tokens were out: this one tells the device's time
+    running.device.end.is_past = False
+    for handle in (late, prompt, running):
+        tracer.launched(handle)
+    tracer.watch(0.0)
+    assert recorder.take() == []
+    tracer.watch(5.0)
+    told = recorder.take()
+    assert [(name, round(begin, 4), round(end, 4)) for name, begin, end in spans(told[:5])] == [
+        ("plan received", 1001.0, 1001.0),
+        ("launch", 1001.1, 1001.2),
+        ("result sent", 1001.4, 1001.4),
+        ("verify+accept", 1001.2, 1001.3),
+        ("extend+draft", 1001.3, 1001.5),
+    ]
+    assert len(told) == 10
+    running.device.end.is_past = True
+    tracer.watch(5.0)
+    assert len(recorder.take()) == 5
+    for _ in range(3 * MOST_LIVE_STEPS):
+        tracer.launched(launched(device, Phase.DECODE, 4))
+    tracer.watch(5.0)
+    assert len(recorder.take()) == 5 * MOST_LIVE_STEPS
+    device.host = 1007.0
+    tracer.launched(launched(device, Phase.DECODE, 4))
+    assert not recorder.is_on, "nobody has asked for long"
 
 
 def test_the_cpus_clock_is_the_hosts() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from support.fake_engine_client import INFO, FakeClient, healthy
 
-from overlap_spec import log_limits
-from overlap_spec.log_limits import BURST_OF_KIND, MOST_KINDS, LineLimits
+from overlap_spec.runtime import log_limits
+from overlap_spec.runtime.log_limits import BURST_OF_KIND, MOST_KINDS, LineLimits
 from overlap_spec.server.app import create_app
 from overlap_spec.server.http_server import HttpServer
 

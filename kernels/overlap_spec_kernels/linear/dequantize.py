@@ -1,0 +1,87 @@
+"""A quantised weight as a matrix of the model's own type, for products with many rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, require, runs_triton
+from overlap_spec_kernels.linear.packing import BIASED, ZERO, Packing, dequantised
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_BLOCK_N = 8
+_BLOCK_RUNS = 4
+
+
+def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
+    """Write scale * (value - zero), computed in float32, to `out`.
+
+    Shapes: data [O, bytes of a row] u8 -> out [O, I]. Raises: ValueError naming the argument. Sync: never.
+    """
+    size_n, size_k = out.shape
+    require(data.is_contiguous() and data.dtype == torch.uint8, "data", "contiguous bytes")
+    require(data.shape == (size_n, size_k * packing.bits // 8), "data", "[O, bytes of a row of out]")
+    require(out.is_contiguous(), "out", "contiguous")
+    if not runs_triton(out):
+        out.copy_(dequantize_reference(data, packing, out.dtype))
+        return
+    num_bytes = packing.part * packing.bits // 8
+    _dequantize_kernel[(ceil_div(size_n, _BLOCK_N), ceil_div(size_k // packing.part, _BLOCK_RUNS))](
+        data,
+        packing.scales,
+        packing.scales if packing.zeros is None else packing.zeros,
+        out,
+        size_n,
+        size_k // packing.part,
+        packing.scales.shape[1],
+        BITS=packing.bits,
+        GROUP=packing.group,
+        PART=packing.part,
+        SCALE_ROWS=packing.scale_rows,
+        ZEROS=packing.zeros is not None,
+        ZERO_POINT=ZERO,
+        BIAS=BIASED,
+        BYTES=num_bytes,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_RUNS=_BLOCK_RUNS,
+        num_warps=4,
+    )
+
+
+def dequantize_reference(data: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    wide = dtype if dtype.itemsize > 2 else torch.float32
+    return dequantised(data, packing, wide).to(dtype)
+
+
+@TritonKernel
+def _dequantize_kernel(
+    data_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor, size_n: int, num_runs: int,
+    scale_stride: int, BITS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr, BIAS: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program for BLOCK_N rows and BLOCK_RUNS runs of columns."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    at = tl.arange(0, BLOCK_RUNS * BYTES)[None, :]
+    run, byte = tl.program_id(1) * BLOCK_RUNS + at // BYTES, at % BYTES
+    live = (n < size_n) & (run < num_runs)
+    row = n.to(tl.int64)
+    data = tl.load(data_ptr + row * (num_runs * BYTES) + run * BYTES + byte, mask=live, other=0)
+    for half in tl.static_range(8 // BITS):
+        k = run * PART + half * BYTES + byte
+        if BITS == 8:
+            value = data.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        else:
+            value = ((data >> (4 * half)) & 15).to(tl.float32)
+        group = k // GROUP if GROUP > 0 else k * 0
+        if ZEROS:
+            zero = tl.load(zeros_ptr + group * size_n + n, mask=live, other=0.0).to(tl.float32) - BIAS
+            value -= zero
+        elif BITS == 4:
+            value -= ZERO_POINT
+        scale = tl.load(scales_ptr + group * scale_stride + n // SCALE_ROWS, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * (num_runs * PART) + k, value * scale, mask=live)

@@ -1,0 +1,144 @@
+"""A weight in 8 or 4 bits, and the choice of the kernel that multiplies by it.
+
+    quantized_stream.py   few rows of x: W streams through shared memory, and becomes bfloat16 in registers
+    quantized_tiles.py    17 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
+    dequantize.py         many rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
+
+All compute the same function up to rounding: activations are never quantised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.launch import require, runs_gluon, runs_triton
+from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear.dense import DenseWeight
+from overlap_spec_kernels.linear.dequantize import dequantize
+from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.packing import Packing, dequantised
+from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
+from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles, tiles_of
+from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
+from overlap_spec_kernels.norm.silu_mul import silu_mul
+
+
+@dataclass(slots=True)
+class Scratch:
+    """A buffer for one dequantised weight at a time, which all weights of a model share."""
+
+    buffer: Tensor  # [elements] of the type of x
+
+    def reserve(self, num_elements: int) -> None:
+        """Make it as large as this. It grows while weights are loaded, never later."""
+        if len(self.buffer) < num_elements:
+            self.buffer = self.buffer.new_empty(num_elements)
+
+
+MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight(LinearOperand):
+    """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it."""
+
+    data: Tensor  # [O, bytes of a row] u8
+    packing: Packing
+    dtype: torch.dtype  # the type of x
+    scratch: Scratch | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1] * 8 // self.packing.bits
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, which a forward reads."""
+        zeros = self.packing.zeros
+        return self.data.nbytes + self.packing.scales.nbytes + (0 if zeros is None else zeros.nbytes)
+
+    def rows(self, ids: Tensor | slice) -> QuantizedWeight:
+        """Some rows of W: a view for a slice, a copy for [N] i64."""
+        return replace(self, data=self.data[ids], packing=self.packing.rows(ids, self.shape[0]))
+
+    def check(self, x: Tensor) -> None:
+        data = self.data
+        require(data.dim() == 2 and self.shape[1] == x.shape[1], "weight", "[O, I]")
+        require(data.is_contiguous() and data.dtype == torch.uint8, "weight", "contiguous bytes")
+        require(x.dtype == self.dtype, "weight", "made for the dtype of x")
+
+    def product(self, x: Tensor | Normed) -> Tensor:
+        if out := self._launch(x, False, None, self.dtype):
+            return out.values
+        return quantized_linear_reference(x, self, False) if self._is_twin(x) else self._dense().product(x)
+
+    def gated(self, x: Tensor | Normed) -> Tensor:
+        if out := self._launch(x, True, None, self.dtype):
+            return out.values
+        return quantized_linear_reference(x, self, True) if self._is_twin(x) else self._dense().gated(x)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if out := self._launch(x, False, Addition(residual, norm), self.dtype):
+            return out
+        if not self._is_twin(x):
+            return self._dense().add(x, residual, norm)
+        rows, values = add_rms_norm(quantized_linear_reference(x, self, False), residual, norm.weight, norm.eps)
+        return Normed(values, rows)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        if out := self._launch(x, False, None, torch.float32):
+            return out.values
+        return quantized_logits_reference(x, self) if self._is_twin(x) else self._dense().logits(x)
+
+    def cut(self, x: Tensor, gated: bool) -> QuantizedTiles | QuantizedStream | None:
+        """How a kernel divides the linear; None where none applies."""
+        if x.dtype != torch.bfloat16 or not runs_gluon(x.device) or x.stride(0) % 8:
+            return None
+        if tiles := tiles_of(x, self.data, gated, self.packing):
+            return tiles
+        return stream_of(x, self.data, gated, self.packing) if x.shape[0] <= MOST_STREAMED else None
+
+    def launch(
+        self,
+        cut: QuantizedTiles | QuantizedStream,
+        x: Tensor | Normed,
+        gated: bool,
+        add: Addition | None,
+        dtype: torch.dtype,
+    ) -> Normed:
+        """Run a kernel."""
+        call = call_of(x, self.data, gated, add, dtype, cut.block_n)
+        cut.run(call, cut.num_programs(self.data, gated), self.packing)
+        assert call.out is not None
+        weighted = call.out if call.weighted is None else call.weighted
+        return Normed(call.out, weighted, call.sums, add.norm.eps if add else 0)
+
+    def _launch(self, x: Tensor | Normed, gated: bool, add: Addition | None, dtype: torch.dtype) -> Normed | None:
+        cut = self.cut(rows_of(x), gated)
+        return None if cut is None else self.launch(cut, x, gated, add, dtype)
+
+    def _is_twin(self, x: Tensor | Normed) -> bool:
+        return self.scratch is None or not runs_triton(rows_of(x))
+
+    def _dense(self) -> DenseWeight:
+        """W in the scratch buffer. The next weight overwrites it, on the same stream."""
+        assert self.scratch is not None
+        matrix = self.scratch.buffer[: self.shape[0] * self.shape[1]].view(self.shape)
+        dequantize(self.data, self.packing, matrix)
+        return DenseWeight(matrix)
+
+
+def quantized_linear_reference(x: Tensor | Normed, weight: QuantizedWeight, gated: bool) -> Tensor:
+    y = quantized_logits_reference(x, weight).to(rows_of(x).dtype)
+    return silu_mul(y) if gated else y
+
+
+def quantized_logits_reference(x: Tensor | Normed, weight: QuantizedWeight) -> Tensor:
+    rows = normalised(x)
+    wide = rows if rows.element_size() > 2 else rows.float()
+    return F.linear(wide, dequantised(weight.data, weight.packing, wide.dtype))

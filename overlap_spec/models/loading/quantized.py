@@ -1,0 +1,230 @@
+"""Takes linears in 8 or 4 bits from a checkpoint, in the layout of each format.
+
+Layouts of a linear with O rows and I columns, groups of g columns:
+
+    fp8      weight e4m3 [O, I]; weight_scale [], [O, 1], or weight_scale_inv [O / 128, I / 128]
+    awq      qweight i32 [I, O / 8], qzeros i32 [I / g, O / 8], scales [I / g, O]; bits in the order of `AWQ_ORDER`
+    gptq     qweight i32 [I / 8, O], qzeros i32 [I / g, O / 8], scales [I / g, O]; zero points less 1 in version 1
+    packed   weight_packed i32 [O, I / 8], weight_scale [O, I / g], weight_zero_point i32 [O / 8, I / g]
+
+Scales of activations are checked and not used, because activations are not quantised.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from overlap_spec_kernels import Packing, QuantizedWeight, part_of
+from torch import Tensor
+
+from overlap_spec.config.quantization import Granularity, QuantizationScheme, Stored
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.loading.checkpoint import Shape, Weights
+from overlap_spec.models.quantization.linear import QuantizedLinear
+from overlap_spec.models.quantization.stored import StoredWeight, stacked
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word hold, lowest bits first
+IN_ORDER = tuple(range(8))
+FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+UNUSED = ("input_scale",)  # of activations
+
+log = logging.getLogger(__name__)
+
+
+def is_quantized(checkpoint: Weights, names: Iterable[str]) -> bool:
+    """Whether the linears, which are one in the model, are stored in fewer bits.
+
+    Raises: CheckpointError if some of them are.
+    """
+    names = list(names)
+    covered = [name for name in names if checkpoint.covers(name)]
+    if covered and covered != names:
+        kept = next(name for name in names if name not in covered)
+        raise CheckpointError(
+            f"{checkpoint.origin}: {kept} stays in 16 bits and {covered[0]} does not, but the model multiplies by both"
+            " at once: quantise both or neither"
+        )
+    return bool(covered)
+
+
+def is_stored_quantized(checkpoint: Weights, name: str) -> bool:
+    """Whether a head, which formats leave out without naming it, is stored in fewer bits."""
+    scheme = checkpoint.scheme
+    return scheme is not None and checkpoint.covers(name) and f"{name}.{scheme.scale}" in checkpoint
+
+
+def take_quantized(
+    checkpoint: Weights, sizes: Mapping[str, int], input_size: int, bias: Tensor | None = None
+) -> AnyLinear:
+    """Stack linears with the same input. `sizes`: output rows by name.
+
+    Where no kernel multiplies by the format it becomes a matrix of the model's type, and `checkpoint.forms` counts it.
+    """
+    scheme = checkpoint.scheme
+    assert scheme is not None
+    parts = [take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()]
+    forms = checkpoint.forms
+    if forms.device.type == "meta":
+        return _without_values(parts, forms.dtype)
+    stored = stacked(parts)
+    if not forms.keeps(stored):
+        if forms.device.type == "cuda" and forms.dequantised == 1:
+            log.warning(
+                "%s: %s is dequantised while loading, as no kernel multiplies by it",
+                checkpoint.origin,
+                next(iter(sizes)),
+            )
+        return make_linear(stored.matrix(forms.dtype), bias)
+    return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
+
+
+def _without_values(parts: Sequence[StoredWeight], dtype: torch.dtype) -> AnyLinear:
+    """A linear of the right size, as it is on a GPU that has a kernel for its format; torch.cat would take seconds."""
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    part = part_of(first.bits, first.group, first.shape[1])
+    if part is None:
+        return Linear(torch.empty((rows, first.shape[1]), dtype=dtype, device="meta"))
+    data = torch.empty((rows, first.shape[1] * first.bits // 8), dtype=torch.uint8, device="meta")
+    scales = torch.empty((first.scales.shape[0], -(-rows // first.scale_rows)), dtype=first.scales.dtype, device="meta")
+    packing = Packing(scales, None, first.bits, part, first.group, first.scale_rows)
+    return QuantizedLinear(QuantizedWeight(data, packing, dtype))
+
+
+def take_matrix(checkpoint: Weights, name: str, shape: Shape) -> Tensor:
+    """A weight as a matrix of the model's type, whatever it is stored in; it is never rounded while loading.
+
+    For the small linears before a draft's layers.
+    """
+    scheme = checkpoint.scheme
+    if scheme is None or scheme.stored is Stored.PLAIN or not is_stored_quantized(checkpoint, name):
+        return checkpoint.take(f"{name}.weight", shape)
+    rows, columns = shape
+    return take_stored(checkpoint, scheme, name, (rows, columns)).matrix(checkpoint.forms.dtype)
+
+
+def take_stored(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    """One linear's weight. Raises: CheckpointError naming file, tensor, found and expected."""
+    checkpoint.skip(*(f"{name}.{unused}" for unused in UNUSED))
+    for unused in UNUSED:
+        if f"{name}.{unused}" in checkpoint:
+            _scales(checkpoint, f"{name}.{unused}", ((), (1,)))
+    return READERS[scheme.stored](checkpoint, scheme, name, shape)
+
+
+def _plain(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    return StoredWeight.rounded(checkpoint.take(f"{name}.weight", shape))
+
+
+def _float8(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    rows, columns = shape
+    data = checkpoint.take_stored(f"{name}.weight", shape, (torch.float8_e4m3fn,)).view(torch.uint8)
+    if not data.is_meta and (data & 127 == 127).any():
+        raise _error(checkpoint, f"{name}.weight", "found NaN, expected finite values: it is damaged")
+    scale = f"{name}.{scheme.scale}"
+    if scheme.granularity is Granularity.BLOCK:
+        size = scheme.group_size or columns
+        scales = _scales(checkpoint, scale, ((-(-rows // size), -(-columns // size)),)).float()
+        return StoredWeight(data, scales.t().contiguous(), None, 8, size, scheme.block_rows)
+    if scheme.granularity is Granularity.TENSOR:
+        scales = _scales(checkpoint, scale, ((), (1,), (1, 1))).reshape(1, 1).expand(1, rows)
+    else:
+        scales = _scales(checkpoint, scale, ((rows, 1), (rows,))).reshape(1, rows)
+    return StoredWeight(data, scales.float().contiguous(), None, 8, 0)
+
+
+def _awq(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    rows, columns = shape
+    groups = _num_groups(checkpoint, scheme, name, columns)
+    words = _words(checkpoint, f"{name}.qweight", (columns, rows // 8))
+    zeros = _words(checkpoint, f"{name}.qzeros", (groups, rows // 8))
+    return StoredWeight(
+        _unpacked(words, AWQ_ORDER).t().contiguous(),
+        _scales(checkpoint, f"{name}.scales", ((groups, rows),)),
+        _unpacked(zeros, AWQ_ORDER),
+        4,
+        scheme.group_size or 0,
+    )
+
+
+def _gptq(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    rows, columns = shape
+    groups = _num_groups(checkpoint, scheme, name, columns)
+    _check_order(checkpoint, f"{name}.g_idx", columns, columns // groups)
+    words = _words(checkpoint, f"{name}.qweight", (columns // 8, rows))
+    zeros = _unpacked(_words(checkpoint, f"{name}.qzeros", (groups, rows // 8)), IN_ORDER) + scheme.zero_offset
+    if not zeros.is_meta and (zeros > 15).any():
+        found = f"found a zero point of {int(zeros.max())}, expected 0 to 15"
+        raise _error(checkpoint, f"{name}.qzeros", f"{found}: is checkpoint_format right?")
+    scales = _scales(checkpoint, f"{name}.scales", ((groups, rows),))
+    values = _unpacked(words.t().contiguous(), IN_ORDER)
+    middle = scheme.symmetric and (zeros.is_meta or bool((zeros == 8).all()))
+    return StoredWeight(values, scales, None if middle else zeros, 4, scheme.group_size or 0)
+
+
+def _packed(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    rows, columns = shape
+    groups = _num_groups(checkpoint, scheme, name, columns)
+    if f"{name}.weight_shape" in checkpoint:
+        found = checkpoint.take_stored(f"{name}.weight_shape", (2,), (torch.int64, torch.int32))
+        if not found.is_meta and tuple(found.tolist()) != shape:
+            raise _error(checkpoint, f"{name}.weight_shape", f"found {found.tolist()}, expected {list(shape)}")
+    if f"{name}.weight_g_idx" in checkpoint:
+        _check_order(checkpoint, f"{name}.weight_g_idx", columns, columns // groups)
+    words = _words(checkpoint, f"{name}.weight_packed", (rows, columns // 8))
+    scales = _scales(checkpoint, f"{name}.weight_scale", ((rows, groups),)).t().contiguous()
+    zeros = None
+    if not scheme.symmetric:
+        stored = _words(checkpoint, f"{name}.weight_zero_point", (rows // 8, groups))
+        zeros = _unpacked(stored.t().contiguous(), IN_ORDER)
+    return StoredWeight(_unpacked(words, IN_ORDER), scales, zeros, 4, scheme.group_size or 0)
+
+
+READERS: dict[Stored, Callable[[Weights, QuantizationScheme, str, tuple[int, int]], StoredWeight]] = {
+    Stored.FLOAT8: _float8,
+    Stored.AWQ: _awq,
+    Stored.GPTQ: _gptq,
+    Stored.PACKED: _packed,
+    Stored.PLAIN: _plain,
+}
+
+
+def _unpacked(words: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The eight values of 4 bits in each word; value i is column `order[i]`. Shapes: [n, m] i32 -> [n, 8 m] u8."""
+    shifts = torch.tensor([4 * order.index(column) for column in range(8)], dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def _words(checkpoint: Weights, name: str, shape: Shape) -> Tensor:
+    return checkpoint.take_stored(name, shape, (torch.int32,))
+
+
+def _scales(checkpoint: Weights, name: str, shapes: tuple[Shape, ...]) -> Tensor:
+    """Positive, finite scales of one of these shapes."""
+    found = checkpoint.shape(name) if name in checkpoint else shapes[0]
+    scales = checkpoint.take_stored(name, found if found in shapes else shapes[0], FLOAT_SCALES)
+    if not scales.is_meta and not (usable := (scales > 0) & scales.isfinite()).all():
+        bad = float(scales[~usable].flatten()[0])
+        count = int((~usable).sum())
+        raise _error(checkpoint, name, f"found {count} scales like {bad:g}, expected positive, finite ones")
+    return scales
+
+
+def _num_groups(checkpoint: Weights, scheme: QuantizationScheme, name: str, columns: int) -> int:
+    size = scheme.group_size or columns
+    if columns % size:
+        raise CheckpointError(f"{checkpoint.origin}: {name} has {columns} columns, which are no groups of {size}")
+    return columns // size
+
+
+def _check_order(checkpoint: Weights, name: str, columns: int, size: int) -> None:
+    """Groups must be columns side by side."""
+    if name not in checkpoint:
+        return
+    found = checkpoint.take_stored(name, (columns,), (torch.int32, torch.int64))
+    if not found.is_meta and not torch.equal(found.long().cpu(), torch.arange(columns) // size):
+        raise _error(checkpoint, name, "found columns in another order (act-order), expected groups side by side")
+
+
+def _error(checkpoint: Weights, name: str, what: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.file_of(name)}: tensor {name}: {what}")

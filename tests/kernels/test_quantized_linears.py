@@ -1,0 +1,145 @@
+"""Weights in 8 and 4 bits: packing, twins, and the kernel of few rows, interpreted, against float64 products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
+from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of, unpacked
+from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from support.gluon_interpreter.launch import Hopper
+
+BFLOAT, F64 = torch.bfloat16, torch.float64
+STREAM, TILED = "_quantized_stream_kernel", "_quantized_tiles_kernel"
+
+
+class Case(NamedTuple):
+    """Rows of x, a weight [O, I], its bits, the columns that share a scale (0: all), and how scales are stored."""
+
+    rows: int
+    size_n: int
+    size_k: int
+    bits: int
+    group: int = 0
+    scale_rows: int = 1
+    has_zeros: bool = False
+    scales: torch.dtype = torch.float32
+
+
+CASES = {
+    "fp8, rows": Case(3, 60, 1024, 8),
+    "fp8, rows, K of 64s, 9 rows": Case(9, 40, 576, 8),
+    "fp8, tiles": Case(17, 200, 512, 8),
+    "fp8, tiles, 128 rows": Case(100, 330, 256, 8),
+    "fp8, blocks": Case(5, 256, 1280, 8, 128, 128),
+    "fp8, groups": Case(1, 36, 384, 8, 128),
+    "int4": Case(2, 48, 1152, 4, 128, scales=BFLOAT),
+    "int4 with zero points": Case(4, 64, 512, 4, 128, has_zeros=True, scales=torch.float16),
+    "int4, groups of 64": Case(20, 48, 640, 4, 64, has_zeros=True, scales=BFLOAT),
+    "int4, groups of 32": Case(8, 40, 576, 4, 32, has_zeros=True, scales=torch.float16),
+    "int4, groups of 64, symmetric": Case(33, 32, 256, 4, 64, scales=BFLOAT),
+}
+
+
+def kernel_of(name: str) -> str:
+    return TILED if "tiles" in name else STREAM
+
+
+def weight_of(case: Case, dtype: torch.dtype = BFLOAT) -> QuantizedWeight:
+    """Random bits, without NaN; scales of different sizes."""
+    part = part_of(case.bits, case.group, case.size_k)
+    assert part is not None
+    num_groups = case.size_k // case.group if case.group else 1
+    scales = torch.rand(num_groups, -(-case.size_n // case.scale_rows)) + 0.5
+    scales *= case.size_k**-0.5 * (0.01 if case.bits == 8 else 0.2)
+    if case.bits == 8:
+        data = torch.randint(0, 256, (case.size_n, case.size_k), dtype=torch.uint8)
+        data[data & 127 == 127] = 8
+    else:
+        data = packed(torch.randint(0, 16, (case.size_n, case.size_k), dtype=torch.uint8), part)
+    zeros = torch.randint(0, 16, (num_groups, case.size_n)) + 128 if case.has_zeros else None
+    scales = scales.to(case.scales if dtype == BFLOAT else dtype)
+    zeros = None if zeros is None else zeros.to(BFLOAT)
+    return QuantizedWeight(data, Packing(scales, zeros, case.bits, part, case.group, case.scale_rows), dtype)
+
+
+def matrix_of(weight: QuantizedWeight) -> Tensor:
+    """Element by element, from the definition."""
+    packing, (size_n, size_k) = weight.packing, weight.shape
+    if packing.bits == 8:
+        values = weight.data.view(torch.float8_e4m3fn).double()
+    else:
+        values = unpacked(weight.data, packing.part).double()
+    rows, columns = torch.meshgrid(torch.arange(size_n), torch.arange(size_k), indexing="ij")
+    group = columns // packing.group if packing.group else columns * 0
+    if packing.bits == 4:
+        values -= 8 if packing.zeros is None else packing.zeros.double()[group, rows] - 128
+    return values * packing.scales.double()[group, rows // packing.scale_rows]
+
+
+def drawn(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(BFLOAT)
+
+
+def test_two_values_share_a_byte() -> None:
+    values = torch.randint(0, 16, (3, 256), dtype=torch.uint8)
+    data = packed(values, 128)
+    assert data.shape == (3, 128) and torch.equal(unpacked(data, 128), values)
+    assert data[1, 5] == values[1, 5] + 16 * values[1, 69] and data[2, 64] == values[2, 128] + 16 * values[2, 192]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_twin(name: str) -> None:
+    weight = weight_of(CASES[name], F64)
+    matrix, x = matrix_of(weight), torch.randn(3, weight.shape[1], dtype=F64)
+    torch.testing.assert_close(dequantised(weight.data, weight.packing, F64), matrix, rtol=1e-12, atol=1e-12)
+    expected = x @ matrix.t()
+    torch.testing.assert_close(fused_linear(x, weight), expected)
+    torch.testing.assert_close(linear_logits(x, weight), expected)
+    assert torch.equal(linear_argmax(x, weight), expected.argmax(1))
+    gate, up = expected.chunk(2, dim=1)
+    torch.testing.assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up)
+    residual, norm = torch.randn(3, weight.shape[0], dtype=F64), Norm(torch.rand(weight.shape[0], dtype=F64), 1e-5)
+    torch.testing.assert_close(linear_add(x, weight, residual, norm).values, residual + expected)
+    for ids in (slice(7, 20), torch.tensor([30, 2, 2])):
+        torch.testing.assert_close(fused_linear(x, weight.rows(ids)), expected[:, ids])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernels(gpu: Hopper, name: str) -> None:
+    """Rows on their way into a norm, whose sums of squares come in 40 parts."""
+    case = CASES[name]
+    weight, rows = weight_of(case), drawn(case.rows, case.size_k)
+    parts = rows.double().square().sum(1) * torch.randn(40, 1).softmax(0)
+    scale = torch.rsqrt(rows.double().square().mean(1, keepdim=True) + 0.1)
+    expected = rows.double() * scale @ matrix_of(weight).t()
+    x = Normed(rows, rows, parts.float(), 0.1)
+    logits = linear_logits(x, weight)
+    assert logits.dtype == torch.float32 and gpu.launches[-1].kernel == kernel_of(name)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(fused_linear(x, weight), expected)
+    gate, up = expected.chunk(2, dim=1)
+    assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up)
+    assert gpu.kernels == [kernel_of(name)] * 3
+
+
+@pytest.mark.parametrize("name", ["fp8, rows", "fp8, tiles", "fp8, blocks", "int4 with zero points"])
+def test_addition(gpu: Hopper, name: str) -> None:
+    case = CASES[name]
+    weight, x = weight_of(case), drawn(case.rows, case.size_k)
+    residual = drawn(case.rows, 2 * case.size_n)[:, : case.size_n]
+    norm = Norm(drawn(case.size_n, scale=0.1) + 1, 0.1)
+    found = linear_add(x, weight, residual, norm)
+    assert gpu.kernels == [kernel_of(name)]
+    assert_close(found.values, residual.double() + x.double() @ matrix_of(weight).t())
+    assert_close(found.normalised(), F.rms_norm(found.values.double(), (case.size_n,), norm.weight.double(), norm.eps))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-6, atol=2**-6)

@@ -1,0 +1,118 @@
+"""Where the public link listens, and who is heard there: socket files, addresses and keys."""
+
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+from support.public_link import arrives, dealer, never, on_stage
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.messages import Ping, Pong
+from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
+
+
+def test_the_file_is_private_and_goes_with_the_endpoint(tmp_path: Path) -> None:
+    path = tmp_path / "client.sock"
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        assert endpoint.address == f"ipc://{path}"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    on_stage(scene, tmp_path)
+    assert not path.exists()
+
+
+def test_the_file_of_an_engine_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "public.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as client:
+            client.send(Ping(0.0))
+            assert await arrives(endpoint.router) == (1, Ping(0.0))
+
+    on_stage(scene, tmp_path, client_endpoint=f"ipc://{path}")
+
+
+def test_a_file_in_use_and_a_file_that_is_no_socket_are_left_alone(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        raise AssertionError("it must not start")
+
+    path = tmp_path / "public.sock"
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(str(path))
+        living.listen()
+        with pytest.raises(ConfigError, match="another process listens"):
+            on_stage(scene, tmp_path, client_endpoint=f"ipc://{path}")
+    letter = tmp_path / "letter.txt"
+    letter.write_text("dear")
+    with pytest.raises(ConfigError, match="not a socket"):
+        on_stage(scene, tmp_path, client_endpoint=f"ipc://{letter}")
+    assert letter.read_text() == "dear"
+
+
+def test_an_address_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        raise AssertionError("it must not start")
+
+    for key in (None, "secret"):
+        with pytest.raises(ConfigError, match="--zmq-endpoint: cannot bind tcp://192.0.2.1:5"):
+            on_stage(scene, tmp_path, client_endpoint="tcp://192.0.2.1:5", api_key=key)
+
+
+@pytest.mark.parametrize(("key", "heard"), [("secret", True), ("wrong", False), (None, False)])
+def test_a_tcp_endpoint_with_a_key_hears_those_who_know_it(tmp_path: Path, key: str | None, heard: bool) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint, key) as client:
+            client.send(Ping(0.0))
+            if heard:
+                assert await arrives(endpoint.router) == (1, Ping(0.0))
+                endpoint.router.send(1, Pong(0.0, True))
+                assert await client.recv() == Pong(0.0, True)
+            else:
+                await never(endpoint.router.recv())
+
+    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+
+
+@pytest.mark.parametrize("address", ["tcp://localhost:*", "tcp://[::1]:*"])
+def test_other_names_of_the_loopback(tmp_path: Path, address: str) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as client:
+            client.send(Ping(0.0))
+            assert await arrives(endpoint.router) == (1, Ping(0.0))
+
+    if "[" in address and not has_ipv6():
+        pytest.skip("needs an IPv6 loopback (::1), and this machine has none; where there is one, it runs by itself")
+    on_stage(scene, tmp_path, client_endpoint=address)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_key_is_not_asked_where_the_directory_guards(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint, "any") as client:
+            client.send(Ping(0.0))
+            assert await arrives(endpoint.router) == (1, Ping(0.0))
+
+    on_stage(scene, tmp_path, api_key="secret")
+
+
+def test_the_key_is_never_written_to_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint, "secret") as client:
+            client.send(Ping(0.0))
+            await arrives(endpoint.router)
+
+    with caplog.at_level("DEBUG"):
+        on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+    assert "secret" not in caplog.text
