@@ -1,13 +1,18 @@
-"""What of a request the ingress sends to a replica, and how many replicas requests need. No Ray is needed."""
+"""What of a request the ingress sends to a replica, and how many replicas requests need: what takes no Ray."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+import overlap_spec.ray
 from overlap_spec.cli import main
+from overlap_spec.config.fields import config_from, flags_from
+from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.ray.calls import MOST_TEXT, call_of, prompt_of
 from overlap_spec.ray.everywhere import merged_metrics
 from overlap_spec.ray.scaling import wanted_replicas
@@ -103,6 +108,17 @@ b_sum 3.0
     samples = [(sample.name, sample.labels["replica"], sample.value) for sample in families["b"].samples]
     assert samples == [("b_bucket", "r1", 2), ("b_sum", "r1", 3), ("b_bucket", "r2", 2), ("b_sum", "r2", 3)]
     assert families["b"].samples[0].labels["kind"] == "x y"
+
+
+def test_arguments_of_the_config_file_are_flags() -> None:
+    text = (Path(__file__).parents[3] / "deploy" / "ray_serve.yaml").read_text()
+    (application,) = yaml.safe_load(text)["applications"]
+    names = set(ReplicaFlags.__struct_fields__)
+    replicas = {name: value for name, value in application["args"].items() if name in names}
+    engine = {name: value for name, value in application["args"].items() if name not in names}
+    assert flags_from(replicas, ReplicaFlags).max_replicas == 4
+    assert config_from(engine).drain_timeout == 60.0
+    assert application["import_path"] == "overlap_spec.ray:build" and "build" in overlap_spec.ray.__all__
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
