@@ -29,9 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
     replicas = flags_from(given_values(arguments, config_fields(ReplicaFlags)), ReplicaFlags)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, signal.default_int_handler)
     _serve(config, replicas)
     return 0
 
@@ -48,6 +45,7 @@ def _serve(config: EngineConfig, replicas: ReplicaFlags) -> None:
     ray.init()
     application = build_app(config, replicas)
     serve.start(http_options={"host": config.host, "port": config.port})
+    _interrupt_at_signals()
     try:
         serve.run(application, name=APPLICATION, route_prefix="/")  # logs the address
         while True:
@@ -58,6 +56,13 @@ def _serve(config: EngineConfig, replicas: ReplicaFlags) -> None:
         raise OverlapSpecError(f"no engine has started: {error}") from None
     finally:
         _end()
+
+
+def _interrupt_at_signals() -> None:
+    """Let every signal that ends the application raise KeyboardInterrupt. After `ray.init`, which has handlers too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
 
 
 def _end() -> None:
