@@ -5,6 +5,7 @@ signal ends the application: open requests have `--drain-timeout` seconds.
 """
 
 import argparse
+import re
 import signal
 
 from overlap_spec.cli.flags import add_engine_flags, add_flag, engine_config, given_values, refuse_bench_flags
@@ -14,6 +15,7 @@ from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.errors import OverlapSpecError
 
 APPLICATION = "overlap-spec"
+RAISED = re.compile(r"^overlap_spec\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +55,19 @@ def _serve(config: EngineConfig, replicas: ReplicaFlags) -> None:
     except KeyboardInterrupt:
         pass
     except RuntimeError as error:
-        raise OverlapSpecError(f"no engine has started: {error}") from None
+        raise OverlapSpecError(f"no engine has started: {_cause(error)}") from None
     finally:
         _end()
+
+
+def _cause(error: RuntimeError) -> str:
+    """What a replica raised, which Serve keeps in a traceback of its status; else Serve's own words."""
+    from ray import serve
+
+    application = serve.status().applications.get(APPLICATION)
+    messages = [deployment.message for deployment in application.deployments.values()] if application else []
+    causes = [found[1] for text in messages if (found := RAISED.search(text))]
+    return causes[0] if causes else str(error)
 
 
 def _interrupt_at_signals() -> None:
