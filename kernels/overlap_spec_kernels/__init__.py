@@ -9,6 +9,7 @@ from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decod
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
+from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
@@ -27,7 +28,7 @@ from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.filtered_draw import filtered_draw
 from overlap_spec_kernels.logits.guesses_before import guesses_before
-from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
+from overlap_spec_kernels.logits.gumbel_argmax import Draws, gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.process_logits import LogitRules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
@@ -79,6 +80,7 @@ __all__ = [
     "Cutoff",
     "DecodeScratch",
     "DenseWeight",
+    "Draws",
     "Filters",
     "GatheredTree",
     "GatheredWindow",
@@ -93,6 +95,7 @@ __all__ = [
     "NoLibraryError",
     "Norm",
     "Normed",
+    "RowAttention",
     "RowHistory",
     "TokenRows",
     "TopTokens",

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w")
 TIMEOUT_S = 300.0
 
 

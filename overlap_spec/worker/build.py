@@ -1,6 +1,7 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 EXACT = AcceptSettings()
+CONVERTS_8_BITS = (8, 9)  # compute capability
 KERNELS = "kernels"  # of a CPU, in the cache directory
 UPLOADS = 4  # of a step: its integers; for grammars also slots, forced tokens and masks
 
@@ -61,7 +63,7 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
         proposer = in_16_bits(proposer, kernel)
     if settings.spec.topk > 1 and proposer.profile.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
-    return LoadedModels(target, proposer, method)
+    return LoadedModels(target, proposer, method, kernel=kernel)
 
 
 def _integer_kernel(settings: Settings) -> GroupedKernel | None:
@@ -89,7 +91,20 @@ def prepare_place(settings: Settings) -> torch.device:
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"there is a CUDA driver, but torch {torch.__version__} cannot use it; use cpu")
+    _check_kv_dtype(settings)
     return torch.device(settings.model.device)
+
+
+def _check_kv_dtype(settings: Settings) -> None:
+    """Raises: ConfigError if the GPU cannot convert 8 bits."""
+    if settings.cache.kv_dtype is not None and settings.model.device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < CONVERTS_8_BITS:
+            raise ConfigError(
+                "kv_cache_dtype",
+                f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))};"
+                " use bfloat16 with --dtype bfloat16",
+            )
 
 
 def build_executor(
@@ -115,11 +130,11 @@ def build_executor(
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place, scratch_rows)
+        return KVCache.allocate(shape, *geometry.pages, place, scratch_rows)
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree
-    of_target, of_draft = attention_choices(attention or AttentionSettings())
+    of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
     processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
@@ -176,11 +191,16 @@ def _processors(
     return LogitProcessors(vocab_size, pool, lists, own, masks)
 
 
-def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
-    """What runs the attention of the target, and of the draft."""
+def attention_choices(
+    settings: AttentionSettings, kernel: GroupedKernel | None = None
+) -> tuple[AttentionChoice, AttentionChoice]:
+    """What runs the attention of the target, and of the draft. `kernel`: that of a CPU."""
+    of_rows = None if kernel is None else kernel.attention
+    target = AttentionChoice(settings.target_torch, settings.prefill_kernel, None, of_rows)
+    draft = AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window, of_rows)
     return (
-        AttentionChoice(settings.target_torch, settings.prefill_kernel),
-        AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window),
+        replace(target, of_rows=None) if settings.target_torch else target,
+        replace(draft, of_rows=None) if settings.draft_torch else draft,
     )
 
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
 from overlap_spec_kernels.compiled_cpu import compiled_library
 from overlap_spec_kernels.launch import require
 from overlap_spec_kernels.linear.operand import LinearOperand
-from overlap_spec_kernels.norm.normed import Normed, normalised
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 LANES = 16  # rows of W in a vector of the kernel
 PANEL = 64  # rows of W that the kernel takes at a time
 NIBBLES = 8  # in 32 bits
-SOURCE = Path(__file__).parent / "cpu" / "grouped_linear.cpp"
+SOURCE = Path(__file__).parent.parent / "cpu" / "decoder_layer.cpp"
 
 
 class _Part(ctypes.Structure):
@@ -45,35 +47,37 @@ class _Part(ctypes.Structure):
 
 
 class GroupedKernel:
-    """The compiled kernel."""
+    """The compiled kernel, and that of attention, which is in the same library."""
 
     def __init__(self, cache: Path) -> None:
         """Compile it, unless `cache` has it. Raises: NoLibraryError."""
         library = compiled_library(SOURCE, cache)
         self.reads_half = bool(library.reads_half())
+        self.attention = RowAttention(library)
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         self._linear = library.grouped_linear
-        self._linear.argtypes = [pointer, size, pointer, size, size, size, pointer, size, number, number]
+        of_sum = (pointer, size, pointer, ctypes.c_float, pointer)
+        self._linear.argtypes = [pointer, size, pointer, size, size, size, pointer, size, number, number, *of_sum]
         self._linear.restype = None
 
-    def run(self, weight: GroupedWeight, x: Tensor, gated: bool) -> Tensor:
+    def product(self, weight: GroupedWeight, x: Tensor, gated: bool) -> Tensor:
         """Shapes: x [T, I] f32 -> [T, O], or [T, O / 2] if gated."""
-        num_rows, size_k = x.shape
-        columns = weight.shape[0] // 2 if gated else weight.shape[0]
-        out = x.new_empty((num_rows, columns))
-        self._linear(
-            weight.table,
-            len(weight.parts),
-            x.data_ptr(),
-            num_rows,
-            x.stride(0),
-            size_k,
-            out.data_ptr(),
-            columns,
-            gated,
-            torch.get_num_threads(),
-        )
+        out = x.new_empty((x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]))
+        self._linear(*_arguments(weight, x, out, gated), None, 0, None, 0.0, None)
         return out
+
+    def sum(self, weight: GroupedWeight, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        """`residual + x W^T`, and its norm. Shapes: x [T, I] f32, residual [T, O]."""
+        out, normed = x.new_empty((2, *residual.shape)).unbind(0)
+        of_norm = (norm.weight.data_ptr(), norm.eps, normed.data_ptr())
+        self._linear(*_arguments(weight, x, out, False), residual.data_ptr(), residual.stride(0), *of_norm)
+        return Normed(out, normed)
+
+
+def _arguments(weight: GroupedWeight, x: Tensor, out: Tensor, gated: bool) -> tuple[Any, ...]:
+    """The first arguments of the kernel."""
+    of_x = (x.data_ptr(), x.shape[0], x.stride(0), x.shape[1])
+    return weight.table, len(weight.parts), *of_x, out.data_ptr(), out.shape[1], gated, torch.get_num_threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,7 @@ class GroupedWeight(LinearOperand):
 
     def product(self, x: Tensor | Normed) -> Tensor:
         rows = normalised(x)
-        return grouped_linear_reference(rows, self) if self.kernel is None else self.kernel.run(self, rows, False)
+        return grouped_linear_reference(rows, self) if self.kernel is None else self.kernel.product(self, rows, False)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
         return self.product(x)
@@ -183,7 +187,12 @@ class GroupedWeight(LinearOperand):
         is_whole = len(self.parts) == 1 and self.shape[0] % (2 * PANEL) == 0
         if self.kernel is None or not is_whole:
             return silu_mul(self.product(x))
-        return self.kernel.run(self, normalised(x), True)
+        return self.kernel.product(self, normalised(x), True)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if self.kernel is None:
+            return LinearOperand.add(self, x, residual, norm)
+        return self.kernel.sum(self, x, residual, norm)
 
 
 def grouped_linear_reference(x: Tensor, weight: GroupedWeight) -> Tensor:

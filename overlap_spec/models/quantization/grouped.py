@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from overlap_spec_kernels import GroupedKernel, GroupedPart, GroupedWeight, Normed, fused_linear, linear_logits
+from overlap_spec_kernels import (
+    GroupedKernel,
+    GroupedPart,
+    GroupedWeight,
+    Norm,
+    Normed,
+    fused_linear,
+    linear_add,
+    linear_logits,
+)
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
@@ -95,6 +104,11 @@ class GroupedLinear(AnyLinear):
 
     def gated(self, x: Normed) -> Tensor:
         return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if self.bias is not None:
+            return AnyLinear.add(self, x, residual, norm)
+        return linear_add(x, self.operand, residual, norm)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
         y = linear_logits(x, self.operand)

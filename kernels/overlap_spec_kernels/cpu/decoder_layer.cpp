@@ -1,12 +1,14 @@
-// y = x W^T on a CPU, for a W of 4- or 8-bit integers with a scale, and perhaps an offset, for each group of a row; or
+// The parts of a decoder layer on a CPU, in float32, for weights in few bits. Whatever is summed up is summed in an
+// order that does not depend on other rows: a window has the results of its rows one by one, to the bit.
+//
+// A linear: y = x W^T, for a W of 4- or 8-bit integers with a scale, and perhaps an offset, for each group of a row; or
 // for a W in bfloat16, whose groups are whole rows, without a scale.
 //
 //     W[o, i] = scale[o, g] * q[o, i] + offset[o, g]        g = i / group
 //     y[t, o] = sum over g of  scale[o, g] * (sum of x[t, i] q[o, i]) + offset[o, g] * (sum of x[t, i])
 //
 // 16 rows of W are the lanes of a vector, and a block of them is contiguous, so that W is read once, in order. Integers
-// become floats in registers; sums are float32. The order of a row's sums does not depend on the other rows of x:
-// a window of rows has the results of its rows one by one, to the bit.
+// become floats in registers.
 
 #include <cmath>
 #include <cstdint>
@@ -145,8 +147,8 @@ inline void tile(const Part& w, const float* x, int64_t stride, int64_t columns,
     }
 }
 
-inline Floats silu(Floats v) {  // v / (1 + exp(-v)), exp as 2^n times a polynomial
-    Floats scaled = v * -1.44269504f;
+inline Floats exponential(Floats v) {  // 2^n times a polynomial; what is beyond the range of floats is its end
+    Floats scaled = v * 1.44269504f;
     for (int i = 0; i < LANES; i++) scaled[i] = scaled[i] < -126.f ? -126.f : scaled[i] > 126.f ? 126.f : scaled[i];
     const Ints whole = __builtin_convertvector(scaled + 0.5f, Ints) - (scaled + 0.5f < 0.f ? 1 : 0);
     const Floats rest = (scaled - __builtin_convertvector(whole, Floats)) * 0.69314718f;
@@ -159,7 +161,15 @@ inline Floats silu(Floats v) {  // v / (1 + exp(-v)), exp as 2^n times a polynom
     const Ints bits = (whole + 127) << 23;
     Floats power;
     std::memcpy(&power, &bits, sizeof power);
-    return v / (1.f + e * power);
+    return e * power;
+}
+
+inline Floats silu(Floats v) { return v / (1.f + exponential(-v)); }
+
+inline float total(Floats v) {  // in one order
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
 }
 
 struct Call {
@@ -167,6 +177,8 @@ struct Call {
     int64_t rows, stride, columns;
     float* out;
     int64_t out_stride;
+    const float* residual;  // added to the result, or null
+    int64_t residual_stride;
 };
 
 inline void store(const Floats& v, float* out, int64_t count) {
@@ -174,7 +186,8 @@ inline void store(const Floats& v, float* out, int64_t count) {
 }
 
 template <int R, int BITS>
-void rows_of_tile(const Part& w, const Call& c, int64_t row, const float* sums, int64_t block, int64_t up, int64_t first) {
+void rows_of_tile(const Part& w, const Call& c, int64_t row, const float* sums, int64_t block, int64_t up,
+                  int64_t first) {
     constexpr int NB = R > 4 ? 2 : 4;
     for (int half = 0; half < 4; half += NB) {
         Floats y[R][NB];
@@ -187,7 +200,12 @@ void rows_of_tile(const Part& w, const Call& c, int64_t row, const float* sums, 
                 const int64_t column = (block + half + n) * LANES;
                 if (column >= last) continue;
                 const Floats v = up ? silu(y[r][n]) * second[r][n] : y[r][n];
-                store(v, c.out + (row + r) * c.out_stride + first + column, last - column);
+                const int64_t count = last - column < LANES ? last - column : LANES;
+                float* to = c.out + (row + r) * c.out_stride + first + column;
+                store(v, to, count);
+                if (!c.residual) continue;
+                const float* added = c.residual + (row + r) * c.residual_stride + first + column;
+                for (int64_t i = 0; i < count; i++) to[i] += added[i];
             }
     }
 }
@@ -210,6 +228,69 @@ void item(const Part& w, const Call& c, const float* sums, int64_t block, int64_
     }
 }
 
+inline void normalise(const float* row, const float* weight, int64_t size, float eps, float* to) {
+    Floats squares = {};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares += load(row + i) * load(row + i);
+    for (; i < size; i++) rest += row[i] * row[i];
+    const float scale = 1.f / std::sqrt((total(squares) + rest) / float(size) + eps);
+    for (i = 0; i < size; i++) to[i] = row[i] * scale * weight[i];
+}
+
+// (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), for pairs that are half a head apart.
+inline void rotate(const float* head, const float* cos_sin, int64_t d, float* to) {
+    const int64_t half = d / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float first = head[i], second = head[half + i], cos = cos_sin[i], sin = cos_sin[half + i];
+        to[i] = first * cos - second * sin;
+        to[half + i] = second * cos + first * sin;
+    }
+}
+
+struct Keys {  // where the keys of one head of a request are
+    const int32_t* pages;
+    int64_t page_size, stride, first;
+    int64_t at(int64_t key) const {
+        return (pages[key / page_size] * page_size + key % page_size) * stride + first;
+    }
+};
+
+constexpr int MOST_PARTS = 16;  // of a head, of 16 values each
+
+// One query over the keys first..last of its request. Every query has the same order of sums.
+inline void attend(const float* query, const Keys& keys, const float* k_cache, const float* v_cache, int64_t first,
+                   int64_t last, int64_t d, float scale, float* weights, float* out) {
+    const int64_t parts = d / LANES, count = last - first + 1;
+    float highest = -INFINITY;
+    for (int64_t j = 0; j < count; j++) {
+        const float* k = k_cache + keys.at(first + j);
+        Floats sum = {};
+        for (int64_t n = 0; n < parts; n++) sum += load(query + n * LANES) * load(k + n * LANES);
+        weights[j] = total(sum) * scale;
+        highest = weights[j] > highest ? weights[j] : highest;
+    }
+    Floats sums = {};
+    for (int64_t j = 0; j < count; j += LANES) {
+        Floats weight = load(weights + j) - highest;
+        for (int i = 0; i < LANES; i++) weight[i] = j + i < count ? weight[i] : -INFINITY;
+        weight = exponential(weight);
+        for (int i = 0; i < LANES; i++) weight[i] = j + i < count ? weight[i] : 0.f;
+        sums += weight;
+        std::memcpy(weights + j, &weight, sizeof weight);
+    }
+    Floats mixed[MOST_PARTS] = {};
+    for (int64_t j = 0; j < count; j++) {
+        const float* v = v_cache + keys.at(first + j);
+        for (int64_t n = 0; n < parts; n++) mixed[n] += load(v + n * LANES) * weights[j];
+    }
+    const float whole = total(sums);
+    for (int64_t n = 0; n < parts; n++) {
+        const Floats v = mixed[n] / whole;
+        std::memcpy(out + n * LANES, &v, sizeof v);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -222,38 +303,99 @@ int reads_half() {
 #endif
 }
 
-// One linear. gated: the one part's rows are gate's, then as many of up's, and the result is silu(gate) * up.
-void grouped_linear(const Part* parts, int64_t num_parts, const float* x, int64_t rows, int64_t stride,
-                                 int64_t columns, float* out, int64_t out_stride, int32_t gated, int32_t threads) {
-    const Call call{x, rows, stride, columns, out, out_stride};
-    int64_t first_column = 0;
-    for (int64_t p = 0; p < num_parts; p++) {
-        const Part& w = parts[p];
-        const int64_t groups = columns / w.group, up = gated ? w.blocks / 2 : 0;
-        const int64_t items = (gated ? up : w.blocks) / 4;
-        std::vector<float> sums(w.offsets ? rows * groups : 0);
+// One linear, added to a residual if there is one. gated: the one part's rows are gate's, then as many of up's, and the
+// result is silu(gate) * up. normed: if not null, the rows of the result are then normalised into it.
+void grouped_linear(const Part* parts, int64_t num_parts, const float* x, int64_t rows, int64_t stride, int64_t columns,
+                    float* out, int64_t out_stride, int32_t gated, int32_t threads, const float* residual,
+                    int64_t residual_stride, const float* norm, float eps, float* normed) {
+    const Call call{x, rows, stride, columns, out, out_stride, residual, residual_stride};
+    std::vector<float> sums(rows * columns / 16 * num_parts);
 #pragma omp parallel num_threads(threads)
-        {
+    {
+        int64_t first_column = 0;
+        for (int64_t p = 0; p < num_parts; p++) {
+            const Part& w = parts[p];
+            const int64_t groups = columns / w.group, up = gated ? w.blocks / 2 : 0;
+            const int64_t items = (gated ? up : w.blocks) / 4;
+            float* of_part = sums.data() + p * (rows * columns / 16);
             if (w.offsets) {
 #pragma omp for schedule(static)
                 for (int64_t at = 0; at < rows * groups; at++) {
                     const float* from = x + at / groups * stride + at % groups * w.group;
-                    float sum = 0;
-                    for (int i = 0; i < w.group; i++) sum += from[i];
-                    sums[at] = sum;
+                    Floats sum = load(from);
+                    if (w.group == 32) sum += load(from + LANES);
+                    of_part[at] = total(sum);
                 }
             }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t i = 0; i < items; i++) {
                 if (w.bits == 4)
-                    item<4>(w, call, sums.data(), 4 * i, up, first_column);
+                    item<4>(w, call, of_part, 4 * i, up, first_column);
                 else if (w.bits == 16)
-                    item<16>(w, call, sums.data(), 4 * i, up, first_column);
+                    item<16>(w, call, of_part, 4 * i, up, first_column);
                 else
-                    item<8>(w, call, sums.data(), 4 * i, up, first_column);
+                    item<8>(w, call, of_part, 4 * i, up, first_column);
             }
+            first_column += w.rows;
         }
-        first_column += w.rows;
+        if (normed) {
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < rows; r++)
+                normalise(out + r * out_stride, norm, out_stride, eps, normed + r * out_stride);
+        }
+    }
+}
+
+// Self-attention of rows over a paged cache of K and V: rotate queries and keys, write K and V of all rows, then let
+// the row at position p attend to the keys 0..p of its request, or to the last of them.
+struct Attention {
+    const float* qkv;  // [T, (n + 2 nkv) d]
+    const float* cos_sin;  // [positions, d]
+    const int64_t* positions;  // [T]
+    const int64_t* cache_rows;  // [T]
+    const int32_t* row_starts;  // [B + 1]
+    const int32_t* pages;  // [B, page_stride]
+    float* k_cache;  // [cache rows, nkv, d]
+    float* v_cache;
+    float* queries;  // [T, n, d], scratch
+    float* out;  // [T, n d]
+    int64_t num_rows, num_requests, page_stride, page_size, num_heads, num_kv_heads, head_dim;
+    int64_t window;  // keys that a row sees, its own included; 0: all
+    float scale;
+    int32_t threads;
+};
+
+void paged_rows_attention(const Attention* call) {
+    const Attention& a = *call;
+    const int64_t d = a.head_dim, width = (a.num_heads + 2 * a.num_kv_heads) * d, kv = a.num_kv_heads * d;
+    std::vector<int64_t> request_of(a.num_rows);
+    for (int64_t b = 0; b < a.num_requests; b++)
+        for (int64_t r = a.row_starts[b]; r < a.row_starts[b + 1]; r++) request_of[r] = b;
+    int64_t longest = 0;
+    for (int64_t r = 0; r < a.num_rows; r++) longest = a.positions[r] > longest ? a.positions[r] : longest;
+    const int64_t share = a.num_heads / a.num_kv_heads;
+#pragma omp parallel num_threads(a.threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < a.num_rows; r++) {
+            const float *row = a.qkv + r * width, *angles = a.cos_sin + a.positions[r] * d;
+            float* queries = a.queries + r * a.num_heads * d;
+            for (int64_t h = 0; h < a.num_heads; h++) rotate(row + h * d, angles, d, queries + h * d);
+            float* k = a.k_cache + a.cache_rows[r] * kv;
+            for (int64_t h = 0; h < a.num_kv_heads; h++) rotate(row + (a.num_heads + h) * d, angles, d, k + h * d);
+            std::memcpy(a.v_cache + a.cache_rows[r] * kv, row + (a.num_heads + a.num_kv_heads) * d, kv * sizeof(float));
+        }
+        std::vector<float> weights(longest + 1 + LANES);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < a.num_rows * a.num_kv_heads; i++) {
+            const int64_t r = i / a.num_kv_heads, head = i % a.num_kv_heads, last = a.positions[r];
+            const int64_t first = a.window && last - a.window + 1 > 0 ? last - a.window + 1 : 0;
+            const Keys keys{a.pages + request_of[r] * a.page_stride, a.page_size, kv, head * d};
+            for (int64_t q = head * share; q < (head + 1) * share; q++)
+                attend(a.queries + (r * a.num_heads + q) * d, keys, a.k_cache, a.v_cache, first, last, d, a.scale,
+                       weights.data(), a.out + (r * a.num_heads + q) * d);
+        }
     }
 }
 }
