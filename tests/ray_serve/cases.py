@@ -25,6 +25,7 @@ from traffic import MODEL, Chat, Outcome, alone, chats, converse, stream_all
 from overlap_spec.bench.report import describe_run
 
 NUM_CHATS, DIFFERENT, TOKENS, AT_ONCE, KILLED_AFTER = 200, 40, 64, 16, 75
+ON_THE_WAY_S = 1.0
 LONG = 800  # tokens of a stream that outlives what is done to its replica
 Figures = dict[str, Any]
 
@@ -72,8 +73,8 @@ def at(number: int, what: Callable[[], None]) -> Callable[[int], None]:
 
 
 def was_open(outcome: Outcome, replica: str, when: float) -> bool:
-    """Whether that replica was streaming it then."""
-    return outcome.replica == replica and outcome.begun_at <= when <= outcome.ended_at
+    """Whether that replica was streaming it then; its first bytes may still have been on their way to the client."""
+    return outcome.replica == replica and outcome.begun_at <= when + ON_THE_WAY_S and when <= outcome.ended_at
 
 
 def worker_killed(ray: Cluster) -> Figures:
