@@ -61,6 +61,7 @@ def logits_of(weights: LoadedTarget) -> Tensor:
     return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_it_computes_what_its_tensors_mean(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored, meant = quantised(tiny_target(3, **SIZES), kind)
@@ -74,6 +75,7 @@ def test_it_computes_what_its_tensors_mean(kind: str, tmp_path: Path, monkeypatc
     torch.testing.assert_close(logits_of(kept), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8 by row", "awq", "int4"])
 def test_it_computes_what_transformers_does_with_the_dequantised_weights(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
