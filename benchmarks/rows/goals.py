@@ -169,4 +169,6 @@ GOALS: tuple[Goal, ...] = (
     _own(15, "SmolLM2 64", "SmolLM2, one token of 64 new prompts, ms", "47-71", 20, 12),
     _own(15, "8B 8", "8B, one token of 8 new prompts, ms", "29-37", 26, 24),
     _own(15, "8B 32", "8B, one token of 32 new prompts, ms", "97-109", 92, 88),
+    _own(16, "32k", "chain step at context 32k, KV pages of 8 bits, ms", "5.64", 5.5, 5.2),
+    _own(16, "100k", "chain step at context 100k, KV pages of 8 bits, ms", "7.73", 7.2, 6.5),
 )

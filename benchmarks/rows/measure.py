@@ -165,6 +165,16 @@ async def long_contexts(bench: Bench) -> AsyncIterator[Cell]:
         yield Cell(6, name, steps.step_ms, {"context": length, **asdict(steps)})
 
 
+async def long_contexts_in_8_bits(bench: Bench) -> AsyncIterator[Cell]:
+    """Row 16: what rows 2 and 6 are, on an engine with KV pages of 8 bits."""
+    first: Cell | None = None
+    async for cell in long_contexts(bench):
+        if cell.row == 2:
+            first = cell
+        elif first is not None:
+            yield Cell(16, cell.part, cell.value, cell.facts | {"first_token_ms": first.value})
+
+
 async def turn_of_a_conversation(bench: Bench) -> AsyncIterator[Cell]:
     """Row 7: every turn's prompt is the one before and new tokens; the median of all turns but the first."""
     scale, length = bench.scale, bench.scale.contexts["8k"]
