@@ -54,6 +54,9 @@ class WithoutMemory:
     def names(self) -> frozenset[str]:
         return frozenset(self._raw)
 
+    def covers(self, name: str) -> bool:
+        return False
+
     def shape(self, name: str) -> Shape:
         return tuple(self._raw[name].shape)
 
@@ -64,6 +67,9 @@ class WithoutMemory:
         weight = torch.empty(shape, dtype=self._dtype, device="meta")
         self.num_bytes += weight.nbytes
         return weight
+
+    def take_grouped(self, shapes: object, biases: object) -> None:
+        return None
 
     def take_raw(self, name: str, shape: Shape = ()) -> Tensor:
         return self._raw[name]
@@ -121,13 +127,13 @@ def _head(target: LoadedTarget, dtype: torch.dtype) -> tuple[WithoutMemory, Any]
 
 
 def guide(settings: Settings, demand: Demand, gpu_mib: int) -> dict[str, Any]:
-    """Figures in MiB, and in tokens of KV cache that they hold."""
+    """Figures in MiB, for as many tokens in the KV pool as before, and in tokens that the pool can hold instead."""
     kv = demand.target_kv + demand.draft_kv
     pool = int(gpu_mib * MIB * settings.cache.mem_fraction) - demand.num_bytes
     rows = [
         {
             "flag": saving.flag,
-            "mib": saving.num_bytes // MIB,
+            "mib": (saving.num_bytes + pool // kv * saving.kv_bytes) // MIB,
             "tokens": (pool + saving.num_bytes) // (kv - saving.kv_bytes) - pool // kv,
         }
         for saving in savings(demand)

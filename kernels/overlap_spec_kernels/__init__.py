@@ -9,12 +9,15 @@ from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decod
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
+from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
+from overlap_spec_kernels.compiled_cpu import NoLibraryError
 from overlap_spec_kernels.launch import runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, GroupedWeight
 from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
@@ -25,7 +28,7 @@ from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
 from overlap_spec_kernels.logits.filtered_draw import filtered_draw
 from overlap_spec_kernels.logits.guesses_before import guesses_before
-from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax
+from overlap_spec_kernels.logits.gumbel_argmax import Draws, gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.process_logits import LogitRules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
@@ -77,16 +80,22 @@ __all__ = [
     "Cutoff",
     "DecodeScratch",
     "DenseWeight",
+    "Draws",
     "Filters",
     "GatheredTree",
     "GatheredWindow",
+    "GroupedKernel",
+    "GroupedPart",
+    "GroupedWeight",
     "Int8Weight",
     "LinearOperand",
     "LogitRules",
     "NgramLimits",
     "NgramLog",
+    "NoLibraryError",
     "Norm",
     "Normed",
+    "RowAttention",
     "RowHistory",
     "TokenRows",
     "TopTokens",

@@ -156,7 +156,7 @@ def _memory(settings: Settings, models: LoadedModels, place: Place) -> MemoryPar
     held = memory_facts(demand, 0).held_bytes if memory is not None else {"of target weights": demand.target_weights}
     if memory is None and weights > demand.target_weights:
         held["of draft weights"] = weights - demand.target_weights
-    dtype = geometry.dtype
+    dtype = geometry.cache_dtype
     return MemoryPart(
         total=0 if memory is None else memory.total,
         share=settings.cache.mem_fraction,

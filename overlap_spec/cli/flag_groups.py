@@ -26,9 +26,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "disable_ui", "zmq_endpoint", "random_seed"),
         *("http_header_timeout", "http_body_timeout", "max_connections", "max_connections_per_address"),
         *("recover", "max_recoveries", "watchdog_timeout", "drain_timeout", "log_level", "log_level_http"),
+        *("otlp_traces_endpoint", "enable_trace"),
     ),
     "memory": (
         *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
+        "kv_cache_dtype",
         *("disable_radix_cache", "disable_overlap_schedule", "max_gap_ms", "schedule_policy"),
         *("max_queued_requests", "request_timeout", "first_token_timeout"),
     ),

@@ -4,7 +4,8 @@ import argparse
 import logging
 
 from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_bench_flags
-from overlap_spec.config import asks_for_spec_v2
+from overlap_spec.config import asked_otlp_protocol, asks_for_spec_v2
+from overlap_spec.config.resolve import otlp_target
 from overlap_spec.runtime.log_limits import limit_lines
 
 ACCESS_LOG = "overlap_spec.server.access_log"
@@ -20,6 +21,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit status."""
     config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
+    if (collector := otlp_target(config, asked_otlp_protocol())) is not None:
+        from overlap_spec.server.request_spans import require_otlp
+
+        require_otlp(collector)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")
     limit_lines()
     log.info("starting %s, on %s port %d", config.model_path, config.host, config.port)  # before slow imports

@@ -30,9 +30,11 @@ from overlap_spec.server.engine_client import HealthOf, server_info
 from overlap_spec.server.http_server import HttpServer, freeze_heap
 from overlap_spec.server.probes import SHALLOW, health_response
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.request_spans import NO_SPANS, RequestSpans, open_spans
 
 GOODBYE_S = 0.3  # after a failure, or a drain that took too long: error events leave, and /health answers 503
 CLOSE_S = 0.7  # for answers that are still being written at the end
+SPANS_S = 1.0  # for spans of requests that wait to be sent
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Service:
         self._engine = engine
         self._front = Front(self.health)
         self._server = HttpServer(self._front, engine.config.host, engine.config.port, http_limits(engine.config))
+        self._spans: RequestSpans = NO_SPANS
         self._draining = False
         self._is_late = False  # the time to drain is over
         self._state, self._state_since = EngineState.STARTING, time.monotonic()
@@ -87,7 +90,8 @@ class Service:
         for note in engine.notes:
             log.info("%s", note)
         info = server_info(engine.config, engine.settings, lambda: engine.facts)
-        self._front.app = create_app(engine.client, info, self.health, engine.watch)
+        self._spans = open_spans(engine.settings.server.otlp, info.model_name)
+        self._front.app = create_app(engine.client, info, self.health, engine.watch, self._spans)
         freeze_heap()
         url = http_url(engine.config.host, self._server.port)
         engine.announce(url)
@@ -132,6 +136,7 @@ class Service:
             await self._engine.stop()
         finally:
             await closing
+            await asyncio.to_thread(self._spans.close, SPANS_S)
 
 
 class Front:

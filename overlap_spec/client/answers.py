@@ -17,6 +17,7 @@ from overlap_spec.messages import (
     Detokenized,
     Finish,
     FlushDone,
+    Phases,
     Pong,
     StatsReply,
     Tokenized,
@@ -30,7 +31,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     The delta with a `finish` is the last; `usage` counts so far. `log_probs`, of `token_ids`, and `prompt_log_probs`,
     all of them in the first delta, where they are asked for. `verified`: what the step verified, if the request reports
-    it; `verified.origin(i)` is where token i came from.
+    it; `verified.origin(i)` is where token i came from. `phases`: with the last delta of a request that is traced.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Delta(msgspec.Struct, frozen=True):
     verified: Verified | None = None
     log_probs: list[TokenLogProb] = []
     prompt_log_probs: list[TokenLogProb] = []
+    phases: Phases | None = None
 
 
 Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
@@ -97,4 +99,5 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         None,
         [entry for delta in deltas for entry in delta.log_probs],
         [entry for delta in deltas for entry in delta.prompt_log_probs],
+        last.phases,
     )

@@ -107,7 +107,7 @@ class Calls:
         """Give each row to its request."""
         rows = zip(message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True)
         verified, log_probs, of_prompts = message.verified, message.log_probs, message.prompt_log_probs
-        reports = bool(verified or log_probs or of_prompts)
+        reports = bool(verified or log_probs or of_prompts or message.phases)
         for request_id, text, token_ids, finish, usage in rows:
             answers = self._open.get(request_id)
             if answers is None:
@@ -115,7 +115,8 @@ class Calls:
                     self._left.pop(request_id).set()
             elif reports:
                 found = read_log_probs(log_probs.get(request_id)), read_log_probs(of_prompts.get(request_id))
-                answers.put(Delta(text, token_ids, finish, usage, verified.get(request_id), *found))
+                told = verified.get(request_id), *found, message.phases.get(request_id)
+                answers.put(Delta(text, token_ids, finish, usage, *told))
             else:
                 answers.put(Delta(text, token_ids, finish, usage))
 

@@ -1,6 +1,7 @@
 """The configuration: `EngineConfig` (the user's flags), `Settings` (the resolved values), and the environment."""
 
 from overlap_spec.config.environment import (
+    asked_otlp_protocol,
     asked_threads,
     asks_for_spec_v2,
     cache_directory,
@@ -27,6 +28,7 @@ from overlap_spec.config.settings import (
     ModelFiles,
     ModelSettings,
     NgramSettings,
+    OtlpTarget,
     RecoverySettings,
     SamplingDefaults,
     SchedulerSettings,
@@ -60,6 +62,7 @@ __all__ = [
     "ModelSettings",
     "NGRAM",
     "NgramSettings",
+    "OtlpTarget",
     "PLAIN",
     "RecoverySettings",
     "SMOLLM2_SPEC",
@@ -70,6 +73,7 @@ __all__ = [
     "SpecSettings",
     "SupervisorSettings",
     "WidthRule",
+    "asked_otlp_protocol",
     "asked_threads",
     "asks_for_spec_v2",
     "cache_directory",

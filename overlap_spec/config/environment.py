@@ -61,6 +61,12 @@ def asks_for_spec_v2() -> bool:
     return "SGLANG_ENABLE_SPEC_V2" in os.environ
 
 
+def asked_otlp_protocol() -> str | None:
+    """The protocol that OpenTelemetry's own variables ask for; None without them."""
+    names = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+
 def forces_greedy_ngram() -> bool:
     """True if SGLANG_NGRAM_FORCE_GREEDY_VERIFY is switched on, in one of SGLang's spellings."""
     return os.environ.get(FORCE_GREEDY_NGRAM, "").lower() in ("1", "true", "yes", "y", "on", "t")

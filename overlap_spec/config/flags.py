@@ -7,6 +7,7 @@ from msgspec import Meta
 from overlap_spec.config.speculation import SpeculationFlags, Text
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"]
 Quantization = Literal["fp8", "awq", "gptq", "compressed-tensors"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
@@ -43,7 +44,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     served_model_name: Annotated[
         Text | None, Meta(description="model name in the API, and aliases; default: the model path")
     ] = None
-    dtype: Annotated[Dtype, Meta(description="auto: float32 on a CPU, bfloat16 on CUDA")] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Meta(description="auto: bfloat16 on CUDA; float32 on a CPU, where a .gguf file's weights keep their bits"),
+    ] = "auto"
     quantization: Annotated[
         Quantization | None,
         Meta(description="fp8: round 16-bit weights to 8 bits while loading; others: what the checkpoint is stored in"),
@@ -103,6 +107,16 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...] | None,
         Meta(description="web pages of these origins may call the HTTP server; *: all; default: none"),
     ] = None
+    otlp_traces_endpoint: Annotated[
+        Text | None,
+        Meta(
+            description="OTLP collector that spans of requests are sent to: http://HOST:4318, or HOST:4317 for gRPC;"
+            " needs the extra otlp"
+        ),
+    ] = None
+    enable_trace: Annotated[
+        bool, Meta(description="send spans of requests, to localhost:4317 if no endpoint is given")
+    ] = False
     disable_ui: Annotated[bool, Meta(description="no page at /ui to chat with the engine and to watch it")] = False
     zmq_endpoint: Annotated[
         Text | None, Meta(description="public address of the ZMQ client link; default: ipc in a private directory")
@@ -206,6 +220,13 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Annotated[float, Meta(gt=0, le=10_000_000, description="seconds until a request's first token; default: any")]
         | None
     ) = None
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        Meta(
+            description="format of KV pages, the draft's too; auto: that of the checkpoint's scheme or of --dtype; fp8:"
+            " 8 bits, with the checkpoint's scales or 1"
+        ),
+    ] = "auto"
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False

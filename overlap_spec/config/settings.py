@@ -17,6 +17,7 @@ class Machine(Struct, frozen=True):
     has_cuda: bool
     forces_greedy_ngram: bool = False  # `forces_greedy_ngram()`
     num_threads: int | None = None  # `asked_threads()`
+    otlp_protocol: str | None = None  # `asked_otlp_protocol()`
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -69,6 +70,7 @@ class ModelSettings(Struct, frozen=True):
     device: str
     max_len: int  # tokens in a sequence, prompt and output
     aliases: tuple[str, ...] = ()  # further names in the API
+    keeps_integers: bool = False  # linears of a .gguf file multiply by its integers, on a CPU
 
 
 class AcceptSettings(Struct, frozen=True):
@@ -168,6 +170,7 @@ class CacheSettings(Struct, frozen=True):
     max_total_tokens: int | None
     mem_fraction: float
     prefix_cache: bool
+    kv_dtype: str | None = None  # torch's name; None: the model's
 
 
 class SchedulerSettings(Struct, frozen=True):
@@ -230,6 +233,13 @@ class HttpLimits(Struct, frozen=True):
     max_bytes_per_address: int = 256 * MIB
 
 
+class OtlpTarget(Struct, frozen=True):
+    """Where traces of requests are sent. `protocol`: grpc, or http/protobuf."""
+
+    endpoint: str
+    protocol: str
+
+
 class ServerSettings(Struct, frozen=True):
     """Owner: the HTTP process."""
 
@@ -242,6 +252,7 @@ class ServerSettings(Struct, frozen=True):
     cors_allow_origins: tuple[str, ...] = ()
     http: HttpLimits = HttpLimits()
     ui: bool = True  # the page at /ui
+    otlp: OtlpTarget | None = None  # None: no traces of requests
 
 
 class SupervisorSettings(Struct, frozen=True):

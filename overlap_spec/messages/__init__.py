@@ -26,6 +26,7 @@ from overlap_spec.messages.base import (
     FinishKind,
     Message,
     Phase,
+    Phases,
     Usage,
 )
 from overlap_spec.messages.client import (
@@ -241,6 +242,7 @@ __all__ = [
     "Tokenize",
     "Tokenized",
     "TokenizerFacts",
+    "Phases",
     "Usage",
     "Value",
     "WorkerFacts",

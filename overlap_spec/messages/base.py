@@ -55,6 +55,18 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
 
 
+class Phases(msgspec.Struct, frozen=True, array_like=True):
+    """When one request that is traced passed from phase to phase: time.monotonic(), 0.0 where it never did."""
+
+    received: float  # by the tokenizer
+    admitted: float  # its prompt is encoded, it waits for a slot
+    started: float  # it has one
+    first_token: float
+    last_token: float
+    ended: float  # its last text is on its way
+    detokenize_s: float  # seconds of all its steps: tokens to text, and the search for stops
+
+
 class Usage(msgspec.Struct, frozen=True, array_like=True):
     """Running counts of one request, in tokens, except `spec_verify_ct` (decode steps that it took part in)."""
 

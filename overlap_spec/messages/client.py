@@ -3,7 +3,7 @@
 import msgspec
 
 from overlap_spec.messages.audit import AuditReply, GetAudit
-from overlap_spec.messages.base import ErrorCode, Finish, Message, Usage
+from overlap_spec.messages.base import ErrorCode, Finish, Message, Phases, Usage
 from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
 from overlap_spec.messages.ring import Stats
 from overlap_spec.messages.speculation import Verified
@@ -90,7 +90,8 @@ class TextDeltas(Message, frozen=True):
     """What one step added, one row per request of this client (columns of equal length).
 
     `texts` and `token_ids` are increments. A row whose finish is not None is the request's last. `verified`: by request
-    id, of those that report it. So are `log_probs`, of `token_ids`, and `prompt_log_probs`, all with the first row.
+    id, of those that report it. So are `log_probs`, of `token_ids`, and `prompt_log_probs`, all with the first row,
+    and `phases`, of those that are traced, with the last one.
     """
 
     request_ids: list[str]
@@ -101,6 +102,7 @@ class TextDeltas(Message, frozen=True):
     verified: dict[str, Verified] = {}
     log_probs: dict[str, LogProbs] = {}
     prompt_log_probs: dict[str, LogProbs] = {}
+    phases: dict[str, Phases] = {}
 
 
 class Rejected(Message, frozen=True):

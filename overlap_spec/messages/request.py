@@ -111,6 +111,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     `client`: clients take turns while they wait; a gateway names its own, "" is the sender. `age_s`: how long ago the
     request came; limits count from then. `has_begun`: it goes on after another's first token, so its own is not timed.
+    `is_traced`: its last row tells when it passed from phase to phase.
     Raises: RequestError naming the field.
     """
 
@@ -119,6 +120,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     first_token_timeout_s: float | None = None
     age_s: float = 0.0
     has_begun: bool = False
+    is_traced: bool = False
 
     def __post_init__(self) -> None:
         for field, value in {"timeout": self.timeout_s, "first_token_timeout": self.first_token_timeout_s}.items():

@@ -24,6 +24,7 @@ from overlap_spec.server.access_log import ID_HEADER
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
 from overlap_spec.server.http_server import freeze_heap
+from overlap_spec.server.request_spans import open_spans
 
 GOODBYE_S = 0.3  # after a failure: error events leave
 OF_PROXY = ID_HEADER.encode()  # Ray's proxy passes the id on to the app, and adds the same header to its answer
@@ -43,7 +44,8 @@ class EngineReplica:
         for note in self._engine.notes:
             log.info("%s", note)
         info = server_info(config, self._engine.settings, lambda: self._engine.facts)
-        self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health)
+        spans = open_spans(self._engine.settings.server.otlp, info.model_name)
+        self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health, spans=spans)
         self._open: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._leave_when_failed())
         freeze_heap()

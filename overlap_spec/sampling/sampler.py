@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from overlap_spec_kernels import (
+    Draws,
     Filters,
     filter_cutoff,
     filtered_draw,
@@ -33,14 +34,15 @@ def draw_after(lazy_logits: LazyLogits, context: DrawContext, draw: Draw | None 
 
     Where the target's largest logit is NaN or infinite, `NO_TOKEN`, which ends the request; for a draft's, any token:
     its guess is judged like another.
-    `draw`: what draws from processed logits, if not `draw_columns`.
+    `draw`: what draws from processed logits, if not `draw_columns` or, for a draft, `guess_columns`.
     Shapes: logits of B * R rows -> token ids [B, R] i64.
     """
     ids = None if context.of_target else context.token_ids  # the target's columns are its tokens
     if not context.sampling.needs_logits:
         return lazy_logits.argmax(ids).view(context.rows.shape)
     logits = processed_logits(lazy_logits, context)
-    columns = (draw or draw_columns)(logits, context.positions, context.sampling, context.token_ids)
+    draw = draw or (draw_columns if context.of_target else guess_columns)
+    columns = draw(logits, context.positions, context.sampling, context.token_ids)
     return columns if ids is None else ids[columns]  # `NO_TOKEN` is negative, and counts from the last id
 
 
@@ -57,11 +59,19 @@ def draw_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_id
     same noise as the target (drafter-invariant coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978).
     Shapes: logits [B, R, N], positions [B, R] i64, token_ids [N] i64 -> columns [B, R] i64, in 0..N-1.
     """
+    return _draw(logits, positions, sampling, token_ids, exact=True)
+
+
+def guess_columns(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor) -> Tensor:
+    """`draw_columns` for a guess, which on a GPU is not always one that the filters keep."""
+    return _draw(logits, positions, sampling, token_ids, exact=False)
+
+
+def _draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor, exact: bool) -> Tensor:
     if not sampling.work.sampled:
         return largest_columns(logits)
-    logits = logits.contiguous()
-    draws = logits, positions, sampling.temperature, sampling.seed, token_ids
-    return filtered_draw(*draws, _filters(sampling)[1]) if sampling.work.filtered else gumbel_argmax(*draws)
+    draws = Draws(logits.contiguous(), positions, sampling.temperature, sampling.seed, token_ids)
+    return filtered_draw(draws, _filters(sampling)[1], exact) if sampling.work.filtered else gumbel_argmax(*draws)
 
 
 def slices(logits: Tensor) -> list[slice]:

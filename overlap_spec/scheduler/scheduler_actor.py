@@ -28,7 +28,7 @@ async def main(context: ActorContext) -> None:
     settings = context.settings
     scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
     scheduler.queues.audits.share = share_of(settings.audit.rate)
-    scheduler.tells_started = settings.recovery.enabled
+    scheduler.tells_started = settings.recovery.enabled or settings.server.otlp is not None
     scheduler.planner.number_from(context.generation * STEPS_OF_A_GENERATION)
     links.tokenizer.send(scheduler.limits.engine_limits())
     links.tokenizer.send(scheduler.reporter.snapshot())

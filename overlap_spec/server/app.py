@@ -24,15 +24,18 @@ from overlap_spec.server.openai_responses.endpoint import Responses
 from overlap_spec.server.openapi import OpenApi
 from overlap_spec.server.probes import Health, Operations
 from overlap_spec.server.problems import HANDLERS
+from overlap_spec.server.request_spans import NO_SPANS, NoteCall, RequestSpans
 from overlap_spec.server.running import Runner
 from overlap_spec.server.tokens import Tokens
 from overlap_spec.server.ui_page import UiPage
 
 
-def create_app(client: EngineClient, info: ServerInfo, health: HealthOf, watch: Watch = list) -> Starlette:
+def create_app(
+    client: EngineClient, info: ServerInfo, health: HealthOf, watch: Watch = list, spans: RequestSpans = NO_SPANS
+) -> Starlette:
     """Build the app. While `health` takes no request, answers are 503, except those of `gate.SHOWING`."""
     metrics = ServerMetrics(_served(info))
-    runner = Runner(client, metrics)
+    runner = Runner(client, metrics, spans)
     chats = ChatRunner(runner, info)
     routes = [
         Route("/v1/chat/completions", ChatCompletions(chats, info).post, methods=["POST"]),
@@ -50,7 +53,8 @@ def create_app(client: EngineClient, info: ServerInfo, health: HealthOf, watch: 
     routes += OpenApi(routes, info).routes()
     gate = Middleware(Gate, keys=info.keys, health=health)
     log = Middleware(AccessLog, answers=metrics.answers)
-    middleware = [log, *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
+    traced = [] if spans is NO_SPANS else [Middleware(NoteCall)]
+    middleware = [log, *traced, *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.large_bodies = ThreadPoolExecutor(1, "large-bodies")
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path

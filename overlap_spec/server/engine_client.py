@@ -17,6 +17,7 @@ from overlap_spec.messages import (
     EngineFacts,
     EngineHealth,
     Finish,
+    Phases,
     Prompt,
     Record,
     SamplingParams,
@@ -55,6 +56,8 @@ class DeltaLike(Protocol):
     def log_probs(self) -> list[TokenLogProb]: ...
     @property
     def prompt_log_probs(self) -> list[TokenLogProb]: ...
+    @property
+    def phases(self) -> Phases | None: ...
 
 
 class EngineClient(Protocol):

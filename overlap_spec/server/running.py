@@ -22,6 +22,7 @@ from overlap_spec.messages import (
     ChatPrompt,
     Finish,
     FinishKind,
+    Phases,
     Prompt,
     SamplingParams,
     Speculative,
@@ -34,6 +35,7 @@ from overlap_spec.messages import (
 from overlap_spec.metrics.prometheus import ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient
 from overlap_spec.server.problems import Problem
+from overlap_spec.server.request_spans import NO_SPANS, RequestSpan, RequestSpans
 from overlap_spec.server.speculation import SpeculationReport
 
 T = TypeVar("T")
@@ -73,6 +75,7 @@ class LastWord(msgspec.Struct, frozen=True):
     verified: Verified | None = None
     log_probs: list[TokenLogProb] = []
     prompt_log_probs: list[TokenLogProb] = []
+    phases: Phases | None = None
 
 
 class Collected:
@@ -102,8 +105,9 @@ class Collected:
 class Runner:
     """Starts and follows requests, and knows the ids of those that are open."""
 
-    def __init__(self, client: EngineClient, metrics: ServerMetrics) -> None:
+    def __init__(self, client: EngineClient, metrics: ServerMetrics, spans: RequestSpans = NO_SPANS) -> None:
         self._client = client
+        self._spans = spans
         self._metrics = metrics
         self._open: dict[str, tuple[str, ...]] = {}  # an id that a user may name -> ids at the engine
         self._waiting: set[str] = set()  # requests that start after another one
@@ -205,14 +209,17 @@ class Runner:
                 return
             self._waiting.remove(request.request_id)
         mine = begun.get(request.request_id)
-        async with aclosing(self._follow(request, terms(bool(request.after)))) as deltas:
-            async for delta in deltas:
-                if mine is not None:
-                    mine.set()
-                yield delta
+        with self._spans.request(request.request_id, request.sampling) as span:
+            async with aclosing(self._follow(request, terms(bool(request.after)), span)) as deltas:
+                async for delta in deltas:
+                    if mine is not None:
+                        mine.set()
+                    yield delta
 
-    async def _follow(self, request: EngineRequest, terms: Terms) -> AsyncGenerator[DeltaLike, None]:
+    async def _follow(self, request: EngineRequest, terms: Terms, span: RequestSpan) -> AsyncGenerator[DeltaLike, None]:
         """Yield one request's deltas, the last of which has a finish: an abort is one."""
+        if span.is_recorded:
+            terms = msgspec.structs.replace(terms, is_traced=True)
         timer = self._metrics.start_request()
         usage = NOTHING
         deltas = self._client.generate(request.prompt, request.sampling, request_id=request.request_id, terms=terms)
@@ -221,6 +228,7 @@ class Runner:
                 async for delta in deltas:
                     usage = delta.usage
                     timer.tokens(len(delta.token_ids))
+                    span.add(delta)
                     if delta.finish is not None:
                         timer.finished()
                     yield delta
@@ -228,6 +236,7 @@ class Runner:
                         return
             raise AssertionError(f"{request.request_id}: the engine's last delta has no finish")
         except RequestAborted as error:
+            span.aborted(str(error))
             yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
         except RequestError as error:
             raise renamed(error, request.names) from None

@@ -9,6 +9,7 @@ from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
+from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.replays import Replay
 
 
@@ -29,7 +30,15 @@ class OpenRequest:
     transcript: Transcript | None = None
     log_probs: RequestLogProbs | None = None  # where they are asked for
     replay: Replay | None = None  # of an admitted request, where recoveries are enabled
+    phases: PhaseClock | None = None  # of one that is traced
     opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
+
+    def has_slot(self) -> None:
+        """The scheduler has given it one."""
+        if self.replay is not None:
+            self.replay.is_started = True
+        if self.phases is not None:
+            self.phases.started()
 
     def opened(self, text: str) -> str:
         """The next text of the answer, after what it opens with."""

@@ -62,6 +62,7 @@ from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.output import Output, Piece
+from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.queue_bound import QueueBound
@@ -187,6 +188,8 @@ class TokenizerService:
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
+            if request.phases is not None:
+                request.phases.tokens_came()
             piece = self._push(request, request.output, run.tokens, run.finish)
             if piece is None:
                 continue
@@ -204,6 +207,8 @@ class TokenizerService:
             if request.log_probs is not None:
                 records = gains.log_probs.get(uid, b"")
                 add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
+            if request.phases is not None:
+                request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
             if uid in gains.verified:
                 reply.verified[request.request_id] = gains.verified[uid]
             if piece.finish is not None:
@@ -249,8 +254,8 @@ class TokenizerService:
     def _note_started(self, uids: list[int]) -> None:
         for uid in uids:
             request = self._requests.by_uid(uid)
-            if request is not None and request.replay is not None:
-                request.replay.is_started = True
+            if request is not None:
+                request.has_slot()
 
     def _recover(self, message: Recover) -> None:
         """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
@@ -351,6 +356,7 @@ class TokenizerService:
         compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
         request = self._requests.open(client, message.request_id, owner)
+        request.phases = PhaseClock() if message.terms.is_traced else None
         self._bound.add(request)
         self._deadlines.opened(request, message.terms)
         if displaced is not None:
@@ -388,6 +394,8 @@ class TokenizerService:
             request.transcript = self.auditor.opened(request.request_id, admit)
             request.replay = Replay(admit) if self.recoveries.enabled else None
             self._scheduler.send(admit)
+            if request.phases is not None:
+                request.phases.admitted()
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
     def _refuse(self, client: int, request_id: str, error: Exception) -> None:

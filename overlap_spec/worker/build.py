@@ -1,11 +1,14 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from overlap_spec_kernels import GroupedKernel, NoLibraryError
 
 from overlap_spec import hub
-from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings
+from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings, cache_directory
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.models.interfaces import Progress
@@ -13,6 +16,7 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.quantization.grouped import in_16_bits
 from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
@@ -39,7 +43,11 @@ from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
 
 EXACT = AcceptSettings()
+CONVERTS_8_BITS = (8, 9)  # compute capability
+KERNELS = "kernels"  # of a CPU, in the cache directory
 UPLOADS = 4  # of a step: its integers; for grammars also slots, forced tokens and masks
+
+log = logging.getLogger(__name__)
 
 
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
@@ -48,11 +56,25 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
     method = method_of(settings.spec)
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
-    target = load_target(settings.model.files, dtype, place, progress)
+    kernel = _integer_kernel(settings)
+    target = load_target(settings.model.files, dtype, place, progress, kernel)
     proposer = method.load(settings.spec, target, progress)
+    if kernel is not None:
+        proposer = in_16_bits(proposer, kernel)
     if settings.spec.topk > 1 and proposer.profile.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
-    return LoadedModels(target, proposer, method)
+    return LoadedModels(target, proposer, method, kernel=kernel)
+
+
+def _integer_kernel(settings: Settings) -> GroupedKernel | None:
+    """The kernel for weights that stay in few bits, compiled at the first start; None: they become float32."""
+    if not settings.model.keeps_integers:
+        return None
+    try:
+        return GroupedKernel(Path(cache_directory()) / KERNELS)
+    except NoLibraryError as error:
+        log.warning("weights of the .gguf file become float32, which takes more memory and time: %s", error)
+        return None
 
 
 def _check_draft(spec: SpecSettings) -> None:
@@ -69,7 +91,20 @@ def prepare_place(settings: Settings) -> torch.device:
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"there is a CUDA driver, but torch {torch.__version__} cannot use it; use cpu")
+    _check_kv_dtype(settings)
     return torch.device(settings.model.device)
+
+
+def _check_kv_dtype(settings: Settings) -> None:
+    """Raises: ConfigError if the GPU cannot convert 8 bits."""
+    if settings.cache.kv_dtype is not None and settings.model.device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability < CONVERTS_8_BITS:
+            raise ConfigError(
+                "kv_cache_dtype",
+                f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))};"
+                " use bfloat16 with --dtype bfloat16",
+            )
 
 
 def build_executor(
@@ -95,11 +130,11 @@ def build_executor(
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        return KVCache.allocate(shape, geometry.num_pages, geometry.page_size, geometry.dtype, place, scratch_rows)
+        return KVCache.allocate(shape, *geometry.pages, place, scratch_rows)
 
     target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
     tree = profile.tree
-    of_target, of_draft = attention_choices(attention or AttentionSettings())
+    of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
     processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
@@ -156,11 +191,16 @@ def _processors(
     return LogitProcessors(vocab_size, pool, lists, own, masks)
 
 
-def attention_choices(settings: AttentionSettings) -> tuple[AttentionChoice, AttentionChoice]:
-    """What runs the attention of the target, and of the draft."""
+def attention_choices(
+    settings: AttentionSettings, kernel: GroupedKernel | None = None
+) -> tuple[AttentionChoice, AttentionChoice]:
+    """What runs the attention of the target, and of the draft. `kernel`: that of a CPU."""
+    of_rows = None if kernel is None else kernel.attention
+    target = AttentionChoice(settings.target_torch, settings.prefill_kernel, None, of_rows)
+    draft = AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window, of_rows)
     return (
-        AttentionChoice(settings.target_torch, settings.prefill_kernel),
-        AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window),
+        replace(target, of_rows=None) if settings.target_torch else target,
+        replace(draft, of_rows=None) if settings.draft_torch else draft,
     )
 
 

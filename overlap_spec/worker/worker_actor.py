@@ -128,7 +128,9 @@ async def main(context: ActorContext) -> None:
     except NotFinite:
         raise CheckpointError(_not_finite(settings, models, geometry)) from None
     measured = start_costs(settings, executor, geometry)
-    ceiling = roofline(models, geometry.dtype, torch.device(settings.model.device), measured.ceiling)
+    ceiling = roofline(
+        models, geometry.dtype, torch.device(settings.model.device), measured.ceiling, geometry.cache_dtype
+    )
     executor.forget()  # the tokens of the warm-up
     times.end("step times")
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
@@ -155,8 +157,8 @@ async def main(context: ActorContext) -> None:
             draft_weight_format=formats[1],
             weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
             draft_weight_bytes=models.proposer.profile.num_bytes,
-            kv_bytes_per_token=bytes_per_token(models, geometry.dtype),
-            draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(geometry.dtype),
+            kv_bytes_per_token=bytes_per_token(models, geometry.cache_dtype),
+            draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(geometry.cache_dtype),
         )
     )
     tracer = _step_tracer(context, executor)

@@ -30,7 +30,7 @@ def test_parts_are_one_attention(case: tuple[HeadShape, int, list[tuple[int, int
         q, k_cache, v_cache, table, starts, positions = (to_device(value, "cuda") for value in inputs[:6])
         wide = (value.float() for value in (q, k_cache, v_cache))
         expected = paged_attention_reference(*wide, table, starts, positions, inputs.scale)
-        assert takes_long_chunks(heads.num_heads, k_cache.nan_to_num(), v_cache.nan_to_num())
+        assert takes_long_chunks(heads.num_heads, k_cache.dtype, k_cache.nan_to_num(), v_cache.nan_to_num())
         for cuts in (ops.CUTS, TWO_BLOCKS):
             out = chunk_attention(q, k_cache, v_cache, table[0], place[0], inputs.scale, cuts)
             assert out.dtype == dtype and out.is_contiguous()
@@ -52,7 +52,7 @@ def test_heads_and_types_without_a_dense_kernel_are_left_to_the_paged_one() -> N
         return torch.zeros(40, 16, 1, dim, dtype=dtype, device="cuda")
 
     for dim, dtype in ((64, torch.float32), (512, torch.bfloat16), (20, torch.bfloat16)):
-        assert not takes_long_chunks(2, cache(dim, dtype), cache(dim, dtype))
+        assert not takes_long_chunks(2, dtype, cache(dim, dtype), cache(dim, dtype))
 
 
 @sync_mode_warns

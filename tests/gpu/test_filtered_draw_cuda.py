@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from overlap_spec_kernels import Filters, filter_cutoff, filtered_draw, gumbel_argmax
+from overlap_spec_kernels import Draws, Filters, filter_cutoff, filtered_draw, gumbel_argmax, kept_columns
 from support.drawing_inputs import cutoff_inputs, drawing_inputs
 
 CUDA = torch.device("cuda")
@@ -13,11 +13,14 @@ CUDA = torch.device("cuda")
 def test_filtered_draw(batch: int, rows: int, columns: int, spread: float) -> None:
     _, positions, _, seed, token_ids = drawing_inputs(batch, rows, columns, CUDA)
     logits, temperature, *values = cutoff_inputs(batch, rows, columns, CUDA, spread)
-    filters, draws = Filters(*values), (logits, positions, temperature, seed, token_ids)
-    drawn = filtered_draw(*draws, filters)
-    assert torch.equal(drawn, gumbel_argmax(*draws, filter_cutoff(logits, temperature, filters)))
+    filters, draws = Filters(*values), Draws(logits, positions, temperature, seed, token_ids)
+    drawn, cutoff = filtered_draw(draws, filters), filter_cutoff(logits, temperature, filters)
+    assert torch.equal(drawn, gumbel_argmax(*draws, cutoff))
     assert not torch.equal(drawn, gumbel_argmax(*draws))
+    guessed = filtered_draw(draws, filters, exact=False)
+    kept = kept_columns(logits, cutoff).gather(2, guessed[..., None]).squeeze(2)
+    assert torch.equal(guessed[kept], drawn[kept]) and (spread == 0 or kept.float().mean() > 0.5)
     for slot in range(min(batch, 9)):
         one = slice(slot, slot + 1)
-        of_slot = logits[one], positions[one], temperature[one], seed[one], token_ids
-        assert torch.equal(filtered_draw(*of_slot, Filters(*(value[one] for value in values))), drawn[one])
+        of_slot = Draws(logits[one], positions[one], temperature[one], seed[one], token_ids)
+        assert torch.equal(filtered_draw(of_slot, Filters(*(value[one] for value in values))), drawn[one])

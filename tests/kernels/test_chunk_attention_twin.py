@@ -77,7 +77,7 @@ def test_keys_are_gathered_in_order_and_followed_by_zeros() -> None:
 
 def test_a_cpu_has_no_fast_kernel() -> None:
     cache = torch.zeros(2, 16, 2, 64, dtype=torch.bfloat16)
-    assert not takes_long_chunks(4, cache, cache)
+    assert not takes_long_chunks(4, cache.dtype, cache, cache)
 
 
 CACHE, PAGES = torch.zeros(3, 4, 2, 8), torch.zeros(3, dtype=torch.int32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.attention import _decode_attention_gluon, _tree_attention_gluon
+from overlap_spec_kernels.attention import _decode_attention_8bit, _decode_attention_gluon, _tree_attention_gluon
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -15,7 +15,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 FLOAT32 = ("squares_ptr", "sums_ptr", "best_ptr", "cos_sin_ptr", "outputs_ptr", "weights_ptr", "partial_ptr")
 INTEGERS = {
     "best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64",
-    "prefix_ptr": "*i64", "extra_rows_ptr": "*i64", "mask_ptr": "*i64",
+    "prefix_ptr": "*i64", "extra_rows_ptr": "*i64", "mask_ptr": "*i64", "k_pairs_ptr": "*i16", "v_pairs_ptr": "*i16",
 }  # fmt: skip
 LINEAR = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
@@ -50,6 +50,10 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "8B, one request": ATTENTION
     | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "WARPS": 8, "KEYS": 16, "STAGES": 3, "COMBINED": 16},
     "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},
+}
+EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "8B, one request": ATTENTIONS["8B, one request"] | {"KEYS": 32, "KEYS_PER_SPLIT": 256, "E4M3": True},
+    "SmolLM2, e5m2": ATTENTION | {"STAGES": 4, "E4M3": False},
 }
 TREE = {
     "TILE_ROWS": 16, "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "PAGE_SIZE": 16, "BLOCK_M": 64, "KEYS": 64,
@@ -88,7 +92,7 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
         return f"tensordesc<bf16[{rows},{constants['BLOCK_K']}],{NVMMASharedLayout(128, 16, 2)!r}>"
     if argument.endswith("_ptr"):
         return "*fp32" if argument in FLOAT32 else INTEGERS.get(argument, "*bf16")
-    return "fp32" if argument in ("eps", "scale_log2") else "i32"
+    return "fp32" if argument in ("eps", "scale_log2", "inverse_k", "inverse_v", "v_scale") else "i32"
 
 
 @pytest.mark.slow_but_every(3)
@@ -115,6 +119,17 @@ def test_attention(name: str) -> None:
     check(
         assembly(_decode_attention_gluon, "decode_attention_gluon_kernel", ATTENTIONS[name], ATTENTIONS[name]["WARPS"])
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_attention_to_8_bits(name: str) -> None:
+    """Operands come from shared memory as 16-bit matrices do, and a register is widened by two conversions."""
+    constants = EIGHT_BITS[name]
+    ptx = assembly(_decode_attention_8bit, "decode_attention_8bit_kernel", constants, constants["WARPS"])
+    check(ptx)
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx and "ld.shared.b8" not in ptx
+    assert ("cvt.rn.f16x2.e4m3x2" in ptx) == constants["E4M3"]
 
 
 @pytest.mark.slow_but_every(2)

@@ -13,8 +13,10 @@ import torch
 from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs
 from overlap_spec_kernels import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.kv_format import KVScales
 from overlap_spec_kernels.launch import ceil_div
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
+from support.eight_bits import E4M3, E5M2, assert_close_in_8_bits, in_8_bits
 
 if TYPE_CHECKING:
     from support.gluon_interpreter.launch import Hopper
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 # A block is of 64 or 128 keys, which a warp takes by 16 or 32; a split is of at least 128.
 LENGTHS = [300, 0, 15, 1, 17, 16, 63, 64, 65, 127, 128, 129]
 SETTLED = {"positions_ptr", "page_table_ptr", "k_cache_ptr", "v_cache_ptr"}
+SCALES = KVScales(0.04, 0.3)
 CASES = [
     Case(HeadShape(2, 2, 64), 4, 64, BFLOAT),
     Case(HeadShape(9, 3, 64), 4, 16, BFLOAT),
@@ -93,6 +96,33 @@ def test_what_an_ordinary_launch_wrote_is_read_before_the_wait(gpu: Hopper, head
 def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
     inputs = decode_inputs(HeadShape(3, 1, 64), 2, [20], 16, HALF)
     check(gpu, inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[3]], ids=name)
+def test_keys_of_8_bits(gpu: Hopper, case: Case, num_splits: int, kv_dtype: torch.dtype) -> None:
+    """Written rows are the twin's, and attended to as they are rounded, like all others."""
+    inputs = in_8_bits(decode_inputs(case.heads, case.width, LENGTHS, case.page_size, case.dtype), kv_dtype, SCALES)
+    out, k_cache, v_cache = decode_twin(inputs, SCALES)
+    num_programs = num_splits * len(LENGTHS) * case.heads.num_kv_heads
+    scratch = DecodeScratch.allocate(case.heads.head_dim, torch.device("cpu"), num_programs)
+    *tensors, scale = inputs
+    actual = op(*tensors, scratch, scale, scales=SCALES)
+    assert gpu.kernels == ["decode_attention_8bit_kernel"]
+    torch.testing.assert_close(actual.float(), out, **CLOSE[case.dtype])
+    assert_close_in_8_bits(inputs.k_cache, k_cache)
+    assert_close_in_8_bits(inputs.v_cache, v_cache)
+
+
+def test_one_long_request_of_8_bits(gpu: Hopper) -> None:
+    """A deeper ring, whose first stages are refilled several times."""
+    inputs = in_8_bits(decode_inputs(HeadShape(4, 1, 128), 4, [2900], 16, BFLOAT), E4M3, SCALES)
+    out, *_ = decode_twin(inputs, SCALES)
+    *tensors, scale = inputs
+    actual = op(*tensors, DecodeScratch.allocate(128, torch.device("cpu"), 4), scale, scales=SCALES)
+    assert gpu.launches[0].constants["WARPS"] == 8
+    torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
 
 
 class Elsewhere:

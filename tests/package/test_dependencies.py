@@ -18,7 +18,12 @@ from support.pinned_versions import CUDA, TESTED, pins_of
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("overlap_spec", "kernels/overlap_spec_kernels")
 OURS = {"overlap_spec", "overlap_spec_kernels"}
-DISTRIBUTIONS = {"cuda": "cuda-bindings", "zmq": "pyzmq"}  # where the import has another name
+DISTRIBUTIONS = {  # where the import has another name; of packages that share one, by module
+    **{"cuda": "cuda-bindings", "zmq": "pyzmq", "opentelemetry": "opentelemetry-api"},
+    "opentelemetry.sdk": "opentelemetry-sdk",
+    "opentelemetry.exporter.otlp.proto.grpc": "opentelemetry-exporter-otlp-proto-grpc",
+    "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
+}
 COMES_WITH_TORCH = {"cuda-bindings", "nvidia-cuda-nvrtc"}  # in the version that a PyTorch for CUDA asks for
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -41,12 +46,18 @@ def imports_in(tree: ast.AST, file: str, lazy: bool = False) -> Iterator[Import]
     """All imports of other people's packages below a node."""
     for node in ast.iter_child_nodes(tree):
         for module in modules_of(node):
-            name = module.split(".")[0]
-            if name not in OURS | sys.stdlib_module_names:
-                distribution = DISTRIBUTIONS.get(name, name.replace("_", "-").lower())
-                yield Import(distribution, f"{file}:{getattr(node, 'lineno', 0)}", lazy)
+            if module.split(".")[0] not in OURS | sys.stdlib_module_names:
+                yield Import(distribution_of(module), f"{file}:{getattr(node, 'lineno', 0)}", lazy)
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or is_for_type_checkers(node)
         yield from imports_in(node, file, lazy or inside)
+
+
+def distribution_of(module: str) -> str:
+    """The longest beginning of the module's name that is listed, or else its first part."""
+    parts = module.split(".")
+    beginnings = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    listed = (DISTRIBUTIONS[name] for name in beginnings if name in DISTRIBUTIONS)
+    return next(listed, parts[0].replace("_", "-").lower())
 
 
 def modules_of(node: ast.AST) -> list[str]:
@@ -73,7 +84,10 @@ def imports() -> list[Import]:
 REQUIRED = names_in(PROJECT["project"]["dependencies"])
 EXTRAS = {name: names_in(extra) for name, extra in PROJECT["project"]["optional-dependencies"].items()}
 OPTIONAL = set.union(*EXTRAS.values()) | {"transformers"}  # a baseline's, group bench
-ROOMS = {"overlap_spec/ray/": "ray"}  # folder -> the extra without which nothing imports its modules
+ROOMS = {
+    "overlap_spec/ray/": "ray",
+    "overlap_spec/server/otlp/": "otlp",
+}  # folder -> the extra without which nothing imports its modules
 GROUPS = {name: names_in(group) for name, group in PROJECT["dependency-groups"].items()}
 
 
@@ -107,6 +121,7 @@ import os, rich.table
 from zmq.asyncio import Context
 from . import sibling
 from overlap_spec import Engine
+from opentelemetry.sdk.trace import Span
 if TYPE_CHECKING:
     import triton
 else:
@@ -127,10 +142,11 @@ except ImportError:
     assert found == [
         ("rich", "f:2", False),
         ("pyzmq", "f:3", False),
-        ("triton", "f:7", False),
-        ("numpy", "f:9", False),
-        ("triton", "f:11", True),
-        ("prometheus-client", "f:13", False),
-        ("cuda-bindings", "f:16", True),
-        ("httpx", "f:18", False),
+        ("opentelemetry-sdk", "f:6", False),
+        ("triton", "f:8", False),
+        ("numpy", "f:10", False),
+        ("triton", "f:12", True),
+        ("prometheus-client", "f:14", False),
+        ("cuda-bindings", "f:17", True),
+        ("httpx", "f:19", False),
     ]

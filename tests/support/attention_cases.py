@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from kernel_cases.inputs import DecodeInputs, HeadShape
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from torch import Tensor
@@ -97,7 +98,7 @@ LONG = [
 LONG_LENGTHS = [[131068], [32765, 3], [130]]  # the last: a short request in a page table for 128k
 
 
-def decode_twin(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
+def decode_twin(inputs: DecodeInputs, scales: KVScales = NO_SCALES) -> tuple[Tensor, Tensor, Tensor]:
     """Decode attention to q and k rounded in the dtype, in float32; and the caches after the write."""
     (num_requests, _), (_, page_size, num_kv_heads, head_dim) = inputs.page_table.shape, inputs.k_cache.shape
     k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
@@ -105,8 +106,8 @@ def decode_twin(inputs: DecodeInputs) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     places = inputs.positions.view(num_requests, -1)
     cache_rows = (inputs.page_table.gather(1, places // page_size) * page_size + places % page_size).flatten()
-    q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, cache_rows.long(), k_cache, v_cache)
+    q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, cache_rows.long(), k_cache, v_cache, scales)
     row_starts = torch.arange(num_requests + 1, dtype=torch.int32) * places.shape[1]
-    wide = (tensor.float() for tensor in (q, k_cache, v_cache))
-    out = paged_attention_reference(*wide, inputs.page_table, row_starts, inputs.positions, inputs.scale)
+    wide = (tensor.float() for tensor in (q, k_cache, v_cache))  # values of 8 bits too, which are not rounded again
+    out = paged_attention_reference(*wide, inputs.page_table, row_starts, inputs.positions, inputs.scale, None, scales)
     return out.flatten(1), k_cache, v_cache

@@ -27,6 +27,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     LogProbParams,
+    Phases,
     Prompt,
     SamplingParams,
     Stats,
@@ -66,6 +67,7 @@ class FakeDelta:
     verified: Verified | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    phases: Phases | None = None
 
 
 def _log_probs(count: int, text: str, asked: LogProbParams | None) -> tuple[list[TokenLogProb], ...]:

@@ -123,11 +123,14 @@ class PlainOracle:
         place: torch.device = CPU,
         family: str = "llama",
         processor: str | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._engine = seed, codec, dtype, place, family, processor
-        config = RingConfig(num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype)
+        self._engine = seed, codec, dtype, place, family, processor, kv_dtype
+        config = RingConfig(
+            num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype, kv_dtype=kv_dtype
+        )
         self._geometry = config.geometry()
-        models = tiny_loaded(seed, 0, dtype, place, family=family)
+        models = tiny_loaded(seed, 0, dtype, place, family=family, **config.shape)
         self._target = OverheardTarget(models.target)
         self._processor = None if processor is None else OWN_PROCESSORS[processor]
         own = () if self._processor is None else (self._processor.in_tensors,)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,10 +68,12 @@ from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
+from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 
 TIMEOUT_S = 30.0
+KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
 
 
 def tiny_loaded(
@@ -82,22 +85,25 @@ def tiny_loaded(
     family: str = "llama",
     topk: int = 1,
     convert: Callable[[LoadedTarget], LoadedTarget] = lambda target: target,
-    **shape: int,
+    **shape: Any,
 ) -> LoadedModels:
     """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
 
     `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
     """
+    kernel = None
+    if family == GROUPED:
+        family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
     target = convert(load_tiny_target(checkpoint, dtype, place))
     if num_steps == 0:
-        return LoadedModels(target, NoDraft(), method_named("NONE"))
+        return LoadedModels(target, NoDraft(), method_named("NONE"), kernel=kernel)
     name, load = EVERY_METHOD[method]
     record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
     draft = load(seed + 1, checkpoint, target, num_steps)
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
-    return LoadedModels(target, draft, record)
+    return LoadedModels(target, draft, record, kernel=kernel)
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,7 @@ class RingConfig:
     """What varies between rings."""
 
     method: str = "EAGLE3"  # one of `EVERY_METHOD`
-    family: str = "llama"  # one of `TINY_FAMILIES`: the target's
+    family: str = "llama"  # one of `TINY_FAMILIES`, or `GROUPED`: the target's
     num_steps: int = 3
     topk: int = 1  # guesses are trees where it is more
     num_draft_tokens: int | None = None  # width of the window; None: of a chain, or of a tree of some size
@@ -135,6 +141,12 @@ class RingConfig:
     late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
     trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
+    kv_dtype: torch.dtype | None = None  # of KV pages; None: `dtype`
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the target's checkpoint has for these KV pages."""
+        return {} if self.kv_dtype is None else {"kv_scale": KV_SCALE}
 
     @property
     def width(self) -> int:
@@ -156,6 +168,7 @@ class RingConfig:
             any_width or self.step_costs.widths[:-1],
             num_audits=self.audit_slots if self.audit.rate else 0,
             num_controls=2 * self.audit_slots if self.audit.rate else 0,
+            kv_dtype=self.kv_dtype,
         )
 
 

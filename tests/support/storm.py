@@ -197,7 +197,14 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
         for request in random_requests(rng, rng.randint(4, 10), crowded)
     ]
     models = tiny_loaded(
-        models_seed, config.num_steps, config.dtype, config.place, config.method, config.family, config.topk
+        models_seed,
+        config.num_steps,
+        config.dtype,
+        config.place,
+        config.method,
+        config.family,
+        config.topk,
+        **config.shape,
     )
     return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
 
@@ -339,7 +346,7 @@ def run_seeds_elsewhere(seeds: range, engine: dict[str, Any]) -> Counter[str]:
 
 def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter[str]:
     """These schedules, one after another."""
-    place = {name: engine[name] for name in ("dtype", "place", "family", "processor") if name in engine}
+    place = {name: engine[name] for name in ("dtype", "place", "family", "processor", "kv_dtype") if name in engine}
     models = sorted({seed % NUM_MODELS for seed in seeds})
     oracles = {which: PlainOracle(10 * which, codec, **place) for which in models}
     seen: Counter[str] = Counter()

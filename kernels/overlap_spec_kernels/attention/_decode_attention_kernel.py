@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from overlap_spec_kernels.attention.kv_format import to_cache
 from overlap_spec_kernels.launch import TritonKernel
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ def decode_attention_kernel(
     qkv_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor, page_table_ptr: tl.tensor,
     k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, out_ptr: tl.tensor,
     outputs_ptr: tl.tensor, weights_ptr: tl.tensor, counters_ptr: tl.tensor,
-    scale_log2: float, qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
+    scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
+    qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
@@ -61,6 +63,8 @@ def decode_attention_kernel(
         k_ptr = qkv_ptr + (first_row + new) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * (2 * HALF)
         new_k = _load_rotated(k_ptr, cos_sin_ptr + (num_cached + new) * (2 * HALF), new_live, HALF, BLOCK_HALF)
         new_v = _load_heads(k_ptr + NUM_KV_HEADS * 2 * HALF, new_live, HALF, BLOCK_HALF)
+        kept: tl.constexpr = k_cache_ptr.dtype.element_ty
+        new_k, new_v = to_cache(new_k, inverse_k, kept), to_cache(new_v, inverse_v, kept)
         if is_last & (tl.program_id(2) == 0):
             _write_cache(
                 new_k, new_v, k_cache_ptr, v_cache_ptr, table_row_ptr, num_cached + new, new_live,
@@ -71,6 +75,7 @@ def decode_attention_kernel(
             q, k, v, acc, highest, denominator, k_cache_ptr, v_cache_ptr, table_row_ptr, first_key,
             active * BLOCK_N, num_cached, row, scale_log2, NUM_KV_HEADS, PAGE_SIZE, HALF, WINDOW, BLOCK_N, BLOCK_HALF
         )  # fmt: skip
+        output = output * v_scale
         out_row = (first_row + row) * NUM_KV_HEADS + kv_head
         target_ptr = out_ptr + (out_row * GROUP + m % GROUP) * (2 * HALF)
         if active == 1:
@@ -165,11 +170,11 @@ def _attend_to_new(
     denominator = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     if is_last:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
         scores = tl.where(new[None, :] <= row[:, None], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(new[None, :] > row[:, None] - WINDOW, scores, float("-inf"))
-        acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
+        acc, highest, denominator = _absorb(scores, v.to(q.dtype), acc, highest, denominator)
     return acc, highest, denominator
 
 
@@ -224,14 +229,14 @@ def _attend_to_cache(
     key = first_key + tl.arange(0, BLOCK_N)
     page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
     for _ in range(first_key, num_cached, stride):
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
         scores = tl.where((key < num_cached)[None, :], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(key[None, :] > (num_cached - WINDOW + row)[:, None], scores, float("-inf"))
         key += stride
         k, next_v = _load_block(k_ptr, v_ptr, page, key, num_cached, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF)
         page = tl.load(table_row_ptr + (key + stride) // PAGE_SIZE, mask=key + stride < num_cached, other=0)
-        acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
+        acc, highest, denominator = _absorb(scores, v.to(q.dtype), acc, highest, denominator)
         v = next_v
     if WINDOW:  # a split may have no key in a row's window: avoid 0 / 0
         denominator = tl.where(denominator > 0.0, denominator, 1.0)

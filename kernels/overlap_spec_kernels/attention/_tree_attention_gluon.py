@@ -95,6 +95,8 @@ def tiles_for(
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     if q.dtype not in _DTYPES or head_dim not in _HEAD_DIMS or page_size not in _PAGES or not runs_gluon(q.device):
         return None
+    if k_cache.dtype != q.dtype:
+        return None
     if num_extra > MASK_BITS or scale <= 0 or q.stride(0) % 16 or q.stride(1) % 16:
         return None
     if any(tensor.data_ptr() % 16 for tensor in (q, k_cache, v_cache)):

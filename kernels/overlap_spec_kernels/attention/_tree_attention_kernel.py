@@ -19,7 +19,7 @@ def tree_attention_kernel(
     q_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, page_table_ptr: tl.tensor,
     prefix_ptr: tl.tensor, extra_rows_ptr: tl.tensor, mask_ptr: tl.tensor, positions_ptr: tl.tensor,
     out_ptr: tl.tensor, outputs_ptr: tl.tensor, weights_ptr: tl.tensor, counters_ptr: tl.tensor,
-    scale_log2: float, q_row_stride: int, q_head_stride: int, table_stride: int,
+    scale_log2: float, v_scale: float, q_row_stride: int, q_head_stride: int, table_stride: int,
     num_rows: int, num_extra: int, num_splits: int,
     TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -68,7 +68,7 @@ def tree_attention_kernel(
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_D
         )  # fmt: skip
         denominator = tl.where(denominator > 0.0, denominator, 1.0)  # a split without keys: avoid 0 / 0
-        output, weight = acc / denominator[:, None], highest + tl.log2(denominator)
+        output, weight = acc / denominator[:, None] * v_scale, highest + tl.log2(denominator)
         out_row = (request * num_rows + row) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + m % GROUP
         target_ptr = out_ptr + (out_row * HEAD_DIM)[:, None] + column[None, :]
         if active == 1:
@@ -116,9 +116,9 @@ def _attend_to_extra(
         offset = tl.load(rows_ptr + begin + bit, mask=begin + bit < num_extra, other=0) * CACHE_STRIDE
         k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=inside[:, None] & read[None, :], other=0.0)
         v = tl.load(v_ptr + offset[:, None] + column[None, :], mask=read[:, None] & inside[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
         scores = tl.where(visible, scores, float("-inf"))
-        acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
+        acc, highest, denominator = _absorb(scores, v.to(q.dtype), acc, highest, denominator)
     return acc, highest, denominator
 
 
@@ -152,10 +152,10 @@ def _attend_to_prefix(
         page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
         offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
         k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale_log2
         scores = tl.where(valid[None, :], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(key[None, :] > (position - WINDOW)[:, None], scores, float("-inf"))
         v = tl.load(v_ptr + offset[:, None] + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-        acc, highest, denominator = _absorb(scores, v, acc, highest, denominator)
+        acc, highest, denominator = _absorb(scores, v.to(q.dtype), acc, highest, denominator)
     return acc, highest, denominator

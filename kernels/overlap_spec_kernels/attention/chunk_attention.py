@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.attention.gather_keys import gather_keys
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.merge_parts import AttentionPart, merge_parts
 from overlap_spec_kernels.launch import ceil_div, require, runs_triton
 
@@ -56,17 +57,17 @@ CUTS = ChunkCuts()
 _TRIAL = ChunkCuts(128, 128, 128)
 
 
-def takes_long_chunks(num_heads: int, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether `chunk_attention` is fast for such heads and caches on their device. Sync: tries it, and waits for it.
+def takes_long_chunks(num_heads: int, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether `chunk_attention` is fast for heads of this dtype and such caches on their device.
 
-    The trial compiles what a later call may need, for this page size.
+    Sync: tries it, and waits for it. The trial compiles what a later call may need, for this page size.
     """
     (_, page_size, _, dim), device = k_cache.shape, k_cache.device
-    if not runs_triton(k_cache) or k_cache.element_size() != 2 or dim > _MAX_HEAD_DIM or dim % 8:
+    if not runs_triton(k_cache) or dtype.itemsize != 2 or dim > _MAX_HEAD_DIM or dim % 8:
         return False
     if torch.cuda.get_device_capability(device) < _HOPPER:
         return False
-    q = torch.zeros(_TRIAL.row_unit, num_heads, dim, dtype=k_cache.dtype, device=device)
+    q = torch.zeros(_TRIAL.row_unit, num_heads, dim, dtype=dtype, device=device)
     starts = (_TRIAL.most_keys, 3 * _TRIAL.most_keys)  # parts are merged in another dtype where there are several
     pages = torch.zeros(ceil_div(starts[-1] + len(q), page_size), dtype=torch.int32, device=device)
     try:
@@ -86,6 +87,7 @@ def chunk_attention(
     start: int,
     scale: float,
     cuts: ChunkCuts = CUTS,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """softmax(q K^T * scale) V of the rows at positions start.. of one request, each to keys 0..its own position.
 
@@ -97,8 +99,9 @@ def chunk_attention(
     num_rows = q.shape[0]
     require(q.dim() == 3 and q.is_contiguous(), "q", "[n, nq, d], contiguous")
     require(q.shape[1] % k_cache.shape[2] == 0, "q", "a multiple of the cache's heads")
-    require(q.dtype == k_cache.dtype and q.shape[2] == k_cache.shape[3], "k_cache", "dtype and head dimension of q")
-    keys = _Keys(k_cache, v_cache, pages)
+    require(fits_cache(q.dtype, k_cache), "k_cache", "the dtype of q, or 8 bits")
+    require(q.shape[2] == k_cache.shape[3], "k_cache", "the head dimension of q")
+    keys, scale = _Keys(k_cache, v_cache, pages), scale * scales.k
     prefixes = cuts.prefixes(start)
     seen = sum(num_keys for _, num_keys in prefixes)
     empty = start - seen  # rows before the chunk's
@@ -109,7 +112,7 @@ def chunk_attention(
         end = first + num_keys
         other = keys.attended(rows, first, end, scale, causal=False).of_rows(0, num_rows)
         part = merge_parts(part, other, q.dtype if end == seen else part.lse.dtype)
-    return part.out
+    return part.out if scales.v == 1.0 else part.out * scales.v
 
 
 class _Keys(NamedTuple):
@@ -122,7 +125,7 @@ class _Keys(NamedTuple):
     def attended(self, q: Tensor, first: int, end: int, scale: float, causal: bool) -> AttentionPart:
         """Attention to the keys first..end - 1: of every row to each, or if causal to as many as the row's number."""
         num_keys = q.shape[0] if causal else end - first
-        k, v = gather_keys(self.k_cache, self.v_cache, self.pages, first, end, num_keys)
+        k, v = gather_keys(self.k_cache, self.v_cache, self.pages, first, end, num_keys, q.dtype)
         return (_cudnn_attention if runs_triton(q) else _dense_attention_reference)(q, k, v, scale, causal)
 
 

@@ -11,9 +11,9 @@ So no program reads cache rows that another program writes in the same launch. T
 alone; the number of active splits comes from the request's length, on the device. The active split that arrives last at
 a counter combines the outputs, in the order of the splits, and resets the counter to zero.
 
-There are two kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
-shared memory (`_decode_attention_gluon`). In all other cases, sliding windows included, keys wait in registers
-(`_decode_attention_kernel`).
+There are three kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
+shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`. In all other cases, sliding
+windows included, keys wait in registers (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.attention._decode_attention_8bit import decode_attention_8bit_kernel
 from overlap_spec_kernels.attention._decode_attention_gluon import decode_attention_gluon_kernel
 from overlap_spec_kernels.attention._decode_attention_kernel import decode_attention_kernel
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
@@ -52,6 +54,9 @@ _RINGS = {64: _Ring(4, 32, 2, combined=8), 128: _Ring(4, 16, 3, combined=4)}
 # 192 KB for one request's full tiles, whose programs have a multiprocessor each: as much is loading as with two
 # programs of 96 KB, two programs cannot crowd one multiprocessor, and twice as many warps hide each other's waits.
 _DEEP_RINGS = {128: _Ring(8, 16, 3, combined=16)}
+# As many bytes of keys of 8 bits: more keys at once, because widening them keeps warps busy. So does a single row.
+_RINGS_8BIT = {64: _Ring(4, 32, 4, combined=8), 128: _Ring(4, 32, 3, combined=4)}
+_DEEP_RINGS_8BIT = {128: _Ring(8, 32, 3, combined=16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,7 @@ def decode_attention(
     scale: float,
     read_before_wait: bool = False,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
 
@@ -111,8 +117,8 @@ def decode_attention(
     num_rows, num_requests, (_, _, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
     require(k_cache.is_contiguous() and head_dim % 2 == 0, "k_cache", "[num_pages, page_size, nkv, d], contiguous")
     require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
-    require(k_cache.dtype == qkv.dtype, "k_cache", "the dtype of qkv")
-    require(v_cache.dtype == qkv.dtype, "v_cache", "the dtype of qkv")
+    require(fits_cache(qkv.dtype, k_cache), "k_cache", "the dtype of qkv, or 8 bits")
+    require(v_cache.dtype == k_cache.dtype, "v_cache", "the dtype of k_cache")
     require(qkv.dim() == 2 and qkv.stride(1) == 1, "qkv", "[T, (nq + 2 nkv) d] with a contiguous last dimension")
     group, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, num_kv_heads * head_dim)
     require(rest == 0 and 1 <= group <= MAX_GROUP, "qkv", "1 to 16 query heads for each head of the cache")
@@ -129,9 +135,9 @@ def decode_attention(
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(qkv):
         return _decode_attention_triton(
-            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window
+            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales
         )
-    return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window)
+    return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window, scales)
 
 
 def decode_attention_reference(
@@ -143,6 +149,7 @@ def decode_attention_reference(
     v_cache: Tensor,
     scale: float,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """`rope_kv_write`, then `paged_attention`. Sync: reads positions and page_table on the host."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
@@ -151,9 +158,9 @@ def decode_attention_reference(
     places = positions.view(num_requests, -1)
     pages = page_table.gather(1, places // page_size).long()
     cache_rows = (pages * page_size + places % page_size).flatten()
-    q = rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache)
+    q = rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache, scales)
     row_starts = torch.arange(num_requests + 1, dtype=torch.int32, device=qkv.device) * places.shape[1]
-    out = paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window)
+    out = paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window, scales)
     return out.flatten(1)
 
 
@@ -204,6 +211,7 @@ def _decode_attention_triton(
     scale: float,
     read_before_wait: bool = False,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
     width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2
@@ -213,8 +221,9 @@ def _decode_attention_triton(
     arguments = (
         *(qkv, cos_sin, positions, page_table, k_cache, v_cache, out),
         *(scratch.outputs, scratch.weights, scratch.counters),
-        *(scale * _LOG2_E, qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, tiling.num_splits),
     )
+    sizes = qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, tiling.num_splits
+    scale_log2 = scale * scales.k * _LOG2_E
     shared = {
         "WIDTH": width,
         "NUM_KV_HEADS": num_kv_heads,
@@ -224,20 +233,11 @@ def _decode_attention_triton(
     }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
     if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
-        decode_attention_gluon_kernel[grid](  # so few rows make one tile
-            *arguments,
-            HEAD=head_dim,
-            WARPS=ring.warps,
-            KEYS=ring.keys,
-            STAGES=ring.stages,
-            COMBINED=ring.combined,
-            num_warps=ring.warps,
-            **shared,
-        )
+        _in_ring(ring, grid, arguments, scale_log2, scales, sizes, shared)
         return out
     block_half = _padded_half(head_dim)
     decode_attention_kernel[grid](
-        *arguments,
+        *(*arguments, scale_log2, 1.0 / scales.k, 1.0 / scales.v, scales.v, *sizes),
         TILE_ROWS=tiling.rows,
         HALF=head_dim // 2,
         BLOCK_M=tiling.block_m,
@@ -259,6 +259,32 @@ def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, num_requ
         return None
     if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:  # one thread copies 16 bytes
         return None
-    head_dim = k_cache.shape[3]
-    ring = _RINGS.get(head_dim)
-    return _DEEP_RINGS.get(head_dim, ring) if rows == 16 and num_requests == 1 else ring
+    head_dim, in_8_bits = k_cache.shape[3], k_cache.dtype != qkv.dtype
+    ring = (_RINGS_8BIT if in_8_bits else _RINGS).get(head_dim)
+    deep = _DEEP_RINGS_8BIT if in_8_bits else _DEEP_RINGS
+    return deep.get(head_dim, ring) if (in_8_bits or rows == 16) and num_requests == 1 else ring
+
+
+def _in_ring(
+    ring: _Ring,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    scale_log2: float,
+    scales: KVScales,
+    sizes: tuple[int, ...],
+    constants: dict[str, int],
+) -> None:
+    """Launch the kernel whose keys pass through shared memory: so few rows make one tile."""
+    qkv, cos_sin, positions, page_table, k_cache, v_cache, *others = tensors
+    constants |= {"WARPS": ring.warps, "KEYS": ring.keys, "STAGES": ring.stages, "COMBINED": ring.combined}
+    constants |= {"HEAD": k_cache.shape[3], "num_warps": ring.warps}
+    constants["KEYS_PER_SPLIT"] = max(constants["KEYS_PER_SPLIT"], ring.warps * ring.keys)
+    if k_cache.dtype == qkv.dtype:
+        decode_attention_gluon_kernel[grid](*tensors, scale_log2, *sizes, **constants)
+        return
+    pairs = k_cache.view(torch.int16), v_cache.view(torch.int16)
+    factors = scale_log2, 1.0 / scales.k, 1.0 / scales.v, scales.v
+    constants["E4M3"] = k_cache.dtype == torch.float8_e4m3fn
+    decode_attention_8bit_kernel[grid](
+        *(qkv, cos_sin, positions, page_table, *pairs, *others, *factors, *sizes), **constants
+    )

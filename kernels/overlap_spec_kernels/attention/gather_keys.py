@@ -16,11 +16,17 @@ _BLOCK = 4096  # elements of K, and of V, that a program copies at once
 
 
 def gather_keys(
-    k_cache: Tensor, v_cache: Tensor, pages: Tensor, first: int, end: int, num_keys: int
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    first: int,
+    end: int,
+    num_keys: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """K and V of places first..end - 1 of the request with these pages, then zeros up to `num_keys` rows.
 
-    Pages of other places are not followed.
+    Pages of other places are not followed. dtype: of the results, if not that of the caches; scales are not applied.
     Shapes: caches [num_pages, page_size, nkv, d], pages [P] i32 -> [num_keys, nkv, d] twice. Raises: ValueError naming
     the argument. Sync: never.
     """
@@ -31,25 +37,38 @@ def gather_keys(
     require(0 <= first <= end <= pages.shape[0] * k_cache.shape[1], "end", "a place that the pages have")
     require(num_keys >= end - first, "num_keys", "at least end - first")
     run = _gather_keys_triton if runs_triton(k_cache) else gather_keys_reference
-    return run(k_cache, v_cache, pages, first, end, num_keys)
+    return run(k_cache, v_cache, pages, first, end, num_keys, dtype)
 
 
 def gather_keys_reference(
-    k_cache: Tensor, v_cache: Tensor, pages: Tensor, first: int, end: int, num_keys: int
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    first: int,
+    end: int,
+    num_keys: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     page_size, places = k_cache.shape[1], torch.arange(first, end, device=pages.device)
     rows = pages[places // page_size].long() * page_size + places % page_size
-    k, v = (cache.new_zeros((num_keys, *cache.shape[2:])) for cache in (k_cache, v_cache))
-    k[: end - first], v[: end - first] = k_cache.flatten(0, 1)[rows], v_cache.flatten(0, 1)[rows]
+    k, v = (cache.new_zeros((num_keys, *cache.shape[2:]), dtype=dtype) for cache in (k_cache, v_cache))
+    for gathered, cache in ((k, k_cache), (v, v_cache)):
+        gathered[: end - first] = cache.flatten(0, 1)[rows].to(gathered.dtype)
     return k, v
 
 
 def _gather_keys_triton(
-    k_cache: Tensor, v_cache: Tensor, pages: Tensor, first: int, end: int, num_keys: int
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    first: int,
+    end: int,
+    num_keys: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     row_size = num_kv_heads * head_dim
-    k, v = (cache.new_empty((num_keys, num_kv_heads, head_dim)) for cache in (k_cache, v_cache))
+    k, v = (cache.new_empty((num_keys, num_kv_heads, head_dim), dtype=dtype) for cache in (k_cache, v_cache))
     block_c = min(next_power_of_2(row_size), _BLOCK)
     block_r = _BLOCK // block_c
     _gather_keys_kernel[(ceil_div(num_keys, block_r), ceil_div(row_size, block_c))](
@@ -94,5 +113,6 @@ def _gather_keys_kernel(
     target = (row.to(tl.int64) * ROW_SIZE)[:, None] + column[None, :]
     inside = (column < ROW_SIZE)[None, :]
     live, written = (place < end)[:, None] & inside, (row < num_keys)[:, None] & inside
-    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=live, other=0.0), mask=written)
-    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=live, other=0.0), mask=written)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    tl.store(k_ptr + target, tl.load(k_cache_ptr + source, mask=live, other=0.0).to(dtype), mask=written)
+    tl.store(v_ptr + target, tl.load(v_cache_ptr + source, mask=live, other=0.0).to(dtype), mask=written)

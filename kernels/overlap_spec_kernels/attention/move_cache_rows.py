@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.attention.kv_format import EIGHT_BITS
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def move_cache_rows(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> Non
     require(target.dtype == torch.int64, "target", "int64")
     require(target.shape[1] <= _MAX_ROWS, "target", "at most 64 rows of a request")
     run = _move_cache_rows_triton if runs_triton(k) else move_cache_rows_reference
-    run(k, v, source, target)
+    run(*((k.view(torch.uint8), v.view(torch.uint8)) if k.dtype in EIGHT_BITS else (k, v)), source, target)
 
 
 def move_cache_rows_reference(k: Tensor, v: Tensor, source: Tensor, target: Tensor) -> None:

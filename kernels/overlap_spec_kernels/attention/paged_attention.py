@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def paged_attention(
     scale: float,
     uniform: bool,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """softmax(q K^T * scale) V, where the row at position p attends to keys 0..p of its request.
 
@@ -58,9 +60,10 @@ def paged_attention(
     num_rows, num_heads, head_dim = q.shape
     require(q.stride(2) == 1, "q", "a contiguous last dimension")
     require(k_cache.dim() == 4 and k_cache.is_contiguous(), "k_cache", "[num_pages, page_size, nkv, d], contiguous")
-    require(k_cache.shape[3] == head_dim and k_cache.dtype == q.dtype, "k_cache", "the head dimension and dtype of q")
+    require(k_cache.shape[3] == head_dim, "k_cache", "the head dimension of q")
+    require(fits_cache(q.dtype, k_cache), "k_cache", "the dtype of q, or 8 bits")
     require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
-    require(v_cache.dtype == q.dtype, "v_cache", "the dtype of q")
+    require(v_cache.dtype == k_cache.dtype, "v_cache", "the dtype of k_cache")
     require(num_heads % k_cache.shape[2] == 0, "q", "a multiple of the cache's heads")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
@@ -72,9 +75,9 @@ def paged_attention(
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(q):
         return _paged_attention_triton(
-            q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window
+            q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window, scales=scales
         )
-    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window)
+    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window, scales)
 
 
 def paged_attention_reference(
@@ -86,6 +89,7 @@ def paged_attention_reference(
     positions: Tensor,
     scale: float,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Attend request by request. Sync: reads row_starts, positions and page_table on the host."""
     starts = row_starts.tolist()
@@ -98,7 +102,8 @@ def paged_attention_reference(
         first_page, offset = divmod(first_key, k_cache.shape[1])
         pages = page_table[request, first_page : ceil_div(num_keys, k_cache.shape[1])]
         k, v = _read_pages((k_cache, v_cache), pages, offset, offset + num_keys - first_key)
-        outputs.append(_attend(q[begin:end], k, v, rows - first_key, scale, window))
+        out = _attend(q[begin:end], k.to(q.dtype), v.to(q.dtype), rows - first_key, scale * scales.k, window)
+        outputs.append(out if scales.v == 1.0 else out * scales.v)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 
 
@@ -173,6 +178,7 @@ def _paged_attention_triton(
     scale: float,
     num_splits: int | None = None,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     (num_rows, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     tiling = _tiling(q, k_cache, page_table, max_rows, num_splits, window)
@@ -190,7 +196,8 @@ def _paged_attention_triton(
         positions,
         out,
         stats,
-        scale * _LOG2_E,
+        scale * scales.k * _LOG2_E,
+        scales.v,
         *q.stride()[:2],
         page_table.stride(0),
         tiling.num_splits,
@@ -239,6 +246,7 @@ def _paged_attention_kernel(
     out_ptr: tl.tensor,
     stats_ptr: tl.tensor,
     scale_log2: float,
+    v_scale: float,
     q_row_stride: int,
     q_head_stride: int,
     table_stride: int,
@@ -287,6 +295,7 @@ def _paged_attention_kernel(
             page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D
         )  # fmt: skip
+        acc = acc * v_scale
         out_row = row * (NUM_KV_HEADS * GROUP) + head
         if SPLIT:
             out_row = out_row * num_splits + split
@@ -376,6 +385,7 @@ def _attend_to_block(
         v = tl.load(v_places, mask=valid[:, None] & inside[None, :], other=0.0)
     else:
         k, v = tl.load(k_places), tl.load(v_places)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
     if MASKED:
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache, to_cache, write_rows
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
@@ -29,10 +30,12 @@ def rope_kv_write(
     cache_rows: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Rotate q and k, write k and v into their cache rows, return the rotated q.
 
-    q, k and v may be views of one fused projection. Cache row = page * page_size + offset.
+    q, k and v may be views of one fused projection. Cache row = page * page_size + offset. Caches of 8 bits hold k
+    and v divided by their scale and rounded (`kv_format`).
     Shapes: q [T, nq, d], k, v [T, nkv, d], cos_sin [P, d] (cos, then sin; float32 or float64), positions and
     cache_rows [T] i64, caches [num_pages, page_size, nkv, d] -> [T, nq, d].
     Raises: ValueError naming the argument. Sync: never.
@@ -47,9 +50,11 @@ def rope_kv_write(
     require(cache_rows.shape == (num_rows,) and cache_rows.dtype == torch.int64, "cache_rows", "[T] int64")
     require(k_cache.shape[3] == head_dim and k_cache.is_contiguous(), "k_cache", "[num_pages, page_size, nkv, d]")
     require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
+    require(fits_cache(q.dtype, k_cache), "k_cache", "the dtype of q, or 8 bits")
+    require(v_cache.dtype == k_cache.dtype, "v_cache", "the dtype of k_cache")
     if runs_triton(q):
-        return _rope_kv_write_triton(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache)
-    return rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache)
+        return _rope_kv_write_triton(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache, scales)
+    return rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache, scales)
 
 
 def rope_kv_write_reference(
@@ -61,14 +66,15 @@ def rope_kv_write_reference(
     cache_rows: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     half = q.shape[2] // 2
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
     heads = torch.cat((q, k), dim=1)  # one rotation for both
     first, second = heads.split(half, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, cache_rows, rotated[:, q.shape[1] :])
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, cache_rows, v)
+    write_rows(k_cache, cache_rows, rotated[:, q.shape[1] :], scales.k)
+    write_rows(v_cache, cache_rows, v, scales.v)
     return rotated[:, : q.shape[1]]
 
 
@@ -81,6 +87,7 @@ def _rope_kv_write_triton(
     cache_rows: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     (num_rows, num_q_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     out = torch.empty((num_rows, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -96,6 +103,8 @@ def _rope_kv_write_triton(
         out,
         k_cache,
         v_cache,
+        1.0 / scales.k,
+        1.0 / scales.v,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
@@ -122,6 +131,8 @@ def _rope_kv_write_kernel(
     out_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
     v_cache_ptr: tl.tensor,
+    inverse_k: float,
+    inverse_v: float,
     q_row_stride: int,
     q_head_stride: int,
     k_row_stride: int,
@@ -163,8 +174,16 @@ def _rope_kv_write_kernel(
     cos = tl.load(angle_ptr, mask=column < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle_ptr + HALF, mask=column < HALF, other=0.0).to(tl.float32)
     cache_offset = (cache_row * num_kv_heads + head) * (2 * HALF) + column
-    tl.store(v_cache_ptr + cache_offset, v_first, mask=copied)
-    tl.store(v_cache_ptr + cache_offset + HALF, v_second, mask=copied)
-    target = out_ptr + (row * num_q_heads + head) * (2 * HALF) + column if is_q else k_cache_ptr + cache_offset
-    tl.store(target, first * cos - second * sin, mask=inside)
-    tl.store(target + HALF, second * cos + first * sin, mask=inside)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    kept: tl.constexpr = k_cache_ptr.dtype.element_ty
+    tl.store(v_cache_ptr + cache_offset, to_cache(v_first, inverse_v, kept), mask=copied)
+    tl.store(v_cache_ptr + cache_offset + HALF, to_cache(v_second, inverse_v, kept), mask=copied)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    if is_q:
+        target = out_ptr + (row * num_q_heads + head) * (2 * HALF) + column
+        tl.store(target, rotated_first, mask=inside)
+        tl.store(target + HALF, rotated_second, mask=inside)
+    else:
+        tl.store(k_cache_ptr + cache_offset, to_cache(rotated_first, inverse_k, kept), mask=inside)
+        tl.store(k_cache_ptr + cache_offset + HALF, to_cache(rotated_second, inverse_k, kept), mask=inside)

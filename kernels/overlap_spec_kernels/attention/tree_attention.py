@@ -17,6 +17,7 @@ from torch import Tensor
 from overlap_spec_kernels.attention._tree_attention_gluon import tiles_for
 from overlap_spec_kernels.attention._tree_attention_kernel import tree_attention_kernel
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MASK_BITS, MAX_GROUP, MAX_TREE_WIDTH
 
@@ -43,6 +44,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     scratch: DecodeScratch | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """softmax(q K^T * scale) V over places 0..prefix[b] - 1 and those of the M extra keys whose bit is set.
 
@@ -60,9 +62,10 @@ def tree_attention(
     num_requests = page_table.shape[0]
     require(q.stride(2) == 1, "q", "a contiguous last dimension")
     require(k_cache.dim() == 4 and k_cache.is_contiguous(), "k_cache", "[num_pages, page_size, nkv, d], contiguous")
-    require(k_cache.shape[3] == head_dim and k_cache.dtype == q.dtype, "k_cache", "the head dimension and dtype of q")
+    require(k_cache.shape[3] == head_dim, "k_cache", "the head dimension of q")
+    require(fits_cache(q.dtype, k_cache), "k_cache", "the dtype of q, or 8 bits")
     require(v_cache.shape == k_cache.shape and v_cache.is_contiguous(), "v_cache", "the shape of k_cache, contiguous")
-    require(v_cache.dtype == q.dtype, "v_cache", "the dtype of q")
+    require(v_cache.dtype == k_cache.dtype, "v_cache", "the dtype of k_cache")
     group, rest = divmod(num_heads, k_cache.shape[2])
     require(rest == 0 and 1 <= group <= MAX_GROUP, "q", "1 to 16 query heads for each head of the cache")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
@@ -83,9 +86,11 @@ def tree_attention(
     require(scratch is None or scratch.outputs.shape[1] >= padded, "scratch", "room for the head dimension, padded")
     if runs_triton(q):
         return _tree_attention_triton(
-            q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, scale, window, scratch
+            q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, scale, window, scratch, scales
         )
-    return tree_attention_reference(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, scale, window)
+    return tree_attention_reference(
+        q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, scale, window, scales
+    )
 
 
 def tree_attention_reference(
@@ -99,6 +104,7 @@ def tree_attention_reference(
     positions: Tensor,
     scale: float,
     window: int | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     """Attend request by request. Sync: reads prefix, mask and positions on the host."""
     num_extra, out = extra_rows.shape[1], torch.empty_like(q)
@@ -113,8 +119,9 @@ def tree_attention_reference(
         near = torch.ones_like(places, dtype=torch.bool).expand(len(at), -1)
         near = near if window is None else at[:, None] - places < window
         visible = torch.cat((near, seen[request][:, read]), dim=1)
-        k, v = (cache.flatten(0, 1)[cache_rows] for cache in (k_cache, v_cache))
-        target.copy_(_attend(queries, k, v, visible, scale))
+        k, v = (cache.flatten(0, 1)[cache_rows].to(q.dtype) for cache in (k_cache, v_cache))
+        attended = _attend(queries, k, v, visible, scale * scales.k)
+        target.copy_(attended if scales.v == 1.0 else attended * scales.v)
     return out
 
 
@@ -191,6 +198,7 @@ def _tree_attention_triton(
     scale: float,
     window: int | None = None,
     scratch: DecodeScratch | None = None,
+    scales: KVScales = NO_SCALES,
 ) -> Tensor:
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     num_requests, block_d = page_table.shape[0], _padded(head_dim)
@@ -205,7 +213,7 @@ def _tree_attention_triton(
     tree_attention_kernel[(num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)](
         *(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, out),
         *(scratch.outputs, scratch.weights, scratch.counters),
-        *(scale * _LOG2_E, q.stride(0), q.stride(1), page_table.stride(0)),
+        *(scale * scales.k * _LOG2_E, scales.v, q.stride(0), q.stride(1), page_table.stride(0)),
         *(num_rows // num_requests, extra_rows.shape[1], tiling.num_splits),
         TILE_ROWS=tiling.rows,
         NUM_KV_HEADS=num_kv_heads,

@@ -28,6 +28,7 @@ def part_stats_kernel(
     logits_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
     drawn_ptr: tl.tensor,
+    state_ptr: tl.tensor,
     maxima_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     before_ptr: tl.tensor,
@@ -36,6 +37,7 @@ def part_stats_kernel(
     temperature_stride: int,
     QUARTER: tl.constexpr,
     DRAWN: tl.constexpr,
+    AGAIN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Maxima of quarters; the sum of exp((logit - the part's largest) / T), and of those before the drawn column."""
@@ -47,7 +49,7 @@ def part_stats_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     temperature = tl.load(temperature_ptr + row // rows * temperature_stride)
-    if temperature > 0:
+    if (temperature > 0) & _is_open(state_ptr, row, AGAIN):
         logits = tl.load(logits_ptr + row * columns + column, mask=column < columns, other=float("-inf"))
         logits = logits.to(tl.float32)
         maxima = tl.max(logits, axis=1)
@@ -76,7 +78,9 @@ def first_bracket_kernel(
     brackets_ptr: tl.tensor,
     pivots_ptr: tl.tensor,
     fill_ptr: tl.tensor,
-    settled_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    least_ptr: tl.tensor,
+    last_ptr: tl.tensor,
     rows: int,
     columns: int,
     temperature_stride: int,
@@ -86,64 +90,71 @@ def first_bracket_kernel(
     num_parts: int,
     PARTS: tl.constexpr,
     PIVOTS: tl.constexpr,
+    OPEN: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    SETTLED: tl.constexpr,
     DRAWN: tl.constexpr,
+    AGAIN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A slot without filters, or greedy, keeps everything. min_p is a bound; a small top_k needs no pivots."""
+    """A slot without filters, or greedy, keeps everything. min_p is a bound; a small top_k needs no pivots.
+
+    Where the drawn column is not kept, `least` and `last` leave those before it to be drawn from.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = row // rows
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    temperature = tl.load(temperature_ptr + slot * temperature_stride)
-    top_k = tl.load(top_k_ptr + slot * top_k_stride)
-    top_p = tl.load(top_p_ptr + slot * top_p_stride)
-    min_p = tl.load(min_p_ptr + slot * min_p_stride)
-    limited = (temperature > 0) & ((top_k < columns) | (top_p < 1))
-    lo, hi, largest, spread = float("-inf"), float("inf"), 0.0, 0.0
-    target, few, settled = tl.zeros([], tl.float64), tl.zeros([], tl.int32), tl.full([], 1, tl.int32)
-    if (temperature > 0) & ((top_k < columns) | (top_p < 1) | (min_p > 0)):
-        group, part = tl.arange(0, 4 * PARTS), tl.arange(0, PARTS)
-        there = group < 4 * num_parts
-        maxima = tl.load(maxima_ptr + row * num_parts * 4 + group, mask=there, other=float("-inf"))
-        of_parts = tl.max(tl.reshape(maxima, [PARTS, 4]), axis=1)
-        sums = tl.load(sums_ptr + row * num_parts + part, mask=part < num_parts, other=0.0)
-        largest = tl.max(maxima, axis=0)
-        total = tl.sum(sums * tl.exp((of_parts - largest) * _inverse(temperature)), axis=0).to(tl.float64)
-        target = tl.where(top_p < 1, top_p * total, float("inf")).to(tl.float64)
-        if min_p > 0:
-            lo = _at_least(largest.to(tl.float64) + temperature * tl.log(min_p))
+    if _is_open(state_ptr, row, AGAIN):
+        temperature = tl.load(temperature_ptr + slot * temperature_stride)
+        top_k = tl.load(top_k_ptr + slot * top_k_stride)
+        top_p = tl.load(top_p_ptr + slot * top_p_stride)
+        min_p = tl.load(min_p_ptr + slot * min_p_stride)
+        limited = (temperature > 0) & ((top_k < columns) | (top_p < 1))
+        lo, hi, largest, spread = float("-inf"), float("inf"), 0.0, 0.0
+        drawn, own = tl.zeros([], tl.int64), tl.zeros([], tl.float32)
         if DRAWN:
             drawn, own = _drawn_of(logits_ptr, drawn_ptr, row, columns)
-            before_ptrs = before_ptr + (row * num_parts + part) * 2
-            masses = tl.load(before_ptrs, mask=part < num_parts, other=0.0)
-            mass = tl.sum(masses * tl.exp((of_parts - largest) * _inverse(temperature)), axis=0).to(tl.float64)
-            count = tl.sum(tl.load(before_ptrs + 1, mask=part < num_parts, other=0.0), axis=0)
-            is_kept = (mass < target) & (count < top_k) & (own >= lo)
-            settled = (is_kept | (drawn < 0)).to(tl.int32)
-        if top_p < 1:  # all that is below weighs less than what may be dropped
-            below = tl.log(columns / (tl.maximum(1 - top_p, 1e-30) * total)) + 1e-3
-            lo = tl.maximum(lo, (largest.to(tl.float64) - temperature * below).to(tl.float32))
-        few = (top_k <= tl.sum((maxima > float("-inf")).to(tl.int32), axis=0)).to(tl.int32)
-        if few > 0:  # so many columns are as large
-            better = tl.sum((maxima[None, :] > maxima[:, None]).to(tl.int32), axis=1)
-            lo = tl.maximum(lo, tl.min(tl.where(better < top_k, maxima, float("inf")), axis=0))
-        hi = _after(largest)
-        smallest = tl.min(tl.where(there, maxima, float("inf")), axis=0)
-        spread = tl.where(lo > float("-inf"), largest - lo, tl.minimum(4 * (largest - smallest), 3.0e38) + 1e-3)
-    if DRAWN:
-        limited &= settled == 0
-        tl.store(settled_ptr + row, settled)
-    is_open = limited.to(tl.float64)
-    counting = tl.where(limited & (few == 0), tl.where(top_k < columns, 2.0, 1.0), 0.0)
-    bracket_ptr = brackets_ptr + row * 16
-    _store_bracket(bracket_ptr, lo, hi, 0, 0.0, is_open, counting)
-    tl.store(bracket_ptr + 6, largest)
-    tl.store(bracket_ptr + 7, target)
-    tl.store(bracket_ptr + 8, tl.where(top_k < columns, top_k, columns))
-    tl.store(bracket_ptr + 9, _inverse(temperature))
-    tl.store(fill_ptr + row, 0)
-    _place_pivots(pivots_ptr + row * PIVOTS, lo, largest, spread, PIVOTS)
+        target, few, state = tl.zeros([], tl.float64), tl.zeros([], tl.int32), tl.full([], SETTLED, tl.int32)
+        if (temperature > 0) & ((top_k < columns) | (top_p < 1) | (min_p > 0)):
+            group, part = tl.arange(0, 4 * PARTS), tl.arange(0, PARTS)
+            there = group < 4 * num_parts
+            maxima = tl.load(maxima_ptr + row * num_parts * 4 + group, mask=there, other=float("-inf"))
+            of_parts = tl.max(tl.reshape(maxima, [PARTS, 4]), axis=1)
+            sums = tl.load(sums_ptr + row * num_parts + part, mask=part < num_parts, other=0.0)
+            largest = tl.max(maxima, axis=0)
+            total = tl.sum(sums * tl.exp((of_parts - largest) * _inverse(temperature)), axis=0).to(tl.float64)
+            target = tl.where(top_p < 1, top_p * total, float("inf")).to(tl.float64)
+            if min_p > 0:
+                lo = _at_least(largest.to(tl.float64) + temperature * tl.log(min_p))
+            if DRAWN:
+                scales = tl.exp((of_parts - largest) * _inverse(temperature))
+                mass, count = _sum_before(before_ptr + row * num_parts * 2, scales, num_parts, PARTS)
+                is_kept = (mass < target) & (count < top_k) & (own >= lo)
+                state = tl.where(drawn < 0, SEARCHED, tl.where(is_kept, SETTLED, OPEN)).to(tl.int32)
+            if top_p < 1:  # all that is below weighs less than what may be dropped
+                below = tl.log(columns / (tl.maximum(1 - top_p, 1e-30) * total)) + 1e-3
+                lo = tl.maximum(lo, (largest.to(tl.float64) - temperature * below).to(tl.float32))
+            few = (top_k <= tl.sum((maxima > float("-inf")).to(tl.int32), axis=0)).to(tl.int32)
+            if few > 0:  # so many columns are as large
+                better = tl.sum((maxima[None, :] > maxima[:, None]).to(tl.int32), axis=1)
+                lo = tl.maximum(lo, tl.min(tl.where(better < top_k, maxima, float("inf")), axis=0))
+            hi = _after(largest)
+            smallest = tl.min(tl.where(there, maxima, float("inf")), axis=0)
+            spread = tl.where(lo > float("-inf"), largest - lo, tl.minimum(4 * (largest - smallest), 3.0e38) + 1e-3)
+        if DRAWN:
+            limited &= state < SETTLED
+            tl.store(state_ptr + row, state)
+            tl.store(least_ptr + row, own)
+            tl.store(last_ptr + row, drawn - 1)
+        is_open = limited.to(tl.float64)
+        counting = tl.where(limited & (few == 0), tl.where(top_k < columns, 2.0, 1.0), 0.0)
+        bracket_ptr = brackets_ptr + row * 16
+        _store_bracket(bracket_ptr, lo, hi, 0, 0.0, is_open, counting)
+        _store_bounds(bracket_ptr, largest, target, tl.where(top_k < columns, top_k, columns), _inverse(temperature))
+        tl.store(fill_ptr + row, 0)
+        _place_pivots(pivots_ptr + row * PIVOTS, lo, largest, spread, PIVOTS)
 
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
@@ -360,6 +371,15 @@ def _sum_above(
 
 
 @TritonKernel
+def _is_open(state_ptr: tl.tensor, row: tl.tensor, AGAIN: tl.constexpr) -> tl.tensor:
+    """Whether the row is looked at. AGAIN: it was before, and may have no column that could be kept."""
+    is_open = row >= 0
+    if AGAIN:
+        is_open = tl.load(state_ptr + row) == 0  # OPEN
+    return is_open
+
+
+@TritonKernel
 def _drawn_of(logits_ptr: tl.tensor, drawn_ptr: tl.tensor, row: tl.tensor, columns: int) -> tuple[tl.tensor, tl.tensor]:
     """The row's drawn column, negative if there is none, and its logit."""
     drawn = tl.load(drawn_ptr + row)
@@ -394,6 +414,28 @@ def _store_bracket(
     tl.store(bracket_ptr + 3, mass)
     tl.store(bracket_ptr + 4, is_open)
     tl.store(bracket_ptr + 5, counting)
+
+
+@TritonKernel
+def _store_bounds(
+    bracket_ptr: tl.tensor, largest: tl.tensor, target: tl.tensor, top_k: tl.tensor, inverse: tl.tensor
+) -> None:
+    """What no kernel changes: the largest logit; the weight and the count that do; 1 / T."""
+    tl.store(bracket_ptr + 6, largest)
+    tl.store(bracket_ptr + 7, target)
+    tl.store(bracket_ptr + 8, top_k)
+    tl.store(bracket_ptr + 9, inverse)
+
+
+@TritonKernel
+def _sum_before(
+    before_ptr: tl.tensor, scales: tl.tensor, num_parts: tl.tensor, PARTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The weight and the number of a row's columns before the drawn one. `scales`: of parts' weights."""
+    part = tl.arange(0, PARTS)
+    masses = tl.load(before_ptr + part * 2, mask=part < num_parts, other=0.0)
+    counts = tl.load(before_ptr + part * 2 + 1, mask=part < num_parts, other=0.0)
+    return tl.sum(masses * scales, axis=0).to(tl.float64), tl.sum(counts, axis=0)
 
 
 @TritonKernel

@@ -13,6 +13,7 @@ there are. So both agree on a column unless the mass before it equals top_p to a
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -51,13 +52,6 @@ class Cutoff(NamedTuple):
 
     least: Tensor  # [B, R], of the logits' type
     last: Tensor  # [B, R] i64
-
-
-class Search(NamedTuple):
-    """What `search_cutoff` has found for B slots of R rows."""
-
-    cutoff: Cutoff
-    settled: Tensor  # [B * R] i32: 1 where the filters keep the drawn column, so that the row has no cutoff
 
 
 def filter_cutoff(logits: Tensor, temperature: Tensor, filters: Filters) -> Cutoff:
@@ -108,59 +102,95 @@ def _cutoff_by_sort(
 
 
 def _filter_cutoff_triton(logits: Tensor, temperature: Tensor, filters: Filters) -> Cutoff:
-    return search_cutoff(logits, temperature, filters).cutoff
+    search = CutoffSearch(logits, temperature, filters)
+    search.begin()
+    return search.finish()
 
 
-def search_cutoff(logits: Tensor, temperature: Tensor, filters: Filters, drawn: Tensor | None = None) -> Search:
-    """The kernels of `filter_cutoff`, whose arguments they take. Sync: never.
+class RowState(IntEnum):
+    """What the next kernel does with a row."""
 
-    `drawn`: a column of each row (negative: none). The rows whose filters keep it are not searched. Whether they do
-    is known after one look at the row: only what is before that column counts.
+    OPEN = 0  # its column is not kept; another, before that, may be looked at
+    SEARCHED = 1  # it has no column; its cutoff is found
+    SETTLED = 2  # it keeps its column, and needs no cutoff
 
-    Shapes: drawn [B, R] i64.
+
+_STATES = {state.name: int(state) for state in RowState}
+
+
+class CutoffSearch:
+    """The kernels of `filter_cutoff`, whose arguments it takes.
+
+    Whether a column is kept is known after one look at its row: it depends on what is before it alone. So a search can
+    be spared where it is known which column is wanted: `begin` it with that, and rows that keep it are settled. Those
+    that are open may be begun again with a column before that one, any number of times. `finish` finds the cutoffs of
+    rows that are not settled.
     """
-    batch, rows, columns = logits.shape
-    num_rows, device = batch * rows, logits.device
-    part = max(next_power_of_2(ceil_div(columns, _PARTS)), _SMALL_PART)
-    num_parts = ceil_div(columns, part)
 
-    def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+    def __init__(self, logits: Tensor, temperature: Tensor, filters: Filters) -> None:
+        batch, rows, columns = logits.shape
+        self._inputs = logits, temperature, filters
+        num_rows, device = batch * rows, logits.device
+        self._part = max(next_power_of_2(ceil_div(columns, _PARTS)), _SMALL_PART)
+        self._grid = num_rows, ceil_div(columns, self._part)
 
-    maxima, sums, before = floats(num_rows, num_parts, 4), floats(num_rows, num_parts), floats(num_rows, num_parts, 2)
-    brackets = torch.empty(num_rows, 16, dtype=torch.float64, device=device)
-    pivots, fill = floats(num_rows, _PIVOTS), torch.empty(num_rows, dtype=torch.int32, device=device)
-    counts, masses = floats(num_rows, num_parts, _PIVOTS), floats(num_rows, num_parts, _PIVOTS)
-    listed = floats(num_rows, _CAPACITY)
-    listed_at = torch.empty_like(listed, dtype=torch.int32)
-    cutoff = Cutoff(floats(batch, rows), torch.empty(batch, rows, dtype=torch.int64, device=device))
-    settled = torch.empty_like(fill)
-    launch, grid = dependent_launch(device, num_rows), (num_rows, num_parts)
-    parts, t_stride = next_power_of_2(num_parts), temperature.stride(0)
-    of_drawn = {"DRAWN": drawn is not None, **launch}
-    drawn = settled if drawn is None else drawn
-    part_stats_kernel[grid](
-        logits, temperature, drawn, maxima, sums, before, rows, columns, t_stride, QUARTER=part // 4, num_warps=8,
-        **of_drawn,
-    )  # fmt: skip
-    first_bracket_kernel[(num_rows,)](
-        logits, temperature, *filters, drawn, maxima, sums, before, brackets, pivots, fill, settled, rows, columns,
-        t_stride, *(values.stride(0) for values in filters), num_parts, PARTS=parts, PIVOTS=_PIVOTS, num_warps=4,
-        **of_drawn,
-    )  # fmt: skip
-    for _ in range(_LEVELS):
-        count_above_kernel[grid](
-            logits, temperature, brackets, pivots, counts, masses, rows, columns, t_stride,
-            PART=part, PIVOTS=_PIVOTS, num_warps=8, **launch,
+        def floats(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        self._stats = floats(*self._grid, 4), floats(*self._grid), floats(*self._grid, 2)
+        self._brackets = torch.empty(num_rows, 16, dtype=torch.float64, device=device)
+        self._pivots, self._fill = floats(num_rows, _PIVOTS), torch.empty(num_rows, dtype=torch.int32, device=device)
+        self._launch = dependent_launch(device, num_rows)
+        self._began = False
+        self.states = torch.empty_like(self._fill)  # [B * R] i32: `RowState`
+        self.before = Cutoff(floats(batch, rows), torch.empty(batch, rows, dtype=torch.int64, device=device))
+
+    def begin(self, wanted: Tensor | None = None) -> None:
+        """Look at every row that is open. Where one does not keep its column, `before` ends before that.
+
+        `wanted`: a column of each row, or a negative number. Shapes: [B, R] i64. Sync: never.
+        """
+        logits, temperature, filters = self._inputs
+        sizes = *logits.shape[1:], temperature.stride(0)
+        again = {"DRAWN": wanted is not None, "AGAIN": self._began, **self._launch}
+        wanted = self.states if wanted is None else wanted
+        num_parts = self._grid[1]
+        part_stats_kernel[self._grid](
+            logits, temperature, wanted, self.states, *self._stats, *sizes, QUARTER=self._part // 4, num_warps=8,
+            **again,
         )  # fmt: skip
-        narrow_bracket_kernel[(num_rows,)](
-            brackets, pivots, counts, masses, num_parts, FEW=_FEW, PARTS=parts, PIVOTS=_PIVOTS, num_warps=1, **launch
-        )
-    gather_bracket_kernel[grid](
-        logits, brackets, fill, listed, listed_at, columns, CAPACITY=_CAPACITY, PART=part, num_warps=8, **launch
-    )
-    select_cutoff_kernel[(num_rows,)](
-        logits, temperature, brackets, fill, listed, listed_at, *cutoff, rows, columns, t_stride,
-        CAPACITY=_CAPACITY, BLOCK=_BLOCK, num_warps=8, **launch,
-    )  # fmt: skip
-    return Search(cutoff, settled)
+        first_bracket_kernel[self._grid[:1]](
+            logits, temperature, *filters, wanted, *self._stats, self._brackets, self._pivots, self._fill,
+            self.states, *self.before, *sizes, *(values.stride(0) for values in filters), num_parts,
+            PARTS=next_power_of_2(num_parts), PIVOTS=_PIVOTS, num_warps=4, **_STATES, **again,
+        )  # fmt: skip
+        self._began = True
+
+    def finish(self) -> Cutoff:
+        """The cutoff of every row that is not settled; of the others, anything. Sync: never."""
+        logits, temperature, _ = self._inputs
+        (num_rows, num_parts), device = self._grid, logits.device
+        rows, columns, t_stride = *logits.shape[1:], temperature.stride(0)
+        counts, masses = torch.empty(2, *self._grid, _PIVOTS, dtype=torch.float32, device=device)
+        listed = torch.empty(num_rows, _CAPACITY, dtype=torch.float32, device=device)
+        listed_at = torch.empty_like(listed, dtype=torch.int32)
+        found = Cutoff(*map(torch.empty_like, self.before))
+        parts, launch = next_power_of_2(num_parts), self._launch
+        for _ in range(_LEVELS):
+            count_above_kernel[self._grid](
+                logits, temperature, self._brackets, self._pivots, counts, masses, rows, columns, t_stride,
+                PART=self._part, PIVOTS=_PIVOTS, num_warps=8, **launch,
+            )  # fmt: skip
+            narrow_bracket_kernel[(num_rows,)](
+                self._brackets, self._pivots, counts, masses, num_parts,
+                FEW=_FEW, PARTS=parts, PIVOTS=_PIVOTS, num_warps=1, **launch,
+            )  # fmt: skip
+        gather_bracket_kernel[self._grid](
+            logits, self._brackets, self._fill, listed, listed_at, columns,
+            CAPACITY=_CAPACITY, PART=self._part, num_warps=8, **launch,
+        )  # fmt: skip
+        select_cutoff_kernel[(num_rows,)](
+            logits, temperature, self._brackets, self._fill, listed, listed_at, *found, rows, columns, t_stride,
+            CAPACITY=_CAPACITY, BLOCK=_BLOCK, num_warps=8, **launch,
+        )  # fmt: skip
+        return found

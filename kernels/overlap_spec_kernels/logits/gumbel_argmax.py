@@ -26,6 +26,7 @@ _PART = 1024  # columns of a program
 _NUM_WARPS = 4
 _MANY_ROWS = 64  # from here on a program draws for several rows, for which it computes the tokens' keys once
 _GROUP = 4  # so many
+FEW = 64  # of so many columns, which top_k keeps, the last is found as soon as it is known whether one is kept
 _SLICE = 1 << 22  # logits that the twin draws from at once: bounds its float64 workspace to a few hundred MiB
 
 
@@ -37,6 +38,13 @@ class Draws(NamedTuple):
     temperature: Tensor
     seed: Tensor
     token_ids: Tensor
+
+
+class Skipped(NamedTuple):
+    """Rows that are not drawn for: those of at least that state."""
+
+    states: Tensor  # [B * R] i32
+    least: int
 
 
 def gumbel_argmax(
@@ -99,10 +107,17 @@ def _gumbel_argmax_triton(
     return draw_columns(Draws(logits, positions, temperature, seed, token_ids), out, cutoff)
 
 
-def draw_columns(draws: Draws, out: Tensor, cutoff: Cutoff | None = None, settled: Tensor | None = None) -> Tensor:
+def draw_columns(
+    draws: Draws,
+    out: Tensor,
+    cutoff: Cutoff | None = None,
+    skipped: Skipped | None = None,
+    top_k: Tensor | None = None,
+) -> Tensor:
     """The kernels of `gumbel_argmax`. Sync: never.
 
-    Where `settled` is not 0, `out` stays as it is. Shapes: out [B, R] i64, settled [B * R] i32.
+    Of rows that are skipped `out` stays as it is. Slots that are not greedy, of a `top_k` up to `FEW`, draw `NO_TOKEN`.
+    Shapes: out [B, R] i64, top_k [B] i64.
     """
     logits, positions, temperature, seed, token_ids = draws
     batch, rows, columns = logits.shape
@@ -111,24 +126,27 @@ def draw_columns(draws: Draws, out: Tensor, cutoff: Cutoff | None = None, settle
     at = torch.empty(num_rows, num_parts, dtype=torch.int32, device=logits.device)
     launch = dependent_launch(logits.device, num_rows)
     sizes = (rows, columns, num_parts, *positions.stride(), temperature.stride(0), seed.stride(0))
-    skips = {"SKIPS": settled is not None, "NOTHING": NO_TOKEN, **launch}
-    settled = at if settled is None else settled
+    states, least = (at, 0) if skipped is None else skipped
+    skips = {"SKIPPED": least, "NOTHING": NO_TOKEN, **launch}
+    top_k_of = (positions, 0) if top_k is None else (top_k, top_k.stride(0))
     _best_of_part_kernel[(ceil_div(num_rows, group), num_parts)](
         *draws,
         *((logits, at) if cutoff is None else cutoff),
-        settled,
+        states,
+        *top_k_of,
         at,
         num_rows,
         *sizes,
         PART=_PART,
         GROUP=group,
         CUT=cutoff is not None,
+        FEW=0 if top_k is None else FEW,
         num_warps=_NUM_WARPS,
         **skips,
     )
     _best_of_row_kernel[(num_rows,)](
         *draws,
-        settled,
+        states,
         at,
         out,
         *sizes,
@@ -148,7 +166,9 @@ def _best_of_part_kernel(
     token_ids_ptr: tl.tensor,
     least_ptr: tl.tensor,
     last_ptr: tl.tensor,
-    settled_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_k_stride: int,
     at_ptr: tl.tensor,
     num_rows: int,
     rows: int,
@@ -161,7 +181,8 @@ def _best_of_part_kernel(
     PART: tl.constexpr,
     GROUP: tl.constexpr,
     CUT: tl.constexpr,
-    SKIPS: tl.constexpr,
+    FEW: tl.constexpr,
+    SKIPPED: tl.constexpr,
     NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -180,15 +201,17 @@ def _best_of_part_kernel(
     for row in range(first, tl.minimum(first + GROUP, num_rows)):
         row = tl.cast(row, tl.int64)
         slot = row // rows
+        temperature = tl.load(temperature_ptr + slot * temperature_stride)
         there = inside
-        if SKIPS:
-            there = inside & (tl.load(settled_ptr + row) == 0)
+        if SKIPPED:
+            there = inside & (tl.load(state_ptr + row) < SKIPPED)
+        if FEW:
+            there = inside & ((tl.load(top_k_ptr + slot * top_k_stride) > FEW) | (temperature <= 0))
         logits = tl.load(logits_ptr + row * columns + column, mask=there, other=float("-inf")).to(tl.float32)
         if CUT:
             least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
             kept = (logits > least) | ((logits == least) & (column <= last))
             logits = tl.where(kept, logits, float("-inf"))
-        temperature = tl.load(temperature_ptr + slot * temperature_stride)
         largest = tl.max(logits, axis=0)
         at = tl.full([], -1, tl.int32)
         if largest > float("-inf"):
@@ -234,7 +257,7 @@ def _best_of_row_kernel(
     temperature_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
-    settled_ptr: tl.tensor,
+    state_ptr: tl.tensor,
     at_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows: int,
@@ -245,7 +268,7 @@ def _best_of_row_kernel(
     temperature_stride: int,
     seed_stride: int,
     BLOCK: tl.constexpr,
-    SKIPS: tl.constexpr,
+    SKIPPED: tl.constexpr,
     NOTHING: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -268,9 +291,9 @@ def _best_of_row_kernel(
     drawn = (value == tl.max(value, axis=0)) & (at >= 0)
     first = tl.min(tl.where(drawn, at, 0x7FFFFFFF), axis=0)
     has_drawn = (first < columns) & (tl.min(at, axis=0) > NOTHING)
-    is_asked = True
-    if SKIPS:
-        is_asked = tl.load(settled_ptr + row) == 0
+    is_asked = row >= 0
+    if SKIPPED:
+        is_asked = tl.load(state_ptr + row) < SKIPPED
     tl.store(out_ptr + row, tl.where(has_drawn, first, NOTHING).to(tl.int64), mask=is_asked)
 
 

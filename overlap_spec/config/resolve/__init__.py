@@ -1,5 +1,6 @@
 """`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
+from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.resolve import (
     SPIN_CORES,
     SPIN_S,
@@ -9,4 +10,4 @@ from overlap_spec.config.resolve.resolve import (
     without_speculation,
 )
 
-__all__ = ["SPIN_CORES", "SPIN_S", "http_limits", "resolve", "settled_flags", "without_speculation"]
+__all__ = ["SPIN_CORES", "SPIN_S", "http_limits", "otlp_target", "resolve", "settled_flags", "without_speculation"]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from overlap_spec.config import (
+    DUMMY,
     PLAIN,
     ApiKeys,
     AttentionSettings,
@@ -27,7 +28,9 @@ from overlap_spec.config import (
 )
 from overlap_spec.config.resolve.attention import resolve_attention
 from overlap_spec.config.resolve.audit import resolve_audit
+from overlap_spec.config.resolve.kv_cache import resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
+from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
@@ -52,6 +55,7 @@ def resolve(
     notes: list[str] = []
     spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
+    dtype = _resolve_dtype(config, device)
     running = config.max_running_requests
     if running is None:
         running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
@@ -63,13 +67,14 @@ def resolve(
         model=ModelSettings(
             name=name,
             files=files,
-            dtype=_resolve_dtype(config, device),
+            dtype=dtype,
             device=device,
             max_len=_resolve_context(config, files),
             aliases=tuple(aliases),
+            keeps_integers=_keeps_integers(config, device, files),
         ),
         spec=spec,
-        cache=_resolve_cache(config),
+        cache=_resolve_cache(config, files, dtype, notes),
         scheduler=SchedulerSettings(
             max_running_requests=running,
             depth=1 if config.disable_overlap_schedule else 2,
@@ -82,7 +87,7 @@ def resolve(
             width_padding=graph_batch_sizes if rules else (),
             synthetic_acceptance=spec.simulated_accept_len is not None,
         ),
-        server=_resolve_server(config, files, keys),
+        server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
         link=_resolve_link(config, keys),
         skip_tokenizer_init=config.skip_tokenizer_init,
@@ -112,7 +117,7 @@ def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
     return msgspec.structs.replace(recovery, most=config.max_recoveries)
 
 
-def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> ServerSettings:
+def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys, protocol: str | None) -> ServerSettings:
     return ServerSettings(
         config.host,
         config.port,
@@ -123,6 +128,7 @@ def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys) -> S
         cors_allow_origins=config.cors_allow_origins or (),
         http=http_limits(config),
         ui=not config.disable_ui,
+        otlp=otlp_target(config, protocol),
     )
 
 
@@ -248,6 +254,12 @@ def _resolve_dtype(config: EngineConfig, device: str) -> str:
     return config.dtype
 
 
+def _keeps_integers(config: EngineConfig, device: str, files: ModelFiles) -> bool:
+    """Unless the flag names a type, which the weights then become."""
+    is_gguf = files.weights.endswith(".gguf") and files.load_format != DUMMY
+    return is_gguf and device == "cpu" and config.dtype == "auto"
+
+
 def _resolve_context(config: EngineConfig, files: ModelFiles) -> int:
     asked = config.context_length
     if asked is not None and asked > files.context_length:
@@ -269,7 +281,7 @@ def _resolve_gap(config: EngineConfig, device: str) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _resolve_cache(config: EngineConfig) -> CacheSettings:
+def _resolve_cache(config: EngineConfig, files: ModelFiles, dtype: str, notes: list[str]) -> CacheSettings:
     total = config.max_total_tokens
     if total is not None and total < config.page_size:
         raise ConfigError("max_total_tokens", f"must hold at least one page of {config.page_size} tokens, got {total}")
@@ -278,6 +290,7 @@ def _resolve_cache(config: EngineConfig) -> CacheSettings:
         max_total_tokens=total,
         mem_fraction=config.mem_fraction_static or 0.88,
         prefix_cache=not config.disable_radix_cache,
+        kv_dtype=resolve_kv_dtype(config, files, dtype, notes),
     )
 
 
@@ -310,6 +323,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "device": settings.model.device,
         "context_length": settings.model.max_len,
         "mem_fraction_static": settings.cache.mem_fraction,
+        "kv_cache_dtype": shown_kv_dtype(settings),
         "audit_rate": settings.audit.rate,
         "recover": settings.recovery.enabled,
         "max_recoveries": settings.recovery.most if settings.recovery.enabled else None,

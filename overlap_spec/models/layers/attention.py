@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from overlap_spec_kernels import (
     DecodeScratch,
+    RowAttention,
     chunk_attention,
     decode_attention,
     paged_attention,
@@ -19,6 +20,7 @@ from overlap_spec_kernels import (
     takes_long_chunks,
     tree_attention,
 )
+from overlap_spec_kernels.attention.kv_format import EIGHT_BITS, NO_SCALES, KVScales
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
@@ -41,6 +43,7 @@ class AttentionShape:
     scale: float  # factor of the products of queries and keys
     window: int | None  # keys that a row attends to, its own included; None: all
     rope: RopeConfig
+    kv_scales: KVScales = NO_SCALES  # of keys and values in a cache of 8 bits
 
 
 def kv_shape_of(shapes: Sequence[AttentionShape]) -> KVShape:
@@ -60,6 +63,7 @@ class _Layer(NamedTuple):
     window: int | None
     forwards: Forwards  # on a CPU: of all layers with this rotation
     long_apart: bool  # long chunks attend each by itself
+    scales: KVScales
 
 
 class PagedAttention:
@@ -80,7 +84,7 @@ class PagedAttention:
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
         heads = set() if choice.torch_only else {shape.num_heads for shape in shapes}
-        apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, cache.k[0], cache.v[0])}
+        apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, like.dtype, cache.k[0], cache.v[0])}
         layers = []
         for shape, window, k_cache, v_cache in zip(shapes, windows, cache.k, cache.v, strict=True):
             key = next((index for index, other in enumerate(shapes) if other.rope == shape.rope))
@@ -90,7 +94,8 @@ class PagedAttention:
             # A window as long as the longest sequence would only cost time: leave it out.
             reached = None if window is None or window >= num_positions else window
             long_apart = reached is None and shape.num_heads in apart
-            layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart))
+            scales = shape.kv_scales if k_cache.dtype in EIGHT_BITS else NO_SCALES
+            layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart, scales))
         self._layers = tuple(layers)
 
     @property
@@ -119,15 +124,19 @@ class PagedAttention:
                 layer.shape.scale,
                 read_before_wait,
                 layer.window,
+                layer.scales,
             )
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
         if not qkv.is_cuda and rows.tree is None and rows.read is None:
+            kernel = self._choice.of_rows
+            if kernel is not None and kernel.takes(shape.head_dim, layer.k_cache):
+                return _by_kernel(kernel, layer, qkv, rows)
             return _on_cpu(layer, heads, rows)
         q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
-        q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache)
+        q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache, layer.scales)
         if rows.read is not None:
             q, rows = q[rows.read.index], rows.read.rows
         attend = self._attend if rows.tree is None else self._attend_to_tree
@@ -141,14 +150,15 @@ class PagedAttention:
         assert rows.row_starts is not None
         shared = (q, layer.k_cache, layer.v_cache, rows.page_table, rows.row_starts, rows.positions)
         if self._choice.torch_only:
-            return paged_attention_reference(*shared, layer.shape.scale, layer.window)
-        return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, layer.window)
+            return paged_attention_reference(*shared, layer.shape.scale, layer.window, layer.scales)
+        return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, layer.window, layer.scales)
 
     def _attend_in_run(self, layer: _Layer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:
         """Shapes: q [n, n, d], of this run -> the same."""
         if isinstance(run, ShortChunks):
             return self._attend(layer, q, run.rows)
-        return chunk_attention(q, layer.k_cache, layer.v_cache, run.pages, run.start, layer.shape.scale)
+        caches, scale = (layer.k_cache, layer.v_cache), layer.shape.scale
+        return chunk_attention(q, *caches, run.pages, run.start, scale, scales=layer.scales)
 
     def _attend_to_tree(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of trees. Shapes: q [T, n, d] -> [T, n, d]."""
@@ -157,8 +167,8 @@ class PagedAttention:
         mask = tree.near(rows.positions, layer.window)
         shared = (q, layer.k_cache, layer.v_cache, rows.page_table, tree.prefix, tree.cache_rows, mask, rows.positions)
         if self._choice.torch_only:
-            return tree_attention_reference(*shared, layer.shape.scale, layer.window)
-        return tree_attention(*shared, layer.shape.scale, layer.window, self._scratch)
+            return tree_attention_reference(*shared, layer.shape.scale, layer.window, layer.scales)
+        return tree_attention(*shared, layer.shape.scale, layer.window, self._scratch, layer.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +187,21 @@ class LayerAttention:
         return values if self.rows.read is None else values[self.rows.read.index]
 
 
+def _by_kernel(kernel: RowAttention, layer: _Layer, qkv: Tensor, rows: RowBatch) -> Tensor:
+    """Rows of sequences. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]."""
+    assert rows.cache_rows is not None and rows.row_starts is not None
+    places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
+    shape, caches = layer.shape, (layer.k_cache, layer.v_cache)
+    return kernel(qkv, layer.cos_sin, *places, *caches, shape.num_heads, shape.scale, layer.window)
+
+
 def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:
     """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
     num_heads, num_kv_heads = layer.shape.num_heads, layer.shape.num_kv_heads
     forward = layer.forwards.of(rows, layer.cos_sin, layer.k_cache.shape[1])
     rotated = forward.rotated(heads[:, :-num_kv_heads])
-    forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache)
-    out = forward.attend(rotated[:, :num_heads], layer.k_cache, layer.v_cache, layer.shape.scale, layer.window)
+    forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache, layer.scales)
+    scale = layer.shape.scale * layer.scales.k
+    out = forward.attend(rotated[:, :num_heads], layer.k_cache, layer.v_cache, scale, layer.window)
+    out = out if layer.scales.v == 1.0 else out * layer.scales.v
     return out.reshape(len(heads), -1)

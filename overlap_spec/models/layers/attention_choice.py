@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from overlap_spec_kernels import RowAttention
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
@@ -10,6 +12,7 @@ class AttentionChoice:
     torch_only: bool = False  # the torch twins, on a GPU too; they ask the device how long requests are
     prefill_kernel: bool = False  # windows of a chain take the operations of prefill
     most_keys: int | None = None  # a row sees no more, its own included; None: as in the checkpoint
+    of_rows: RowAttention | None = None  # the kernel for rows of sequences on a CPU; None: torch
 
     @property
     def places_rows(self) -> bool:

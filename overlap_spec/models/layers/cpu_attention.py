@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, write_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -42,11 +43,11 @@ class Forward:
         turned: Tensor = (halves * self._cos).add_(halves.flip(2) * self._sin)
         return turned.to(heads.dtype).view(heads.shape)
 
-    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = NO_SCALES) -> None:
         """Put K and V of the rows into the cache. Shapes: k, v [T, nkv, d]."""
         assert self.rows.cache_rows is not None
-        k_cache.view(-1, *k.shape[1:]).index_copy_(0, self.rows.cache_rows, k)
-        v_cache.view(-1, *v.shape[1:]).index_copy_(0, self.rows.cache_rows, v)
+        write_rows(k_cache, self.rows.cache_rows, k, scales.k)
+        write_rows(v_cache, self.rows.cache_rows, v, scales.v)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
         """Request by request. Shapes: q [T, n, d] -> [T, n, d]."""
@@ -55,7 +56,7 @@ class Forward:
         k_rows, v_rows = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
         outputs = []
         for request in self._requests[window]:
-            k, v = _keys(request, k_rows, k_cache), _keys(request, v_rows, v_cache)
+            k, v = _keys(request, k_rows, k_cache).to(q.dtype), _keys(request, v_rows, v_cache).to(q.dtype)
             heads, k, v = (rows.transpose(0, 1)[None] for rows in (q[request.begin : request.end], k, v))
             out = F.scaled_dot_product_attention(heads, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True)
             outputs.append(out[0].transpose(0, 1))

@@ -14,8 +14,10 @@ from torch import Tensor
 from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.finite import FiniteSums, damage_in
 from overlap_spec.models.quantization.forms import LinearForms
+from overlap_spec.models.quantization.grouped import KeptIntegers, grouped_linear
 
 Shape = tuple[int, ...]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -83,6 +85,10 @@ class Weights(Protocol):
         """A tensor as it is in the file, on the CPU. Raises: CheckpointError."""
         ...
 
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """A linear of these weights, below one another, that keeps their integers; None if they are to be floats."""
+        ...
+
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         """A tensor of a format of few bits, as it is in the file, on the model's device. Raises: CheckpointError."""
         ...
@@ -110,8 +116,10 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress,
+        kept: KeptIntegers | None = None,
     ) -> None:
         self._source = source
+        self._kept = kept
         self._dtype = dtype
         self._device = device
         self._progress = progress
@@ -164,6 +172,19 @@ class Checkpoint:
         self._sums.add(name, tensor)
         return tensor
 
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """See `Weights`."""
+        if self._kept is None:
+            return None
+        stacked = [self._kept.read(self._checked(name, shape)) for name, shape in shapes.items()]
+        found = [groups for groups in stacked if groups is not None]
+        if len(found) < len(stacked):
+            return None
+        for name, groups in zip(shapes, found, strict=True):
+            self.skip(name)
+            self._sums.add(name, groups.scales if groups.offsets is None else groups.scales + groups.offsets)
+        return grouped_linear(found, bias, self._kept.kernel)
+
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         """See `Weights`."""
         tensor = self.take_raw(name, shape)
@@ -173,11 +194,7 @@ class Checkpoint:
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU, or without values."""
-        actual = self._actual(name, shape)
-        if (found := self._shapes[actual]) != shape:
-            raise CheckpointError(
-                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
-            )
+        actual = self._checked(name, shape)
         self.skip(name)
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self._source.dtype(actual), device=self._device)
@@ -211,6 +228,15 @@ class Checkpoint:
                 raise CheckpointError(damage)
             if damage is not None:
                 log.warning("%s; requests with a token of such a row will end with an error", damage)
+
+    def _checked(self, name: str, shape: Shape) -> str:
+        """The name in the source of a tensor of this shape."""
+        actual = self._actual(name, shape)
+        if (found := self._shapes[actual]) != shape:
+            raise CheckpointError(
+                f"{self._source.file_of(actual)}: tensor {actual}: found shape {list(found)}, expected {list(shape)}"
+            )
+        return actual
 
     def _unexpected(self, name: str, found: Tensor, expected: tuple[torch.dtype, ...]) -> CheckpointError:
         format_ = "no format of weights in fewer bits" if self.scheme is None else self.scheme.stored.value

@@ -5,6 +5,7 @@ that activations stay finite in 16 bits: linears are normal(0, 0.02) as before t
 """
 
 import math
+from collections.abc import Mapping
 from typing import Self
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.quantization.forms import LinearForms
 
@@ -79,6 +81,10 @@ class DummyWeights:
         if name not in self._raw:
             raise CheckpointError(f"{self.origin}: tensor {name} is missing")
         return self._raw[name]
+
+    def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
+        """Random weights are floats."""
+        return None
 
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         """See `Weights`: random bits, with one scale for all of them and zero points in the middle."""

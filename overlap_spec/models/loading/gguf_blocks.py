@@ -14,29 +14,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """A matrix as integers with a scale, and perhaps an offset, for each group of a row."""
-
-    values: Tensor  # [O, I] i8
-    scales: Tensor  # [O, I / group] f32
-    offsets: Tensor | None  # [O, I / group] f32
-    num_bits: int  # 4: integers from `least` to `least` + 15; 8: from -128 to 127
-    least: int = 0
-
-    @property
-    def group(self) -> int:
-        """Values that share a scale."""
-        return self.values.shape[1] // self.scales.shape[1]
-
-    def dequantised(self) -> Tensor:
-        """Shapes: -> [O, I] f32."""
-        grouped = self.values.view(*self.scales.shape, self.group)
-        scaled = grouped * self.scales[:, :, None]
-        whole = scaled if self.offsets is None else scaled.add_(self.offsets[:, :, None])
-        return whole.view(self.values.shape)
-
+from overlap_spec.models.quantization.grouped import Groups
 
 Parts = tuple[Tensor, Tensor, Tensor | None]  # [N, size] i8, [N, groups] f32, offsets like scales
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from overlap_spec.hub.gguf_reader import TensorReader
-from overlap_spec.models.loading.gguf_blocks import FORMATS, Groups
+from overlap_spec.models.loading.gguf_blocks import FORMATS
+from overlap_spec.models.quantization.grouped import Groups
 
 Bytes = NDArray[np.uint8]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.loading.gguf_file import GgufTensor, read_tensors
+from overlap_spec.models.quantization.grouped import Groups
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
@@ -101,8 +102,18 @@ class GgufSource:
         values = tensor.values()
         if name.endswith("norm.weight"):
             return values - self._layout.norm_shift if self._layout.norm_shift else values
-        heads = self._layout.paired_heads.get(name.split(".")[-2])
+        heads = self._paired_heads(name)
         return values if heads is None else _in_halves(values, heads)
+
+    def groups(self, name: str) -> Groups | None:
+        """The tensor's integers and scales; None if it has none."""
+        groups, heads = self._tensors[name].groups(), self._paired_heads(name)
+        if groups is None or heads is None:
+            return groups
+        return groups.rows(_in_halves(torch.arange(len(groups.values)), heads))
+
+    def _paired_heads(self, name: str) -> int | None:
+        return self._layout.paired_heads.get(name.split(".")[-2])
 
 
 def _hugging_face_name(name: str, of_layer: Mapping[str, str]) -> str:

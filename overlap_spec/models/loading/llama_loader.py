@@ -7,6 +7,7 @@ from overlap_spec.models.layers.head_norm import HeadNormLinear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.kv_scales import with_kv_scales
 from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear, take_qkv
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -42,6 +43,7 @@ def load_layer(
     prefix = f"layers.{index}"
     hidden, inner = config.hidden_size, config.intermediate_size
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    shape = with_kv_scales(checkpoint, attention, shape)
     if isinstance(input_norm, str):
         input_norm = load_norm(config, checkpoint, f"{prefix}.{input_norm}")
     return PreNormLayer(

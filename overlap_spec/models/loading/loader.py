@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from overlap_spec_kernels import GroupedKernel
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
@@ -26,6 +27,7 @@ from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -41,10 +43,15 @@ def read_target_config(files: ModelFiles) -> TargetConfig:
 
 
 def load_target(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: Progress = ignore_progress
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = ignore_progress,
+    kernel: GroupedKernel | None = None,
 ) -> LoadedTarget:
     """Load a target's weights, converted to its dtype and device.
 
+    `kernel`: linears of a .gguf file keep its integers and multiply with this kernel; None: all become floats.
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
@@ -54,7 +61,8 @@ def load_target(
         weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
     else:
         source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
-        weights = Checkpoint(source, canonical_name, dtype, device, progress).in_format(scheme)
+        kept = KeptIntegers(source.groups, kernel) if kernel is not None and isinstance(source, GgufSource) else None
+        weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
     return architecture_of(files.config, _origin(files)).load(config, weights)
 

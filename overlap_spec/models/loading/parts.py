@@ -35,11 +35,11 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
     if tied:
         if HEAD in checkpoint:
             _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
-        return embedding.tied_head()
+        return checkpoint.take_grouped({EMBEDDING: shape}, None) or embedding.tied_head()
     if is_stored_quantized(checkpoint, "lm_head"):
         return take_quantized(checkpoint, {"lm_head": embedding.vocab_size}, embedding.size)
     try:
-        return Linear(checkpoint.take(HEAD, shape))
+        return checkpoint.take_grouped({HEAD: shape}, None) or Linear(checkpoint.take(HEAD, shape))
     except CheckpointError as error:
         hint = "" if HEAD in checkpoint else ", because tie_word_embeddings is false in config.json"
         raise CheckpointError(f"{error}{hint}") from None
@@ -74,8 +74,10 @@ def take_linear(
     if is_quantized(checkpoint, sizes):
         linear = take_quantized(checkpoint, sizes, input_size, biases)
         return linear if order is None else linear.rows(order.to(linear.device))
-    weights = [checkpoint.take(f"{name}.weight", (size, input_size)) for name, size in sizes.items()]
-    stacked = _stacked(weights)
+    shapes = {f"{name}.weight": (size, input_size) for name, size in sizes.items()}
+    if order is None and (kept := checkpoint.take_grouped(shapes, biases)) is not None:
+        return kept
+    stacked = _stacked([checkpoint.take(name, shape) for name, shape in shapes.items()])
     return make_linear(stacked if order is None else stacked[order.to(stacked.device)], biases)
 
 

@@ -20,6 +20,7 @@ from overlap_spec.models.layers.mlp import GeluMLP
 from overlap_spec.models.layers.norm import WideRMSNorm, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.kv_scales import with_kv_scales
 from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear, take_qkv
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader, DecoderConfig
@@ -80,7 +81,8 @@ def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
 
 
 def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PostNormLayer:
-    name, shape = f"layers.{index}", config.shapes[index]
+    name = f"layers.{index}"
+    shape = with_kv_scales(checkpoint, f"{name}.self_attn", config.shapes[index])
     hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
     projections, sizes = take_qkv(checkpoint, f"{name}.self_attn", shape, hidden)
     qkv = QueryKeyNormLinear(

@@ -25,6 +25,7 @@ from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig, partial_rotary_factor
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.kv_scales import with_kv_scales
 from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
@@ -65,7 +66,8 @@ def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
 
 
 def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNormLayer:
-    name, shape = f"layers.{index}", config.shapes[index]
+    name = f"layers.{index}"
+    shape = with_kv_scales(checkpoint, f"{name}.self_attn", config.shapes[index])
     hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * dim
     order = _rotated_first(shape) if shape.rope.num_fixed else None

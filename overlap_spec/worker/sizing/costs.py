@@ -19,17 +19,26 @@ PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
 REPEATS = 4
 
 
-def roofline(models: LoadedModels, dtype: torch.dtype, place: torch.device, ceiling: Ceiling | None = None) -> Roofline:
-    """What forwards of the models need of this device. Without `ceiling`, the device's is looked up or measured."""
-    ceiling = ceiling or ceiling_of(place, dtype)
+def roofline(
+    models: LoadedModels,
+    dtype: torch.dtype,
+    place: torch.device,
+    ceiling: Ceiling | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> Roofline:
+    """What forwards of the models need of this device. Without `ceiling`, the device's is looked up or measured.
+
+    `kv_dtype`: of KV pages, if not that of the models.
+    """
+    ceiling, kv_dtype = ceiling or ceiling_of(place, dtype), kv_dtype or dtype
     target, draft = models.target, models.proposer.profile
     tree = draft.tree
     return Roofline(
         ceiling.bytes_per_s,
         ceiling.flop_per_s,
-        target=_shape(target.work, target.kv_shape, dtype),
-        extend=_shape(draft.extend_work, draft.kv_shape, dtype),
-        draft=_shape(draft.work, draft.kv_shape, dtype),
+        target=_shape(target.work, target.kv_shape, kv_dtype),
+        extend=_shape(draft.extend_work, draft.kv_shape, kv_dtype),
+        draft=_shape(draft.work, draft.kv_shape, kv_dtype),
         longest=0 if tree is None else tree.num_levels + 1,
         draft_rows=1 if tree is None else tree.level_rows,
     )

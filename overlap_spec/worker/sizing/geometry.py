@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
+from overlap_spec_kernels import GroupedKernel
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec.config import Settings
@@ -34,6 +35,7 @@ class LoadedModels:
     proposer: LoadedProposer
     method: Method
     linears: str = "as loaded"  # the forms that were chosen for them
+    kernel: GroupedKernel | None = None  # of a CPU, where weights keep their bits
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,22 @@ class Geometry:
     num_audits: int = 0  # slots that audits have beside the others
     num_controls: int = 0  # slots that a step of controls is padded to
     batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
+    kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
 
     @property
     def step_widths(self) -> tuple[int, ...]:
         """Every width that a step may have, ascending."""
         return (*self.narrower, self.width)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What KV pages hold, those of the draft too."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def pages(self) -> tuple[int, int, torch.dtype]:
+        """Number, size and format of KV pages."""
+        return self.num_pages, self.page_size, self.cache_dtype
 
     @property
     def max_deferred(self) -> int:
@@ -101,6 +114,7 @@ def settle_geometry(
         dtype=dtype,
         narrower=settings.spec.narrower,
         batch_rows=GRAPH_FLOP // max(models.target.work.row_flop, 1),
+        kv_dtype=kv_dtype_of(settings),
         **audit_sizes(settings, models, device),
     )
 
@@ -132,18 +146,25 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def kv_dtype_of(settings: Settings) -> torch.dtype:
+    """What KV pages hold."""
+    return torch_dtype(settings.cache.kv_dtype or settings.model.dtype)
+
+
 def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     """What these models and settings take of memory beside pages, and for each token of them."""
     target, draft, dtype = models.target, models.proposer.profile, torch_dtype(settings.model.dtype)
+    kv_dtype = kv_dtype_of(settings)
     chunk = _max_chunk(settings)
     return Demand(
         target_weights=target.num_bytes,
         draft_weights=draft.num_bytes - draft.log_bytes,
-        target_kv=target.kv_shape.bytes_per_token(dtype),
-        draft_kv=draft.kv_shape.bytes_per_token(dtype),
+        target_kv=target.kv_shape.bytes_per_token(kv_dtype),
+        draft_kv=draft.kv_shape.bytes_per_token(kv_dtype),
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         itemsize=dtype.itemsize,
+        kv_itemsize=kv_dtype.itemsize,
         max_running_requests=settings.scheduler.max_running_requests,
         width=settings.spec.width,
         chunk=chunk,

@@ -56,7 +56,8 @@ def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
     if settings.model.device != "cpu" or settings.model.dtype != "float32":
         return models
     width, threads, given = settings.spec.width, settings.num_threads, settings.threads_given
-    of = (settings.model.files.config, settings.spec.method, width, threads, given, settings.spin_count)
+    kept = settings.model.keeps_integers
+    of = (settings.model.files.config, settings.spec.method, width, threads, given, settings.spin_count, kept)
     counts = [threads] if given else thread_counts(threads)
     choice = once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
     use_threads(choice.threads)

@@ -27,7 +27,7 @@ class Demand:
     draft_kv: int
     vocab_size: int
     hidden_size: int
-    itemsize: int
+    itemsize: int  # of the models' dtype
     max_running_requests: int
     width: int
     chunk: int  # prompt tokens of the longest prefill step
@@ -40,7 +40,8 @@ class Demand:
     mask_words: int = 0  # 32-bit words of a grammar's mask of the vocabulary
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
     gathered_keys: int = 0  # that a long chunk copies out of their pages at once, in 16 bits
-    layer_kv: int = 0  # of a token in one layer
+    layer_kv: int = 0  # of a token in one layer, in the models' dtype
+    kv_itemsize: int = 0  # of KV pages; 0: `itemsize`
 
     @property
     def per_token(self) -> int:
@@ -84,7 +85,7 @@ def savings(demand: Demand) -> list[MemorySaving]:
     return [
         MemorySaving(flag, demand.num_bytes - less.num_bytes, demand.per_token - less.per_token)
         for flag, less in _turned_down(demand)
-        if less.num_bytes < demand.num_bytes
+        if less.num_bytes < demand.num_bytes or less.per_token < demand.per_token
     ]
 
 
@@ -99,6 +100,8 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield f"--speculative-ngram-capacity {tenth}", replace(demand, ngram_log=demand.ngram_log // 10)
     if demand.max_running_requests > FEW_REQUESTS:
         yield f"--max-running-requests {FEW_REQUESTS}", replace(demand, max_running_requests=FEW_REQUESTS)
+    if (demand.kv_itemsize or demand.itemsize) > 1:
+        yield "--kv-cache-dtype fp8_e4m3", _with_kv_of(demand, 1)
     if demand.itemsize == 4:
         yield "--dtype bfloat16", _in_16_bits(demand)
     if demand.chunk > SHORT_CHUNK:
@@ -109,12 +112,18 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
 
 
 def _in_16_bits(demand: Demand) -> Demand:
+    with_kv = demand if demand.kv_itemsize == 1 else _with_kv_of(demand, 2)
     return replace(
-        demand,
+        with_kv,
         itemsize=2,
         target_weights=demand.target_weights // 2,
         draft_weights=demand.draft_weights // 2,
-        target_kv=demand.target_kv // 2,
-        draft_kv=demand.draft_kv // 2,
         layer_kv=demand.layer_kv // 2,
     )
+
+
+def _with_kv_of(demand: Demand, itemsize: int) -> Demand:
+    """With KV pages whose values have so many bytes."""
+    before = demand.kv_itemsize or demand.itemsize
+    target_kv, draft_kv = (num_bytes * itemsize // before for num_bytes in (demand.target_kv, demand.draft_kv))
+    return replace(demand, target_kv=target_kv, draft_kv=draft_kv, kv_itemsize=itemsize)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton import language as tl
 
 from support.gluon_interpreter.tensors import Array, Tensor
 
@@ -31,6 +32,24 @@ def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[Any
         results.append(_elements([known[f"${first + i}"] for i in range(count)], shape, dtype, args[0].layout))
         first += count
     return results
+
+
+def is_of_8_bits(args: Sequence[Tensor], dtype: Any) -> bool:
+    """Whether it makes pairs of 8 bits, in one int16, or float16 of them."""
+    return dtype == tl.int16 or args[0].dtype == tl.int16
+
+
+def of_8_bits(asm: str, args: Sequence[Tensor], dtype: Any) -> Tensor | tuple[Tensor, ...]:
+    """What such assembly is for: two floats to one pair, the first in the low bits; or pairs to their two columns."""
+    narrow = torch.float8_e4m3fn if "e4m3" in asm else torch.float8_e5m2
+    if dtype == tl.int16:
+        low_high = torch.from_numpy(np.stack([tensor.data for tensor in args], axis=-1))
+        bound = torch.finfo(narrow).max
+        pairs = low_high.clamp(-bound, bound).to(narrow).view(torch.int16)[..., 0]
+        return Tensor(pairs.numpy(), dtype, args[0].layout)
+    octets = np.ascontiguousarray(args[0].data).view(np.uint8).reshape(*args[0].shape, 2)
+    columns = torch.from_numpy(octets).view(narrow).float().numpy()
+    return tuple(Tensor(columns[..., place], dtype[place], args[0].layout) for place in range(2))
 
 
 def _registers(tensor: Tensor, shape: tuple[int, ...], pack: int) -> list[Array]:

@@ -42,8 +42,8 @@ class Language:
 
     SliceLayout, DotOperandLayout = layouts.SliceLayout, layouts.DotOperandLayout
     SwizzledSharedLayout, NVMMASharedLayout = layouts.SwizzledSharedLayout, layouts.NVMMASharedLayout
-    int1, int32, int64, uint64, float32 = tl.int1, tl.int32, tl.int64, tl.uint64, tl.float32
-    uint8, bfloat16 = tl.uint8, tl.bfloat16
+    int1, int16, int32, int64, uint64 = tl.int1, tl.int16, tl.int32, tl.int64, tl.uint64
+    uint8, float16, bfloat16, float32 = tl.uint8, tl.float16, tl.bfloat16, tl.float32
 
     static_range = staticmethod(range)
     exp, exp2, log2 = staticmethod(_unary(np.exp)), staticmethod(_unary(np.exp2)), staticmethod(_unary(np.log2))
@@ -137,6 +137,15 @@ class Language:
         return one, other
 
     @staticmethod
+    def join(left: Tensor, right: Tensor) -> Tensor:
+        return Tensor(np.stack((left.data, right.data), axis=-1), left.dtype)
+
+    @staticmethod
+    def split(x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = (Tensor(x.data[..., place], x.dtype) for place in range(2))
+        return one, other
+
+    @staticmethod
     def convert_layout(x: Tensor, layout: Any, assert_trivial: bool = False) -> Tensor:
         return Tensor(x.data, x.dtype, layout)
 
@@ -145,6 +154,8 @@ class Language:
         asm: str, constraints: str, args: Sequence[Tensor], dtype: Any, is_pure: bool, pack: int
     ) -> Tensor | tuple[Tensor, ...]:
         assert is_pure
+        if assembly.is_of_8_bits(args, dtype):
+            return assembly.of_8_bits(asm, args, dtype)
         several = isinstance(dtype, tuple)
         results = assembly.run(asm, constraints, args, dtype if several else (dtype,), pack)
         return tuple(results) if several else results[0]

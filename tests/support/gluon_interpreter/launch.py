@@ -40,7 +40,10 @@ _OPS = tuple(
 _LINEARS = tuple(
     _module(f"linear.{name}") for name in ("streamed_linear", "warpgroup_linear", "quantized_stream", "quantized_tiles")
 )
-_ATTENTIONS = tuple(_module(name) for name in ("attention._decode_attention_gluon", "attention._tree_attention_gluon"))
+_ATTENTIONS = tuple(
+    _module(f"attention.{name}")
+    for name in ("_decode_attention_gluon", "_decode_attention_8bit", "_tree_attention_gluon")
+)
 _ARGMAX = _module("linear.linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
 _WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
 

@@ -3,7 +3,7 @@
 Asynchronous work is done as late as the program allows. Until then its result is NaN, so a missing or early wait
 changes what the kernel computes:
 
-    cp.async, TMA   the destination holds NaN from the request until the wait
+    cp.async, TMA   the destination holds NaN from the request until the wait; integers, what two 8-bit NaNs are
     wgmma           the result holds NaN until the wait; an operand that changes before the wait becomes NaN
     mbarrier        a wait raises `NeverEnds` if arrivals are missing, or bytes arrive that were not announced
     fences          a wgmma of rows that threads copied, and a barrier that was just initialised, need a fence first

@@ -21,7 +21,7 @@ Number = bool | int | float
 
 _TORCH = {
     torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
-    torch.int64: tl.int64, torch.int32: tl.int32, torch.uint8: tl.uint8,
+    torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.uint8: tl.uint8,
 }  # fmt: skip
 _ROUNDED = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
 
@@ -41,7 +41,7 @@ def rounded(data: Array, dtype: Any) -> Array:
 
 
 def poison(dtype: Any) -> Any:
-    """What uninitialised memory holds: NaN, or an index out of all bounds."""
+    """What uninitialised memory holds: NaN, or an index out of all bounds; of 16 bits, two NaNs of 8 bits."""
     return np.nan if dtype.is_floating() else np.iinfo(array_type(dtype)).max
 
 

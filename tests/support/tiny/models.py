@@ -88,14 +88,22 @@ def tiny_config(*, layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **chan
     return config | changes
 
 
-def tiny_target(seed: int, *, context: float = 0.15, spread: float = 3.0, **config: Any) -> TinyCheckpoint:
-    """A random target; `context` scales what its layers add to the residual, `spread` is the logits' deviation."""
+def tiny_target(
+    seed: int, *, context: float = 0.15, spread: float = 3.0, kv_scale: float | None = None, **config: Any
+) -> TinyCheckpoint:
+    """A random target; `context` scales what its layers add to the residual, `spread` is the logits' deviation.
+
+    `kv_scale`: of stored keys, and twice as much of values; None: the checkpoint has no such tensors.
+    """
     settings = tiny_config(**config)
     random = torch.Generator().manual_seed(seed)
     hidden, vocab = settings["hidden_size"], settings["vocab_size"]
     tensors = {"model.embed_tokens.weight": _normal(random, 1.0, vocab, hidden)}
     for index in range(settings["num_hidden_layers"]):
         tensors |= _layer(settings, f"model.layers.{index}", hidden, random, context)
+        if kv_scale is not None:
+            for factor, part in enumerate("kv", start=1):
+                tensors[f"model.layers.{index}.self_attn.{part}_scale"] = torch.tensor(factor * kv_scale)
     tensors["model.norm.weight"] = _around_one(random, hidden)
     if not settings["tie_word_embeddings"]:
         tensors["lm_head.weight"] = _normal(random, spread * hidden**-0.5, vocab, hidden)

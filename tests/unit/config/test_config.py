@@ -20,7 +20,7 @@ from overlap_spec.config import (
     encode_settings,
 )
 from overlap_spec.config.keys import read_keys
-from overlap_spec.config.resolve import resolve, without_speculation
+from overlap_spec.config.resolve import resolve, settled_flags, without_speculation
 from overlap_spec.errors import ConfigError
 from overlap_spec.runtime import machine as this_machine
 
@@ -50,6 +50,37 @@ def test_defaults_on_a_cpu() -> None:
     assert (settings.cache.page_size, settings.cache.prefix_cache, settings.cache.max_total_tokens) == (16, True, None)
     assert (settings.server.host, settings.server.port) == ("127.0.0.1", 30000)
     assert settings.num_threads == 2
+
+
+@pytest.mark.parametrize(
+    ("quantization", "flag", "kv_dtype"),
+    [
+        (None, "auto", None),
+        (None, "fp8_e5m2", "float8_e5m2"),
+        (None, "bf16", None),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "auto", "float8_e4m3fn"),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, "bfloat16", None),
+        ({"kv_cache_quant_algo": "FP8"}, "auto", "float8_e4m3fn"),
+        ({"kv_cache_scheme": None}, "auto", None),
+        ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "auto", None),
+    ],
+)
+def test_the_format_of_kv_pages(quantization: dict[str, Any] | None, flag: str, kv_dtype: str | None) -> None:
+    """The flag's, else the checkpoint's if it can be read, else that of --dtype."""
+    files = msgspec.structs.replace(LLAMA, config=LLAMA.config | {"quantization_config": quantization})
+    settings, notes = resolve(EngineConfig(dtype="bfloat16", kv_cache_dtype=flag), files, CPU)
+    assert settings.cache.kv_dtype == kv_dtype
+    assert settled_flags(EngineConfig(), settings)["kv_cache_dtype"] == {
+        None: "bfloat16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"
+    }[kv_dtype]  # fmt: skip
+    assert any("kv_cache_scheme" in note for note in notes) == ("int" in str(quantization))
+
+
+def test_kv_pages_of_another_16_bit_type_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kv-cache-dtype: bfloat16 beside --dtype float16"):
+        resolved(kv_cache_dtype="bf16", dtype="float16")
+    with pytest.raises(msgspec.ValidationError, match="fp4_e2m1"):
+        msgspec.convert({"kv_cache_dtype": "fp4_e2m1"}, EngineConfig)
 
 
 def test_defaults_on_a_gpu() -> None:

@@ -12,7 +12,7 @@ PROCESSED = [work for work in SAMPLING_WORK if work.processed]
 WITHOUT = {
     SamplingWork(False, False, False): {CHAIN: (3, 6), TREE: (3, 10)},
     SamplingWork(True, False, False): {CHAIN: (7, 15), TREE: (7, 223)},
-    SamplingWork(True, True, False): {CHAIN: (19, 51), TREE: (19, 277)},  # all draw again, few rows do
+    SamplingWork(True, True, False): {CHAIN: (23, 27), TREE: (27, 277)},  # they draw again, for few rows
 }
 # Counts of tokens (2), guesses before the rows, positions, one pass over the logits, masks of grammars.
 APPLIED = 6

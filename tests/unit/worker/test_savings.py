@@ -44,11 +44,13 @@ def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
         "--speculative-num-draft-tokens 16": 8 * 16,
         "--speculative-eagle-topk 1": 9,
         "--max-running-requests 4": 4 * 32 + 4 + 2 + 2,  # logits, the trees' rows, biases and bad words, counts
+        "--kv-cache-dtype fp8_e4m3": 6,  # three quarters of the trees' rows, and of each token
         "--dtype bfloat16": 550 + 192 + 4,  # half of the weights, the longest chunk and the trees' rows
         "--chunked-prefill-size 2048": 192,
         "--speculative-algorithm NONE": 100 + 8 * 31 + 9,
     }
     assert list(savings(DEMAND))[0].flag == "--speculative-num-draft-tokens 16"
+    assert "--kv-cache-dtype fp8_e4m3 (6 MiB and 3840 bytes a token)" in map(str, savings(DEMAND))
     assert "--dtype bfloat16 (746 MiB and 2560 bytes a token)" in map(str, savings(DEMAND))
 
 
@@ -58,6 +60,7 @@ def test_a_shorter_log_of_n_grams_gives_nine_tenths_back() -> None:
         "--speculative-num-draft-tokens 16": 8 * 16,
         "--speculative-ngram-capacity 1000000": 270,
         "--max-running-requests 4": 4 * 32 + 2 + 2,
+        "--kv-cache-dtype fp8_e4m3": 0,
         "--dtype bfloat16": 500 + 192,
         "--chunked-prefill-size 2048": 192,
         "--speculative-algorithm NONE": 300 + 8 * 31,
@@ -68,7 +71,13 @@ def test_what_is_turned_down_already_gives_nothing_back() -> None:
     least = replace(
         DEMAND, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, max_running_requests=4, itemsize=2, chunk=2048
     )
-    assert savings(least) == []
+    assert [saving.flag for saving in savings(least)] == ["--kv-cache-dtype fp8_e4m3"]
+    assert savings(replace(least, kv_itemsize=1)) == []
+
+
+def test_pages_of_8_bits_are_as_large_in_any_dtype() -> None:
+    narrow = replace(DEMAND, kv_itemsize=1, target_kv=1024, draft_kv=256)
+    assert "--dtype bfloat16 (742 MiB)" in map(str, savings(narrow))
 
 
 def settled(has_cuda: bool, **flags: Any) -> Settings:

@@ -1,0 +1,220 @@
+"""A weight of 4- or 8-bit integers with a scale for each group of a row, for a CPU, and its kernel in C++.
+
+    W[o, i] = scale[o, g] * values[o, i] + offset[o, g]        g = i / group
+
+This is what a .gguf file stores, kept as it is: no value is rounded again. Sums are float32, x is not quantised, and a
+row's result does not depend on the other rows of x, to the bit. A weight in bfloat16 is kept in 16 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
+from overlap_spec_kernels.compiled_cpu import compiled_library
+from overlap_spec_kernels.launch import require
+from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
+from overlap_spec_kernels.norm.silu_mul import silu_mul
+
+LANES = 16  # rows of W in a vector of the kernel
+PANEL = 64  # rows of W that the kernel takes at a time
+NIBBLES = 8  # in 32 bits
+SOURCE = Path(__file__).parent.parent / "cpu" / "decoder_layer.cpp"
+
+
+class _Part(ctypes.Structure):
+    """`Part` of the C++ source."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("blocks", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("bits", ctypes.c_int32),
+        ("least", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("half", ctypes.c_int32),
+    )
+
+
+class GroupedKernel:
+    """The compiled kernel, and that of attention, which is in the same library."""
+
+    def __init__(self, cache: Path) -> None:
+        """Compile it, unless `cache` has it. Raises: NoLibraryError."""
+        library = compiled_library(SOURCE, cache)
+        self.reads_half = bool(library.reads_half())
+        self.attention = RowAttention(library)
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._linear = library.grouped_linear
+        of_sum = (pointer, size, pointer, ctypes.c_float, pointer)
+        self._linear.argtypes = [pointer, size, pointer, size, size, size, pointer, size, number, number, *of_sum]
+        self._linear.restype = None
+
+    def product(self, weight: GroupedWeight, x: Tensor, gated: bool) -> Tensor:
+        """Shapes: x [T, I] f32 -> [T, O], or [T, O / 2] if gated."""
+        out = x.new_empty((x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]))
+        self._linear(*_arguments(weight, x, out, gated), None, 0, None, 0.0, None)
+        return out
+
+    def sum(self, weight: GroupedWeight, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        """`residual + x W^T`, and its norm. Shapes: x [T, I] f32, residual [T, O]."""
+        out, normed = x.new_empty((2, *residual.shape)).unbind(0)
+        of_norm = (norm.weight.data_ptr(), norm.eps, normed.data_ptr())
+        self._linear(*_arguments(weight, x, out, False), residual.data_ptr(), residual.stride(0), *of_norm)
+        return Normed(out, normed)
+
+
+def _arguments(weight: GroupedWeight, x: Tensor, out: Tensor, gated: bool) -> tuple[Any, ...]:
+    """The first arguments of the kernel."""
+    of_x = (x.data_ptr(), x.shape[0], x.stride(0), x.shape[1])
+    return weight.table, len(weight.parts), *of_x, out.data_ptr(), out.shape[1], gated, torch.get_num_threads()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPart:
+    """Rows of W in one format, in the kernel's layout: 16 of them side by side."""
+
+    values: Tensor  # [blocks, I, 16] i8 or bf16; of 4 bits [blocks, I / 8, 16] i32
+    scales: Tensor | None  # [blocks, I / group, 16] f16 or f32; None: bfloat16
+    offsets: Tensor | None  # like scales
+    num_rows: int
+    bits: int
+    least: int  # what 0 of 4 bits means
+    group: int
+
+    @classmethod
+    def packed(
+        cls, values: Tensor, scales: Tensor | None, offsets: Tensor | None, bits: int, least: int, halves: bool
+    ) -> GroupedPart:
+        """`halves`: keep scales in 16 bits if they are exact. Shapes: values [O, I], scales [O, I / group] f32."""
+        num_rows, size_k = values.shape
+        both = [part for part in (scales, offsets) if part is not None]
+        narrow = halves and all(torch.equal(part.half().float(), part) for part in both)
+        scales, offsets = (
+            None if part is None else _in_blocks(part.half() if narrow else part.float()) for part in (scales, offsets)
+        )
+        laid_out = _in_blocks(values - least if bits == 4 else values)
+        group = size_k if scales is None else size_k // scales.shape[1]
+        if bits == 4:
+            laid_out = _nibbles_packed(laid_out)
+        return cls(laid_out, scales, offsets, num_rows, bits, least, group)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory that it takes."""
+        return [tensor for tensor in (self.values, self.scales, self.offsets) if tensor is not None]
+
+    def unpacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Values, scales and offsets by row. Shapes: [O, I] i8 or bf16, [O, I / group] f32."""
+        values = _nibbles_unpacked(self.values) + self.least if self.bits == 4 else self.values
+        parts = (values, self.scales, self.offsets)
+        rows = [None if part is None else part.transpose(1, 2).flatten(0, 1)[: self.num_rows] for part in parts]
+        scales, offsets = (None if part is None else part.float() for part in rows[1:])
+        assert rows[0] is not None
+        return rows[0], scales, offsets
+
+    def dequantised(self) -> Tensor:
+        """Shapes: -> [O, I] f32."""
+        values, scales, offsets = self.unpacked()
+        if scales is None:
+            return values.float()
+        whole = values.float().view(*scales.shape, -1) * scales[:, :, None]
+        return (whole if offsets is None else whole + offsets[:, :, None]).flatten(1)
+
+    def rows(self, ids: Tensor | slice) -> GroupedPart:
+        """Some rows of W, packed again."""
+        values, scales, offsets = (None if part is None else part[ids] for part in self.unpacked())
+        assert values is not None
+        halves = self.scales is not None and self.scales.dtype == torch.float16
+        return GroupedPart.packed(values, scales, offsets, self.bits, self.least, halves)
+
+    def described(self) -> _Part:
+        """The part for the kernel."""
+        pointers = (0 if part is None else part.data_ptr() for part in (self.values, self.scales, self.offsets))
+        half = self.scales is not None and self.scales.dtype == torch.float16
+        return _Part(*pointers, len(self.values), self.num_rows, self.bits, self.least, self.group, half)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight(LinearOperand):
+    """W [O, I]: parts below one another, each in a format of its own. Without a kernel its twin runs."""
+
+    parts: tuple[GroupedPart, ...]
+    size_k: int
+    kernel: GroupedKernel | None
+    table: ctypes.Array[_Part] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        described = [part.described() for part in self.parts]
+        object.__setattr__(self, "table", (_Part * len(described))(*described))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.num_rows for part in self.parts), self.size_k
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        return sum(tensor.nbytes for part in self.parts for tensor in part.tensors)
+
+    def rows(self, ids: Tensor | slice) -> GroupedWeight:
+        """Some rows of W, which is a single part: a copy."""
+        assert len(self.parts) == 1, "a stacked weight is used as a whole"
+        return GroupedWeight((self.parts[0].rows(ids),), self.size_k, self.kernel)
+
+    def check(self, x: Tensor) -> None:
+        require(self.size_k == x.shape[1], "weight", "[O, I]")
+        require(x.dtype == torch.float32 and not x.is_cuda, "x", "float32 on a CPU")
+
+    def product(self, x: Tensor | Normed) -> Tensor:
+        rows = normalised(x)
+        return grouped_linear_reference(rows, self) if self.kernel is None else self.kernel.product(self, rows, False)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        return self.product(x)
+
+    def gated(self, x: Tensor | Normed) -> Tensor:
+        is_whole = len(self.parts) == 1 and self.shape[0] % (2 * PANEL) == 0
+        if self.kernel is None or not is_whole:
+            return silu_mul(self.product(x))
+        return self.kernel.product(self, normalised(x), True)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if self.kernel is None:
+            return LinearOperand.add(self, x, residual, norm)
+        return self.kernel.sum(self, x, residual, norm)
+
+
+def grouped_linear_reference(x: Tensor, weight: GroupedWeight) -> Tensor:
+    return torch.cat([F.linear(x, part.dequantised()) for part in weight.parts], dim=1)
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """Shapes: [O, n] -> [blocks, n, 16], O filled up with zeros to a multiple of 64."""
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
+    return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def _nibbles_packed(values: Tensor) -> Tensor:
+    """Shapes: [blocks, I, 16] of 0..15 -> [blocks, I / 8, 16] i32."""
+    groups = values.unflatten(1, (-1, NIBBLES)).int()
+    packed: Tensor = groups[:, :, 0].clone()
+    for place in range(1, NIBBLES):
+        packed |= groups[:, :, place] << 4 * place
+    return packed
+
+
+def _nibbles_unpacked(packed: Tensor) -> Tensor:
+    """Shapes: [blocks, I / 8, 16] i32 -> [blocks, I, 16] i8."""
+    shifts = torch.arange(0, 4 * NIBBLES, 4, dtype=torch.int32)[:, None]
+    return ((packed[:, :, None] >> shifts) & 15).flatten(1, 2).to(torch.int8)

@@ -1,0 +1,152 @@
+"""Linears that keep the integers of a .gguf file, and 16-bit weights in 16 bits, on a CPU.
+
+At batch 1 a step of a small model is about as long as reading its weights takes, so fewer bytes are fewer milliseconds.
+The weights' values are those of the file exactly; products are sums in float32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from overlap_spec_kernels import (
+    GroupedKernel,
+    GroupedPart,
+    GroupedWeight,
+    Norm,
+    Normed,
+    fused_linear,
+    linear_add,
+    linear_logits,
+)
+from torch import Tensor
+
+from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
+from overlap_spec.models.layers.linear_tree import with_linears
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A matrix as integers with a scale, and perhaps an offset, for each group of a row."""
+
+    values: Tensor  # [O, I] i8
+    scales: Tensor  # [O, I / group] f32
+    offsets: Tensor | None  # [O, I / group] f32
+    num_bits: int  # 4: integers from `least` to `least` + 15; 8: from -128 to 127
+    least: int = 0
+
+    @property
+    def group(self) -> int:
+        """Values that share a scale."""
+        return self.values.shape[1] // self.scales.shape[1]
+
+    def like(self, other: "Groups") -> bool:
+        """Whether both are in one format."""
+        mine = (self.num_bits, self.least, self.group, self.offsets is None)
+        return mine == (other.num_bits, other.least, other.group, other.offsets is None)
+
+    def above(self, other: "Groups") -> "Groups":
+        """Both below one another, as they are `like`."""
+        offsets = None
+        if self.offsets is not None and other.offsets is not None:
+            offsets = torch.cat((self.offsets, other.offsets))
+        values, scales = torch.cat((self.values, other.values)), torch.cat((self.scales, other.scales))
+        return Groups(values, scales, offsets, self.num_bits, self.least)
+
+    def rows(self, order: Tensor) -> "Groups":
+        """The rows in another order. Shapes: order [O] i64."""
+        offsets = None if self.offsets is None else self.offsets[order]
+        return Groups(self.values[order], self.scales[order], offsets, self.num_bits, self.least)
+
+    def dequantised(self) -> Tensor:
+        """Shapes: -> [O, I] f32."""
+        grouped = self.values.view(*self.scales.shape, self.group)
+        scaled = grouped * self.scales[:, :, None]
+        whole = scaled if self.offsets is None else scaled.add_(self.offsets[:, :, None])
+        return whole.view(self.values.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear(AnyLinear):
+    """`x @ W.T + bias`, with a float32 x."""
+
+    operand: GroupedWeight  # [O, I]
+    bias: Tensor | None = None  # [O]
+
+    @property
+    def out_features(self) -> int:
+        return self.operand.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.operand.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.operand.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.operand.parts[0].values.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def rows(self, ids: Tensor | slice) -> "GroupedLinear":
+        return GroupedLinear(self.operand.rows(ids), None if self.bias is None else self.bias[ids])
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        y = fused_linear(x, self.operand)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def gated(self, x: Normed) -> Tensor:
+        return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if self.bias is not None:
+            return AnyLinear.add(self, x, residual, norm)
+        return linear_add(x, self.operand, residual, norm)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        y = linear_logits(x, self.operand)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIntegers:
+    """How linears get the integers of a file, instead of floats."""
+
+    read: Callable[[str], Groups | None]  # a tensor by the name of its source; None if it is stored in floats
+    kernel: GroupedKernel
+
+
+def grouped_linear(stacked: list[Groups], bias: Tensor | None, kernel: GroupedKernel) -> GroupedLinear:
+    """A linear of matrices with the same input. Neighbours in one format become one part."""
+    merged: list[Groups] = []
+    for groups in stacked:
+        if merged and merged[-1].like(groups):
+            merged[-1] = merged[-1].above(groups)
+        else:
+            merged.append(groups)
+    parts = tuple(
+        GroupedPart.packed(part.values, part.scales, part.offsets, part.num_bits, part.least, kernel.reads_half)
+        for part in merged
+    )
+    return GroupedLinear(GroupedWeight(parts, merged[0].values.shape[1], kernel), bias)
+
+
+def in_16_bits(node: T, kernel: GroupedKernel) -> T:
+    """A model, with every dense float32 linear whose weights are bfloat16 numbers kept as such; others stay."""
+
+    def narrowed(linear: DenseLinear, name: str) -> AnyLinear:
+        matrix = linear.matrix()
+        narrow = matrix.bfloat16()
+        if linear.compute_dtype != torch.float32 or not torch.equal(narrow.float(), matrix):
+            return linear
+        part = GroupedPart.packed(narrow, None, None, 16, 0, False)
+        return GroupedLinear(GroupedWeight((part,), linear.in_features, kernel), linear.bias)
+
+    return with_linears(node, narrowed)

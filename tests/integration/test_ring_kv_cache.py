@@ -1,0 +1,101 @@
+"""KV pages of 8 bits in the whole ring: tokens are plain decoding's over the same format, without exception in float64.
+
+The target's scales are so small that many values are clamped, so tokens depend on how values are stored.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from support.ring import RingConfig, running, tiny_loaded
+from support.storm import run_storm
+
+from overlap_spec.config import AuditSettings
+from overlap_spec.messages import SamplingParams
+from overlap_spec.tokenizer.codec import TextCodec
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (5, 40)]
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, ignore_eos=True),
+    SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
+]
+PLAIN = RingConfig(num_steps=0, kv_dtype=E4M3)
+Tokens = list[list[int]]
+
+
+def answers(codec: TextCodec, config: RingConfig) -> tuple[Tokens, int]:
+    """All tokens, and the number of verify steps."""
+
+    async def main() -> tuple[Tokens, int]:
+        shape = replace(config, kv_dtype=E4M3).shape  # the same checkpoint in every format
+        models = tiny_loaded(
+            3, config.num_steps, config.dtype, method=config.method, family=config.family, topk=config.topk, **shape
+        )
+        async with running(models, config, codec) as ring:
+            found = [await ring.ask(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+        return [answer.token_ids for answer in found], sum(answer.usage.spec_verify_ct for answer in found)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def plain(codec: TextCodec) -> Tokens:
+    return answers(codec, PLAIN)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "topk"),
+    [
+        pytest.param("EAGLE3", 1, marks=pytest.mark.slow),
+        ("EAGLE3", 3),
+        pytest.param("EAGLE", 1, marks=pytest.mark.full),
+        pytest.param("NEXTN", 1, marks=pytest.mark.slow),
+        pytest.param("NEXTN of several layers", 1, marks=pytest.mark.full),
+        pytest.param("STANDALONE", 1, marks=pytest.mark.slow),
+        pytest.param("STANDALONE", 3, marks=pytest.mark.full),
+        ("NGRAM", 1),
+    ],
+)
+def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: str, topk: int) -> None:
+    tokens, num_steps = answers(codec, replace(PLAIN, method=method, num_steps=3, topk=topk))
+    assert tokens == plain
+    assert 0 < num_steps < sum(map(len, tokens)) - len(tokens), "some guess was right"
+
+
+@pytest.mark.parametrize(
+    "chunk_tokens", [7, pytest.param(4, marks=pytest.mark.full), pytest.param(64, marks=pytest.mark.full)]
+)
+def test_how_a_prompt_is_cut_changes_nothing(codec: TextCodec, plain: Tokens, chunk_tokens: int) -> None:
+    assert answers(codec, replace(PLAIN, chunk_tokens=chunk_tokens))[0] == plain
+
+
+def test_the_format_does_change_tokens(codec: TextCodec, plain: Tokens) -> None:
+    """Otherwise the other tests would show nothing."""
+    exact = answers(codec, replace(PLAIN, kv_dtype=None))[0]
+    other = answers(codec, replace(PLAIN, kv_dtype=E5M2))[0]
+    assert exact != plain != other != exact
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma 3", "mistral with a window"])
+def test_windows(codec: TextCodec, family: str) -> None:
+    config = replace(PLAIN, family=family)
+    plain = answers(codec, config)[0]
+    assert answers(codec, replace(config, num_steps=3, chunk_tokens=5))[0] == plain
+    assert answers(codec, replace(config, num_steps=3, topk=3))[0] == plain
+
+
+@pytest.mark.slow
+def test_storm(codec: TextCodec) -> None:
+    """Trees, whose accepted rows are moved. Aborts, preemption, prefix hits, chunks, depth 1 and 2."""
+    run_storm(8, codec, kv_dtype=E4M3, topk=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_storms_of_every_method(codec: TextCodec, method: str, kv_dtype: torch.dtype) -> None:
+    """Every request is audited."""
+    run_storm(20, codec, method=method, kv_dtype=kv_dtype, audit=AuditSettings(rate=1.0))

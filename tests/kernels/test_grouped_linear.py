@@ -1,0 +1,114 @@
+"""The C++ kernel of weights in few bits against its twin and float64, and its compilation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels import GroupedPart, GroupedWeight, NoLibraryError, fused_linear
+from overlap_spec_kernels.compiled_cpu import compiled_library
+from overlap_spec_kernels.linear.grouped import grouped_linear_reference
+from support.tiny.grouped import grouped_kernel
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 21)
+
+
+def part(num_rows: int, size_k: int, bits: int, group: int, offsets: bool, seed: int) -> GroupedPart:
+    """Random; scales of groups of 16 are not exact in 16 bits, others are."""
+    random = torch.Generator().manual_seed(seed)
+    if bits == 16:
+        values = torch.randn(num_rows, size_k, generator=random).bfloat16()
+        return GroupedPart.packed(values, None, None, 16, 0, True)
+    least, most = (-8, 7) if bits == 4 else (-128, 127)
+    values = torch.randint(least, most + 1, (num_rows, size_k), generator=random, dtype=torch.int8)
+    scales, shifts = torch.randn(2, num_rows, size_k // group, generator=random)
+    if group == 32:
+        scales, shifts = scales.half().float(), shifts.half().float()
+    return GroupedPart.packed(values, scales, shifts if offsets else None, bits, least, True)
+
+
+CASES = {
+    "4 bits": [part(128, 64, 4, 32, False, 1)],
+    "4 bits, offsets, groups of 16": [part(192, 96, 4, 16, True, 2)],
+    "8 bits": [part(128, 64, 8, 32, False, 3)],
+    "8 bits, offsets, groups of 16": [part(256, 48, 8, 16, True, 4)],
+    "bfloat16": [part(128, 72, 16, 0, False, 5)],
+    "few rows": [part(5, 32, 4, 32, True, 6)],
+    "a mixture": [part(40, 64, 4, 32, True, 7), part(24, 64, 8, 16, False, 8), part(64, 64, 8, 32, True, 9)],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_product_and_gate(case: str) -> None:
+    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), grouped_kernel())
+    wide = torch.cat([each.dequantised() for each in weight.parts]).double()
+    whole = torch.randn(max(ROWS), weight.size_k + 8)[:, : weight.size_k]
+    everything = fused_linear(whole, weight)
+    for num_rows in ROWS:
+        x = whole[:num_rows]
+        y, expected = fused_linear(x, weight), x.double() @ wide.t()
+        torch.testing.assert_close(y.double(), expected, atol=2e-6 * float(expected.abs().max()), rtol=0)
+        assert torch.equal(y, everything[:num_rows]), "a row does not depend on the others, to the bit"
+        torch.testing.assert_close(y, grouped_linear_reference(x, weight), atol=1e-3, rtol=1e-4)
+        if len(wide) % 2 == 0:
+            gate, up = expected.chunk(2, dim=1)
+            gated = torch.nn.functional.silu(gate) * up
+            found = fused_linear(x, weight, gated=True).double()
+            torch.testing.assert_close(found, gated, atol=4e-6 * float(expected.abs().max()) ** 2, rtol=0)
+
+
+def _columns(parts: list[GroupedPart]) -> int:
+    return parts[0].unpacked()[0].shape[1]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 3e-5, -1.0, 20.0, -20.0, 88.0, -88.0, -120.0, 1e4, -1e4])
+def test_gate_of_any_size(value: float) -> None:
+    values = torch.zeros(128, 8)
+    values[:, 0] = 1.0
+    weight = GroupedWeight((GroupedPart.packed(values.bfloat16(), None, None, 16, 0, True),), 8, grouped_kernel())
+    x = torch.tensor([[value] + 7 * [0.0]])
+    expected = torch.nn.functional.silu(x[0, 0].double()) * value
+    found = fused_linear(x, weight, gated=True)[0, 0].double()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-29)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "a mixture"])
+def test_packing_loses_nothing(case: str) -> None:
+    (packed,) = CASES[case]
+    values, scales, offsets = packed.unpacked()
+    again = GroupedPart.packed(values, scales, offsets, packed.bits, packed.least, False)
+    assert torch.equal(again.dequantised(), packed.dequantised())
+    ids = torch.tensor([3, 0, 4])
+    assert torch.equal(packed.rows(ids).dequantised(), packed.dequantised()[ids])
+    half = packed.scales is not None and packed.scales.dtype == torch.float16
+    assert half == (packed.group == 32), "16 bits where they are exact"
+
+
+def test_what_cannot_be_multiplied_is_refused() -> None:
+    weight = GroupedWeight(tuple(CASES["4 bits"]), 64, None)
+    with pytest.raises(ValueError, match="weight"):
+        fused_linear(torch.zeros(1, 32), weight)
+    with pytest.raises(ValueError, match="x"):
+        fused_linear(torch.zeros(1, 64, dtype=torch.float64), weight)
+
+
+def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("int broken(")
+    with pytest.raises(NoLibraryError, match="failed: .*broken.cpp"):
+        compiled_library(source, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoLibraryError, match=r"no C\+\+ compiler"):
+        compiled_library(source, tmp_path / "cache")
+
+
+def test_a_library_is_compiled_once(tmp_path: Path) -> None:
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    assert compiled_library(source, tmp_path).seven() == 7
+    (built,) = tmp_path.glob("*.so")
+    written: Any = built.stat().st_mtime_ns
+    assert compiled_library(source, tmp_path).seven() == 7 and built.stat().st_mtime_ns == written
+    source.write_text('extern "C" int seven() { return 8; }')
+    assert compiled_library(source, tmp_path).seven() == 8, "another source is another library"

@@ -1,0 +1,46 @@
+"""Tiny targets whose linears are integers with scales, as a .gguf file on a CPU is served."""
+
+import functools
+from pathlib import Path
+from typing import TypeVar
+
+import gguf
+import pytest
+import torch
+from gguf.quants import quantize
+from overlap_spec_kernels import GroupedKernel, NoLibraryError
+
+from overlap_spec.config import cache_directory
+from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
+from overlap_spec.models.layers.linear_tree import with_linears
+from overlap_spec.models.loading.gguf_blocks import FORMATS
+from overlap_spec.models.quantization.grouped import Groups, grouped_linear
+
+T = TypeVar("T")
+GROUPED = "llama in few bits"  # a family of `tiny_loaded`, in float32
+LAYERS, HEAD = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
+
+
+@functools.cache
+def grouped_kernel() -> GroupedKernel:
+    """The kernel, compiled once on a machine; a test is skipped where it cannot be."""
+    try:
+        return GroupedKernel(Path(cache_directory()) / "kernels")
+    except NoLibraryError as error:
+        pytest.skip(str(error))
+
+
+def groups_of(matrix: torch.Tensor, kind: gguf.GGMLQuantizationType) -> Groups:
+    """A matrix as gguf quantises it."""
+    data = torch.from_numpy(quantize(matrix.float().numpy(), kind))
+    return FORMATS[kind].groups(data.flatten(), len(matrix))
+
+
+def with_grouped_linears(target: T) -> T:
+    """4 bits with offsets, as most of the default model; 8 bits in the head."""
+
+    def grouped(linear: DenseLinear, name: str) -> AnyLinear:
+        groups = groups_of(linear.matrix(), HEAD if name == "head" else LAYERS)
+        return grouped_linear([groups], linear.bias, grouped_kernel())
+
+    return with_linears(target, grouped)
