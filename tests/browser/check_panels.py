@@ -92,7 +92,7 @@ def check_the_timeline_shows_steps_queued_while_others_run(new_page: NewPage) ->
     waited = [row.locator("td").last.inner_text() for row in rows.all()]
     assert sum(text not in ("–", "0 ms") for text in waited) >= len(overlapping)
     assert "were queued while the step before ran" in page.locator("#ring-note").inner_text()
-    lanes = page.locator("#ring-picture .lane").all_inner_texts()
+    lanes = page.locator("#ring-picture .lane").all_text_contents()
     assert lanes == ["client", "tokenizer", "scheduler", "queued", "worker host", "CPU, as device"]
 
 

@@ -128,7 +128,7 @@ def write(python: Path, report: Path, seconds: float) -> None:
     summary = {
         "what": "the page at /ui in a headless browser, against servers of SmolLM2-135M-Instruct and of a tiny model",
         "browser": browser,
-        "versions": dict(zip(PACKAGES, asked.stdout.split(), strict=True)),
+        "packages": dict(zip(PACKAGES, asked.stdout.split(), strict=True)),
         "passed": sum(outcome == "passed" for outcome in outcomes.values()),
         "checks": outcomes,
         "seconds": round(seconds, 1),
