@@ -37,7 +37,7 @@ def ask(page: Page) -> None:
     page.locator("#settings").evaluate("details => { details.open = false }")
     say(page, QUESTION)
     page.wait_for_timeout(1500)
-    page.locator(".turn.assistant .token.accepted", has_text="num2").first.hover()
+    page.locator(".turn.assistant .token.accepted", has_text="num").first.hover()
 
 
 def take(page: Page, name: str) -> None:
