@@ -40,11 +40,11 @@ CASES = {
     "fp8, tiles": Case(17, 200, 512, 8),
     "fp8, tiles, 128 rows": Case(100, 330, 256, 8),
     "fp8, blocks": Case(5, 256, 1280, 8, 128, 128),
-    "fp8, groups": Case(1, 36, 384, 8, 128),
-    "int4": Case(2, 48, 1152, 4, 128, scales=BFLOAT),
+    "fp8, groups": Case(1, 32, 384, 8, 128),
+    "int4": Case(2, 96, 1152, 4, 128, scales=BFLOAT),
     "int4 with zero points": Case(4, 64, 512, 4, 128, has_zeros=True, scales=torch.float16),
-    "int4, groups of 64": Case(20, 48, 640, 4, 64, has_zeros=True, scales=BFLOAT),
-    "int4, groups of 32": Case(8, 40, 576, 4, 32, has_zeros=True, scales=torch.float16),
+    "int4, groups of 64": Case(20, 96, 640, 4, 64, has_zeros=True, scales=BFLOAT),
+    "int4, groups of 32": Case(8, 32, 576, 4, 32, has_zeros=True, scales=torch.float16),
     "int4, groups of 64, symmetric": Case(33, 32, 256, 4, 64, scales=BFLOAT),
 }
 
