@@ -27,7 +27,7 @@ from overlap_spec.bench.report import describe_run, write_report
 Cut = QuantizedStream | QuantizedTiles
 BFLOAT = torch.bfloat16
 FORMATS = {"fp8": (8, 0), "int4": (4, 128)}  # bits, columns that share a scale
-ROWS = (1, 4, 8, 16, 32, 64, 128)
+ROWS = (4, 16, 32, 64, 128)
 ERROR = 6e-3  # of a norm over a norm
 PROCESSES = 12
 
@@ -84,37 +84,40 @@ class Linear:
 
 def streams(rows: int, linear: Linear) -> Iterator[QuantizedStream]:
     """Ways to stream, each with as many stages as a ring of so many bytes holds."""
-    ways = [(16, 8, 1, 1), (16, 4, 1, 1), (32, 4, 2, 1), (32, 8, 1, 1), (16, 4, 1, 2)]
-    if rows > 16:
-        ways = [(16, 4, 1, 1), (32, 4, 2, 1), (64, 2, 4, 1)]
+    ways = [(16, 4, 1, 1, 2), (16, 4, 1, 2, 2), (16, 8, 1, 1, 2), (16, 4, 1, 1, 3), (16, 4, 1, 1, 4), (16, 4, 1, 2, 3)]
+    if rows > 8:
+        ways = [(16, 4, 1, 1, 2), (32, 4, 2, 1, 1)] if rows <= 16 else [(32, 4, 2, 1, 1), (64, 2, 4, 1, 1)]
     padded = 8 if rows <= 8 else min(1 << (rows - 1).bit_length(), 32)
-    for block_n, warps_k, warps_n, per_sm in ways:
+    for block_n, warps_k, warps_n, runs, per_sm in ways:
         tile = block_n * (2 if linear.gated else 1) * (128 * linear.bits // 8 + (2 if linear.bits == 4 else 0))
-        stage = warps_k * (tile + 128 * padded * 2)
-        stages = min((200 << 10) // per_sm // stage, 16)
-        if stages >= 2:
-            yield QuantizedStream(block_n, warps_k, warps_n, stages, per_sm=per_sm)
-            if per_sm == 1 and warps_n == 1 and block_n == 16 and rows <= 8:
-                yield QuantizedStream(block_n, warps_k, warps_n, stages, late=True)
+        stage = runs * warps_k * (tile + 128 * padded * 2)
+        if (stages := min((216 << 10) // per_sm // stage, 16)) >= 2:
+            yield QuantizedStream(block_n, warps_k, warps_n, stages, runs, per_sm)
 
 
 def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
     """Ways to take tiles."""
-    padded = max(1 << (rows - 1).bit_length(), 16)
-    for block_n, warps, per_sm in ((64, 4, 2), (64, 4, 3), (128, 8, 1)):
-        stage = 128 * ((2 if linear.gated else 1) * block_n + 2 * padded)
-        stages = min((216 << 10) // per_sm // stage, 12)
-        if stages < 2:
+    padded = max(1 << (rows - 1).bit_length(), 8)
+    for block_n, warps, per_sm in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 1)):
+        if (rows <= 32) == (warps == 8) or (rows == 128 and per_sm > 2):
             continue
-        for splits in (1,) if linear.gated else (1, 4) if per_sm == 3 else (1, 2, 4, 8):
-            if linear.size_k // 128 % splits == 0:
-                yield QuantizedTiles(block_n, stages, splits, warps, per_sm)
+        stage = 128 * ((2 if linear.gated else 1) * block_n + 2 * padded)
+        if (stages := min((216 << 10) // per_sm // stage, 12)) < 2:
+            continue
+        items = linear.size_n // block_n // (2 if linear.gated else 1)
+        slots = 132 * per_sm
+        splits = [
+            n for n in (1, 2, 4, 8, 16) if slots * 0.6 < items * n < slots * 2.2 and linear.size_k // 128 % n == 0
+        ]
+        for count in splits[:3]:
+            for piped in (False, True):
+                yield QuantizedTiles(block_n, stages, count, warps, per_sm, piped)
 
 
 def ways(rows: int, linear: Linear) -> list[Cut]:
     """All that are tried."""
-    few = list(streams(rows, linear)) if rows <= 64 else []
-    return [*few, *(tiles(rows, linear) if linear.bits == 8 and rows > 16 else ())]
+    few = list(streams(rows, linear)) if rows <= 16 else []
+    return [*few, *(tiles(rows, linear) if linear.bits == 8 else ())]
 
 
 def compile_all(formats: list[str]) -> None:
@@ -122,7 +125,7 @@ def compile_all(formats: list[str]) -> None:
     with compiling_together(PROCESSES):
         for kind in formats:
             for name in SHAPES:
-                for rows in ROWS[2:]:
+                for rows in ROWS:
                     linear = Linear(name, kind, rows, copies=1)
                     for cut in ways(rows, linear):
                         linear.run(linear.weights[0], cut)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlap_spec.cli.hidden_keys import hide_keys
 from overlap_spec.cli.parser import Parser, UsageError
 from overlap_spec.errors import ActorDied, CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.version import __version__
@@ -54,6 +55,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        hide_keys()
     try:
         arguments = _parser(words).parse_args(words)
         return int(importlib.import_module(COMMANDS[arguments.command].module).run(arguments))

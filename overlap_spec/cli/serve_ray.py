@@ -5,9 +5,8 @@ signal ends the application: open requests have `--drain-timeout` seconds.
 """
 
 import argparse
-import logging
+import re
 import signal
-import threading
 
 from overlap_spec.cli.flags import add_engine_flags, add_flag, engine_config, given_values, refuse_bench_flags
 from overlap_spec.config import EngineConfig
@@ -16,7 +15,7 @@ from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.errors import OverlapSpecError
 
 APPLICATION = "overlap-spec"
-log = logging.getLogger(__name__)
+RAISED = re.compile(r"^overlap_spec\.errors\.\w+: (.+)$", re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,15 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
     replicas = flags_from(given_values(arguments, config_fields(ReplicaFlags)), ReplicaFlags)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s serve-ray: %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: stop.set())
-    _serve(config, replicas, stop)
+    _serve(config, replicas)
     return 0
 
 
-def _serve(config: EngineConfig, replicas: ReplicaFlags, stop: threading.Event) -> None:
+def _serve(config: EngineConfig, replicas: ReplicaFlags) -> None:
     try:
         from overlap_spec.ray import build_app
     except ImportError as error:
@@ -49,15 +44,43 @@ def _serve(config: EngineConfig, replicas: ReplicaFlags, stop: threading.Event) 
     import ray
     from ray import serve
 
-    ray.init(ignore_reinit_error=True, log_to_driver=True)
+    ray.init()
     application = build_app(config, replicas)
     serve.start(http_options={"host": config.host, "port": config.port})
+    _interrupt_at_signals()
     try:
-        serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
+        serve.run(application, name=APPLICATION, route_prefix="/")  # logs the address
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        pass
     except RuntimeError as error:
-        raise OverlapSpecError(f"no engine has started: {error}") from None
-    log.info("ready on http://%s:%d", config.host, config.port)
-    try:
-        stop.wait()
+        raise OverlapSpecError(f"no engine has started: {_cause(error)}") from None
     finally:
+        _end()
+
+
+def _cause(error: RuntimeError) -> str:
+    """What a replica raised, which Serve keeps in a traceback of its status; else Serve's own words."""
+    from ray import serve
+
+    application = serve.status().applications.get(APPLICATION)
+    messages = [deployment.message for deployment in application.deployments.values()] if application else []
+    causes = [found[1] for text in messages if (found := RAISED.search(text))]
+    return causes[0] if causes else str(error)
+
+
+def _interrupt_at_signals() -> None:
+    """Let every signal that ends the application raise KeyboardInterrupt. After `ray.init`, which has handlers too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
+
+
+def _end() -> None:
+    """Drain the application; Serve ends with it if no other one runs there."""
+    from ray import serve
+
+    serve.delete(APPLICATION)
+    if not serve.status().applications:
         serve.shutdown()

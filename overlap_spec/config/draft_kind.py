@@ -29,13 +29,14 @@ def draft_kind(shapes: Shapes) -> DraftKind:
         return DraftKind.EAGLE_3
     if (fc := known.get("fc.weight")) is not None:
         return DraftKind.EAGLE_2 if len(fc) == 2 and fc[1] == 2 * fc[0] else DraftKind.UNKNOWN
-    if any(f"layers.0.{part}.weight" in known for part in _ATTENTION) and any(
+    if any(f"layers.0.{part}.{end}" in known for part in _ATTENTION for end in _WEIGHTS) and any(
         f"layers.0.{part}.weight" in known for part in _NORMS
     ):
         return DraftKind.LANGUAGE_MODEL
     return DraftKind.UNKNOWN
 
 
+_WEIGHTS = ("weight", "qweight", "weight_packed")  # in 4 bits a weight has a name of its format
 _ATTENTION = ("self_attn.q_proj", "self_attn.qkv_proj")
 _NORMS = ("input_layernorm", "post_feedforward_layernorm")  # norms that the first layer of an EAGLE head lacks
 

@@ -79,8 +79,8 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     api_key: Annotated[
         Text | None,
         Meta(
-            description="required as bearer token, and on a public ZMQ endpoint; the list of processes shows it,"
-            " unlike OVERLAP_SPEC_API_KEY and --api-key-file"
+            description="required as bearer token, and on a public ZMQ endpoint; or OVERLAP_SPEC_API_KEY. On Linux the"
+            " list of processes shows it only until the program runs"
         ),
     ] = None
     api_key_file: Annotated[Text | None, Meta(description="file of further API keys, KEY or NAME:KEY in each line")] = (

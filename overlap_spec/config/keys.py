@@ -1,4 +1,4 @@
-"""The API keys: of a flag, of the environment, and of a file, which keeps them out of the list of processes.
+"""The API keys: of a flag, of the environment, and of a file.
 
 # /etc/overlap-spec/keys
 alice:sk-1f0c..

@@ -19,6 +19,7 @@ SLOTS = 48  # of an engine, unless --max-running-requests is given
 INGRESS_REQUESTS = 10_000  # that one ingress has open
 STOP_S = 5.0  # for an engine to end after its open requests
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+LOOK_BACK_S = 15.0  # of the figures that autoscaling goes by; replicas report theirs every 10 s
 MOST_STARTS = 3  # of a replica whose engine fails to start
 TREE_CHARACTERS = 2_000_000  # of prompts, that the router remembers of each replica
 BELONG_TO_OUR_SERVER = ("http_header_timeout", "max_connections", "max_connections_per_address")
@@ -47,7 +48,7 @@ def build_app(config: EngineConfig, replicas: ReplicaFlags | None = None) -> Any
         graceful_shutdown_timeout_s=config.drain_timeout + 2 * STOP_S,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(Ingress))
-    return ingress.bind(engines.bind(config), http_limits(config))
+    return ingress.bind(engines.bind(config), http_limits(config), flags.prefix_routing)
 
 
 def _engine_options(config: EngineConfig, flags: ReplicaFlags) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def _autoscaling(flags: ReplicaFlags, slots: int) -> AutoscalingConfig:
         target_ongoing_requests=flags.target_ongoing_requests or slots,
         upscale_delay_s=flags.upscale_delay_s,
         downscale_delay_s=flags.downscale_delay_s,
-        look_back_period_s=max(1.0, min(30.0, flags.upscale_delay_s)),
+        look_back_period_s=LOOK_BACK_S,
         policy=AutoscalingPolicy(policy_function="overlap_spec.ray.scaling:wanted_replicas"),
     )
 

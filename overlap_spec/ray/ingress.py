@@ -14,12 +14,12 @@ from ray.serve.exceptions import BackPressureError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.config import HttpLimits
-from overlap_spec.ray.calls import Call, call_of, header_of
+from overlap_spec.ray.calls import Call, call_of, header_of, prompt_of
+from overlap_spec.ray.everywhere import EVERYWHERE, answer_everywhere
 from overlap_spec.server.bodies import read_bytes
 from overlap_spec.server.body_bounds import BodyBounds
 from overlap_spec.server.engine_client import MAX_BODY_BYTES
@@ -27,21 +27,23 @@ from overlap_spec.server.problems import ANTHROPIC, HANDLERS, ClientGone, Proble
 from overlap_spec.server.streams import failed, named_event, unless_gone
 
 MOST_TRIES = 3
-EVERYWHERE = ("/abort_request", "/flush_cache", "/reset_prefix_cache")  # what they ask for, every replica does
-EVERYWHERE_S = 30.0
 RESPONSES = "/v1/responses"
 
 
 class Ingress:
-    """The deployment behind Ray's HTTP proxies. `engines`: Serve's handle of the replicas."""
+    """The deployment behind Ray's HTTP proxies. `engines`: Serve's handle of the replicas.
 
-    def __init__(self, engines: Any, limits: HttpLimits) -> None:
+    `by_prefix`: its router compares prompts. A handle keeps the router that it began with: another value restarts this.
+    """
+
+    def __init__(self, engines: Any, limits: HttpLimits, by_prefix: bool) -> None:
         self._engines = engines
         self._limits = limits
+        self._by_prefix = by_prefix
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The app that Serve runs: every path goes to the replicas."""
-        route = Route("/{path:path}", Forward(self._engines))
+        route = Route("/{path:path}", Forward(self._engines, self._by_prefix))
         middleware = [Middleware(BodyBounds, limits=self._limits)]
         return Starlette(routes=[route], middleware=middleware, exception_handlers=HANDLERS)
 
@@ -49,14 +51,16 @@ class Ingress:
 class Forward:
     """ASGI app: one request, one replica."""
 
-    def __init__(self, engines: Any) -> None:
+    def __init__(self, engines: Any, by_prefix: bool) -> None:
         self._engines = engines
+        self._by_prefix = by_prefix
         self._answer = engines.options(method_name="answer", stream=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = call_of(scope, await read_bytes(Request(scope, receive), MAX_BODY_BYTES))
+        body = await read_bytes(Request(scope, receive), MAX_BODY_BYTES)
+        call = call_of(scope, body, prompt_of(body) if self._by_prefix else "")
         if call.scope["path"] in EVERYWHERE:
-            await (await self._everywhere(call))(scope, receive, send)
+            await (await answer_everywhere(self._engines, call))(scope, receive, send)
             return
         answer = Answer(call, send)
         try:
@@ -84,13 +88,6 @@ class Forward:
         except asyncio.CancelledError:
             messages.cancel()
             raise
-
-    async def _everywhere(self, call: Call) -> Response:
-        """What the replica answers that is least content. Raises: Problem if there is none."""
-        answers = await self._engines.broadcast("answer_whole", call).results_async(timeout_s=EVERYWHERE_S)
-        if not answers:
-            raise Problem(503, "no engine is running", code="not_ready")
-        return _response(max(answers, key=lambda messages: int(messages[0]["status"])))
 
 
 class Answer:
@@ -127,10 +124,3 @@ class Answer:
         if path.startswith(RESPONSES):
             return named_event("error", {"type": "error", "code": problem.code, "message": str(problem), "param": None})
         return failed(problem)
-
-
-def _response(messages: Sequence[Message]) -> Response:
-    body = b"".join(message.get("body", b"") for message in messages[1:])
-    response = Response(body, messages[0]["status"])
-    response.raw_headers = list(messages[0]["headers"])
-    return response

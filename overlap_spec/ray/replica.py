@@ -24,8 +24,9 @@ from overlap_spec.server.access_log import ID_HEADER
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
 from overlap_spec.server.http_server import freeze_heap
-from overlap_spec.server.request_spans import open_spans
+from overlap_spec.server.request_spans import NO_SPANS, RequestSpans, open_spans
 
+SPANS_S = 1.0  # for spans of requests that wait to be sent
 GOODBYE_S = 0.3  # after a failure: error events leave
 OF_PROXY = ID_HEADER.encode()  # Ray's proxy passes the id on to the app, and adds the same header to its answer
 
@@ -40,13 +41,16 @@ class EngineReplica:
         logging.basicConfig(level=config.log_level.upper(), format=f"%(asctime)s %(levelname)s {self._id}: %(message)s")
         limit_lines()
         self._engine = Engine(config)
+        self._watch: asyncio.Task[None] | None = None
+        self._open: set[asyncio.Task[None]] = set()
+        self._spans: RequestSpans = NO_SPANS
         await self._engine.start()
         for note in self._engine.notes:
             log.info("%s", note)
         info = server_info(config, self._engine.settings, lambda: self._engine.facts)
-        spans = open_spans(self._engine.settings.server.otlp, info.model_name)
-        self._app: ASGIApp = create_app(self._engine.client, info, lambda: self._engine.health, spans=spans)
-        self._open: set[asyncio.Task[None]] = set()
+        self._spans = open_spans(self._engine.settings.server.otlp, info.model_name)
+        health, watch = (lambda: self._engine.health), self._engine.watch
+        self._app: ASGIApp = create_app(self._engine.client, info, health, watch, self._spans)
         self._watch = asyncio.create_task(self._leave_when_failed())
         freeze_heap()
 
@@ -66,7 +70,7 @@ class EngineReplica:
         """All messages of the answer, for a call that goes to every replica."""
         return [message async for messages in self.answer(call) for message in messages]
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raises: RuntimeError if the engine has failed. One that recovers is well: its requests wait."""
         health = self._engine.health
         if health.state is EngineState.FAILED:
@@ -84,9 +88,11 @@ class EngineReplica:
         os._exit(1)
 
     async def __del__(self) -> None:
-        """Called by Serve when no call is open any more, or after the time for that."""
-        self._watch.cancel()
+        """Called by Serve when no call is open any more."""
+        if self._watch is not None:
+            self._watch.cancel()
         await self._engine.stop()
+        await asyncio.to_thread(self._spans.close, SPANS_S)
 
 
 class Exchange:

@@ -38,6 +38,11 @@ NOT_FINITE = (
     " others go on; a weight that its tokens reach is damaged, or values exceed the range of the dtype"
 )
 
+NOT_FINITE_HERE = (
+    "request %d: the logits after %d tokens are NaN or infinite in a step with guesses, which may be theirs; they are"
+    " computed again, and nothing is guessed for this request any more"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -119,7 +124,7 @@ class Ledger:
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)
-        self._commit(requests, gained.tokens, deltas)
+        self._commit(requests, gained.tokens, deltas, verifies=width > 1)
         for request in step.requests:
             request.pending_min -= 1
             request.pending_max -= width
@@ -149,8 +154,13 @@ class Ledger:
             else:
                 self._queues.step_settled(request)
 
-    def _commit(self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas) -> None:
-        """Append each run to its unfinished request, up to the token that finishes it."""
+    def _commit(
+        self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas, verifies: bool = False
+    ) -> None:
+        """Append each run to its unfinished request, up to the token that finishes it.
+
+        `verifies`: the step had windows with guesses.
+        """
         assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
         kept, finishes = deltas.tokens, deltas.finishes
         broken: list[Request] = []
@@ -174,7 +184,23 @@ class Ledger:
                     request.finish = finish
                     self._queues.close(request)
         for request in broken:
-            self._fail(request)
+            if verifies:
+                self._compute_again(request)
+            else:
+                self._fail(request)
+
+    def _compute_again(self, request: Request) -> None:
+        """Let a request whose logits are not finite begin again where its output ends, without guesses.
+
+        A guess that the target makes NaN of is masked for the rows before it, and a masked value of NaN is NaN: what
+        the target would draw without that guess is not known. If there is none then either, the request ends.
+        """
+        log.warning(NOT_FINITE_HERE, request.uid, len(request.tokens))
+        if request.running:
+            self._queues.leave(request)
+        request.is_broken = True
+        request.make_plain()
+        self._counters.computed_again += 1
 
     def _fail(self, request: Request) -> None:
         """End a request whose logits are not finite. What it would leave to others in the prefix cache is not kept."""
@@ -189,7 +215,7 @@ class Ledger:
 def _unfinished(requests: Sequence[Request], result: StepResult) -> tuple[Sequence[Request], StepResult]:
     """The requests that gain something, and their rows. One without a run was left out: its grammar was late."""
     runs = zip(requests, result.tokens, strict=True)
-    rows = [row for row, (request, run) in enumerate(runs) if run and request.finish is None]
+    rows = [row for row, (request, run) in enumerate(runs) if run and request.finish is None and not request.is_broken]
     if len(rows) == len(requests):
         return requests, result
     return [requests[row] for row in rows], rows_of(result, rows)
@@ -206,7 +232,7 @@ def _report(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas
     if not any([request.is_reported for request in requests]):
         return
     for request, run, num_proposed in zip(requests, result.tokens, result.num_proposed, strict=True):
-        if request.is_reported:
+        if request.is_reported and run[0] != NO_TOKEN:
             deltas.verified[request.uid] = Verified(result.step_id, num_proposed, len(run) - 1)
 
 

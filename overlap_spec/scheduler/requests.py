@@ -66,7 +66,6 @@ class Request:
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
-        self.is_broken = False  # its logits were not finite: its KV is nothing for others
         self.passed = 0  # how many later requests of its client went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         if admit.resumed is not None:
@@ -84,9 +83,17 @@ class Request:
         self.verify_steps = resumed.verify_steps
         self.scored_len = self.prompt_len - 1
 
+    def make_plain(self) -> None:
+        """Let nothing be guessed for it any more, from its next slot on. It holds one, or none."""
+        sampling = self.admit.sampling
+        speculative = replace(sampling.speculative, num_steps=0)
+        self.admit = replace(self.admit, sampling=replace(sampling, speculative=speculative))
+        self.most_steps, self.is_limited, self.is_plain = 0, True, True
+
     def vacate(self, root: Node) -> None:
         """Forget slot and pages: back to the state of a request that waits."""
         self.running = False
+        self.is_broken = False  # its logits were not finite: what is in flight is dropped, its KV is nothing for others
         self.slot = -1
         self.pages: list[int] = []  # the slot's page table
         self.num_shared = 0  # leading pages that the prefix cache holds too

@@ -44,6 +44,7 @@ class Counters:
     aborted: int = 0
     preempted: int = 0
     not_finite: int = 0  # requests that ended because the target could draw no token
+    computed_again: int = 0  # .. that went on without guesses, because those may have been the reason
     steps: int = 0
     # Seconds of the device. A gap counts if the step before it left work to do; only decode steps have a floor.
     gpu_time: float = 0.0

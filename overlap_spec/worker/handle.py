@@ -74,7 +74,7 @@ class StepHandle:
             launch_time if self.download.asynchronous else 0.0,
             **_width_columns(rows, columns),
             leads=_leads(rows) if self.plan.audit and self.plan.phase is Phase.DECODE else [],
-            **self._log_probs(tokens),
+            **self._log_probs(),
         )
 
     def tokens(self) -> list[list[int]]:
@@ -87,10 +87,10 @@ class StepHandle:
             runs[row] = []
         return runs
 
-    def _log_probs(self, tokens: list[list[int]]) -> LogProbColumns:
+    def _log_probs(self) -> LogProbColumns:
         if not self.scored.asked:
             return LogProbColumns()
-        return self.scored.columns(self.download.blocks(), tokens, self.columns.longest)
+        return self.scored.columns(self.download.blocks(), self.tokens(), self.columns.longest)
 
     def _device_seconds(self) -> tuple[float, float]:
         """How long the device worked since the last step's tokens left, and how long it had nothing to do."""

@@ -99,7 +99,7 @@ def test_a_stream_over_http_pauses_and_too_many_deaths_end_the_server(
     tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:
     with Service(tmp_path, *tiny_flags, "--max-recoveries", "1") as served:
-        first_start = served.get("/server_info").json()["worker"]["start-up"]
+        first_start = served.get("/server_info").json()["worker"]["start_up"]
         streams = [Stream(served.url, max_tokens=300), Stream(served.url, max_tokens=300)]
         os.kill(served.children["worker"], signal.SIGKILL)
         while (health := served.get("/health")).status_code != 503:
@@ -115,7 +115,7 @@ def test_a_stream_over_http_pauses_and_too_many_deaths_end_the_server(
         assert text_of(streams[0]) == text_of(streams[1]) == text_of(undisturbed)
         assert served.get("/health").status_code == 200
         assert "overlap_spec:recoveries_total 1.0" in served.get("/metrics").text
-        assert served.get("/server_info").json()["worker"]["start-up"] != first_start
+        assert served.get("/server_info").json()["worker"]["start_up"] != first_start
         last = Stream(served.url, max_tokens=8000)
         children = {role: pid for pid, role in actors_of(served.process.pid)}
         began = time.monotonic()
@@ -162,7 +162,11 @@ def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
 def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
     tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:
-    with Service(tmp_path, *tiny_flags, "--api-key", "correct horse") as killed:
+    with Service(tmp_path, *tiny_flags, "--api-key", "correct horse", OVERLAP_SPEC_ADMIN_API_KEY="old boot") as killed:
+        assert killed.get("/v1/models").status_code == 401
+        pids = [killed.process.pid, *killed.children.values()]
+        for shown in (Path(f"/proc/{pid}/{name}") for pid in pids for name in ("cmdline", "environ")):
+            assert not any(key in shown.read_bytes() for key in (b"correct horse", b"old boot")), shown
         killed.process.kill()
         assert wait_until_gone(list(killed.children.values()), END_S)
     stale = list(tmp_path.glob("overlap-spec-*"))

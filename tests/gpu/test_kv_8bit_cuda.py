@@ -5,6 +5,8 @@ its weights and outputs. What is written may differ by one step of the format wh
 falls on the other side of a boundary.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cases.inputs import (
@@ -26,7 +28,10 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention_refer
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, LLAMA, SMOL, Case, decode_twin, name
-from support.eight_bits import E4M3, E5M2, assert_close_in_8_bits, in_8_bits
+from support.eight_bits import E4M3, E5M2, answers, assert_close_in_8_bits, in_8_bits
+from support.ring import RingConfig
+
+from overlap_spec.tokenizer.codec import TextCodec
 
 SCALES = KVScales(0.04, 0.3)
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]
@@ -148,6 +153,14 @@ def test_rows_are_written_gathered_and_moved(dtype: torch.dtype, kv_dtype: torch
     move_cache_rows(*on_gpu, source.cuda(), target.cuda())
     move_cache_rows_reference(*(cache.view(torch.uint8) for cache in caches), source, target)
     assert all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(on_gpu, caches, strict=True))
+
+
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1)])
+def test_speculation_changes_no_token(codec: TextCodec, method: str, topk: int) -> None:
+    """A whole ring in float32, with chunks of prompts; graphs too."""
+    plain = RingConfig(num_steps=0, dtype=FLOAT, kv_dtype=E4M3, place=torch.device("cuda", 0), graph_batch_sizes=(1, 4))
+    guessing = replace(plain, num_steps=3, method=method, topk=topk)
+    assert answers(codec, guessing)[0] == answers(codec, plain)[0]
 
 
 @FORMATS

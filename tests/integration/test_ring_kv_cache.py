@@ -3,41 +3,18 @@
 The target's scales are so small that many values are clamped, so tokens depend on how values are stored.
 """
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 import torch
-from support.ring import RingConfig, running, tiny_loaded
+from support.eight_bits import E4M3, E5M2, Tokens, answers
+from support.ring import RingConfig
 from support.storm import run_storm
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.messages import SamplingParams
 from overlap_spec.tokenizer.codec import TextCodec
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (5, 40)]
-SAMPLINGS = [
-    SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, ignore_eos=True),
-    SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
-]
 PLAIN = RingConfig(num_steps=0, kv_dtype=E4M3)
-Tokens = list[list[int]]
-
-
-def answers(codec: TextCodec, config: RingConfig) -> tuple[Tokens, int]:
-    """All tokens, and the number of verify steps."""
-
-    async def main() -> tuple[Tokens, int]:
-        shape = replace(config, kv_dtype=E4M3).shape  # the same checkpoint in every format
-        models = tiny_loaded(
-            3, config.num_steps, config.dtype, method=config.method, family=config.family, topk=config.topk, **shape
-        )
-        async with running(models, config, codec) as ring:
-            found = [await ring.ask(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
-        return [answer.token_ids for answer in found], sum(answer.usage.spec_verify_ct for answer in found)
-
-    return asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +32,7 @@ def plain(codec: TextCodec) -> Tokens:
         pytest.param("NEXTN of several layers", 1, marks=pytest.mark.full),
         pytest.param("STANDALONE", 1, marks=pytest.mark.slow),
         pytest.param("STANDALONE", 3, marks=pytest.mark.full),
-        ("NGRAM", 1),
+        pytest.param("NGRAM", 1, marks=pytest.mark.slow),
     ],
 )
 def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: str, topk: int) -> None:

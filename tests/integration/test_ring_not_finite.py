@@ -1,18 +1,20 @@
-"""NaN in a target's logits ends one request, and its neighbours get what they get without it; NaN in a draft's, none.
+"""NaN in a target's logits ends one request, and its neighbours get what they get without it; a draft's ends none.
 
 A row of the target's embedding is NaN, so that whoever has its token has NaN for hidden states, keys and logits from
 there on. What is expected are the answers of the same engine with sound weights.
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
+from support.speculation import check_report
 
-from overlap_spec.messages import ErrorCode, LogProbParams, SamplingParams
+from overlap_spec.messages import ErrorCode, LogProbParams, MetricsLevel, SamplingParams, Speculative
 from overlap_spec.models.work import tensors_in
 from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.sizing.geometry import LoadedModels
@@ -77,7 +79,6 @@ def victim_in(answers: dict[str, Answer], guessed: set[int]) -> tuple[str, int, 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_who_meets_nan_ends_with_an_error_and_neighbours_get_their_tokens(codec: TextCodec, shape: str) -> None:
-    """The token is none that a draft guesses: masked keys of NaN are NaN, so such a guess ends its request as well."""
     config, models = replace(SHAPES[shape], num_pages=60), loaded(SHAPES[shape])
     kinds = {str(index): (prompt, asked(index)) for index, prompt in enumerate(PROMPTS)}
     (expected,) = run(config, models, codec, kinds)
@@ -96,6 +97,32 @@ def test_who_meets_nan_ends_with_an_error_and_neighbours_get_their_tokens(codec:
     for found in (first, second, third):
         for name in kinds.keys() - {victim}:
             assert found[name].token_ids == expected[name].token_ids and found[name].rejected is None, name
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "plain"])
+def test_a_guess_of_nan_ends_no_request(codec: TextCodec, shape: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Every token that no answer has is NaN in the embedding: wrong guesses make NaN of the rows before them too."""
+    config, models = replace(SHAPES[shape], num_pages=60), loaded(SHAPES[shape])
+    kinds = {str(index): (prompt, asked(index)) for index, prompt in enumerate(PROMPTS)}
+    reports = Speculative(provenance=True, metrics=MetricsLevel.DETAILED)
+    more = {"log_probs": LogProbParams(top=2), "speculative": reports}
+    kinds |= {f"{index} again": (prompt, asked(index, **more)) for index, prompt in enumerate(PROMPTS)}
+    (expected,) = run(config, models, codec, kinds)
+    said = {token for name, (prompt, _) in kinds.items() for token in [*prompt, *expected[name].token_ids]}
+    wrong = [token for token in range(1, len(models.target.embedding.weight)) if token not in said]
+    models.target.embedding.weight[wrong] = torch.nan
+    with caplog.at_level("WARNING"):
+        found, again = run(config, models, codec, kinds, kinds)
+    assert "nothing is guessed for this request any more" in caplog.text
+    for name in kinds:
+        for answer in (found[name], again[name]):
+            assert answer.rejected is None, answer.rejected
+            assert (answer.token_ids, answer.text) == (expected[name].token_ids, expected[name].text)
+            assert [entry.token_id for entry in answer.log_probs] == [
+                each.token_id for each in expected[name].log_probs
+            ]
+        check_report(kinds[name][1], found[name], config.num_steps, Counter())
 
 
 @pytest.mark.slow_but_every(5)

@@ -14,23 +14,30 @@ from triton.compiler import ASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = dict.fromkeys(("pool_ptr", "page_table_ptr", "counts_ptr", "words_ptr"), "*i32")
 POINTERS |= {"logits_ptr": "*fp32", "new_ptr": "*fp32", "bias_ptr": "*fp32", "penalties_ptr": "*fp64"}
-POINTERS |= dict.fromkeys(("maxima_ptr", "sums_ptr", "pivots_ptr", "masses_ptr", "listed_ptr", "least_ptr"), "*fp32")
+POINTERS |= dict.fromkeys(
+    ("maxima_ptr", "sums_ptr", "pivots_ptr", "masses_ptr", "listed_ptr", "least_ptr", "before_ptr"), "*fp32"
+)
 POINTERS |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "brackets_ptr"), "*fp64")
-POINTERS |= dict.fromkeys(("fill_ptr", "listed_at_ptr", "at_ptr"), "*i32")
+POINTERS |= dict.fromkeys(("fill_ptr", "listed_at_ptr", "at_ptr", "state_ptr"), "*i32")
 PROCESS = {"PAGE_SIZE": 16, "MARKER": MARKER, "WORD": 8, "PROMPT": IN_PROMPT, "BLOCK": 2048, "POSITIONS": 128}
 PATHS = {"ROOT": 0, "HAS_NODES": False, "BLOCK": 64}
+DRAWN = {"DRAWN": True, "AGAIN": True}
+ROW_STATES = {"OPEN": 0, "SEARCHED": 1, "SETTLED": 2}
+SKIPS = {"SKIPPED": 2, "NOTHING": -2}
 KERNELS: list[tuple[str, int, dict[str, Any]]] = [
     ("process_logits._process_logits_kernel", 8, PROCESS | {"DEPTH": 3}),
     ("process_logits._process_logits_kernel", 8, PROCESS | {"DEPTH": 0, "PAGE_SIZE": 1}),
     ("guesses_before._guesses_before_kernel", 1, PATHS | {"DEPTH": 8, "HAS_PARENTS": True}),
     ("guesses_before._guesses_before_kernel", 1, PATHS | {"DEPTH": 3, "HAS_PARENTS": False}),
-    ("_filter_kernels.first_bracket_kernel", 4, {"PARTS": 32, "PIVOTS": 8}),
+    ("_filter_kernels.part_stats_kernel", 8, {"QUARTER": 1024, **DRAWN}),
+    ("_filter_kernels.first_bracket_kernel", 4, {"PARTS": 32, "PIVOTS": 8, **ROW_STATES, **DRAWN}),
     ("_filter_kernels.count_above_kernel", 8, {"PART": 4096, "PIVOTS": 8}),
     ("_filter_kernels.narrow_bracket_kernel", 1, {"PARTS": 32, "PIVOTS": 8, "FEW": 1024}),
     ("_filter_kernels.gather_bracket_kernel", 8, {"PART": 4096, "CAPACITY": 8192}),
     ("_filter_kernels.select_cutoff_kernel", 8, {"CAPACITY": 8192, "BLOCK": 1024}),
-    ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True, "NOTHING": -2}),
-    ("gumbel_argmax._best_of_row_kernel", 4, {"BLOCK": 128, "NOTHING": -2}),
+    ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True, "FEW": 0, **SKIPS}),
+    ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 1, "CUT": False, "FEW": 64, **SKIPS}),
+    ("gumbel_argmax._best_of_row_kernel", 4, {"BLOCK": 128, **SKIPS}),
 ]
 
 

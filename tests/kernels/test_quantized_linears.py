@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_argmax, linear_logits
+from overlap_spec_kernels.linear import quantized_stream
 from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of, unpacked
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -38,11 +40,11 @@ CASES = {
     "fp8, tiles": Case(17, 200, 512, 8),
     "fp8, tiles, 128 rows": Case(100, 330, 256, 8),
     "fp8, blocks": Case(5, 256, 1280, 8, 128, 128),
-    "fp8, groups": Case(1, 36, 384, 8, 128),
-    "int4": Case(2, 48, 1152, 4, 128, scales=BFLOAT),
+    "fp8, groups": Case(1, 32, 384, 8, 128),
+    "int4": Case(2, 96, 1152, 4, 128, scales=BFLOAT),
     "int4 with zero points": Case(4, 64, 512, 4, 128, has_zeros=True, scales=torch.float16),
-    "int4, groups of 64": Case(20, 48, 640, 4, 64, has_zeros=True, scales=BFLOAT),
-    "int4, groups of 32": Case(8, 40, 576, 4, 32, has_zeros=True, scales=torch.float16),
+    "int4, groups of 64": Case(20, 96, 640, 4, 64, has_zeros=True, scales=BFLOAT),
+    "int4, groups of 32": Case(8, 32, 576, 4, 32, has_zeros=True, scales=torch.float16),
     "int4, groups of 64, symmetric": Case(33, 32, 256, 4, 64, scales=BFLOAT),
 }
 
@@ -111,6 +113,7 @@ def test_the_twin(name: str) -> None:
         torch.testing.assert_close(fused_linear(x, weight.rows(ids)), expected[:, ids])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels(gpu: Hopper, name: str) -> None:
     """Rows on their way into a norm, whose sums of squares come in 40 parts."""
@@ -129,6 +132,19 @@ def test_the_kernels(gpu: Hopper, name: str) -> None:
     assert gpu.kernels == [kernel_of(name)] * 3
 
 
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("piped", [False, True])
+def test_gates_of_split_columns(gpu: Hopper, piped: bool) -> None:
+    """The program that stores its parts last adds up those of gate and up."""
+    case = Case(20, 200, 1024, 8)
+    weight, x = weight_of(case), drawn(case.rows, case.size_k)
+    gate, up = (x.double() @ matrix_of(weight).t()).chunk(2, dim=1)
+    for _ in range(2):  # counters are zero again
+        found = weight.launch(QuantizedTiles(64, 3, splits=4, piped=piped), x, True, None, BFLOAT)
+        assert_close(found.values, F.silu(gate) * up)
+
+
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", ["fp8, rows", "fp8, tiles", "fp8, blocks", "int4 with zero points"])
 def test_addition(gpu: Hopper, name: str) -> None:
     case = CASES[name]
@@ -143,3 +159,40 @@ def test_addition(gpu: Hopper, name: str) -> None:
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=2**-6, atol=2**-6)
+
+
+STREAMED = {
+    "SIZE_K": 4096, "SCALED": True, "GATED": False, "ADD": False, "BITS": 8, "SCALES": 0, "SCALE_ROWS": 1,
+    "ZEROS": False, "PDL": True, "ROWS": 8, "BLOCK_N": 16, "PART": 128, "WARPS_K": 4, "WARPS_N": 1, "RUNS": 1,
+    "STAGES": 4, "BLOCK_U": 64,
+}  # fmt: skip
+COMPILED = {
+    "fp8, gates": STREAMED | {"GATED": True},
+    "fp8, blocks": STREAMED | {"SCALES": 1, "SCALE_ROWS": 128},
+    "int4 with zero points": STREAMED | {"BITS": 4, "SCALES": 1, "ZEROS": True, "ADD": True},
+}
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("name", COMPILED)
+def test_it_compiles_for_hopper(name: str) -> None:
+    """On tensor cores, without a layout change through shared memory, in as few copies as 16 bytes each allow."""
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants, function = COMPILED[name], quantized_stream._quantized_stream_kernel.compiled
+    kinds = {"weight_ptr": "*u8", "squares_ptr": "*fp32", "sums_ptr": "*fp32", "scales_ptr": "*fp32", "eps": "fp32"}
+    others = {key: "*bf16" if key.endswith("_ptr") else "i32" for key in function.arg_names}
+    signature = others | kinds | dict.fromkeys(constants, "constexpr")
+    places = {key: (index,) for index, key in enumerate(function.arg_names)}
+    attrs = {places[key]: [["tt.divisibility", 16]] for key in others if signature[key] != "fp32" and "num" not in key}
+    source = GluonASTSource(
+        function,
+        {key: signature[key] for key in function.arg_names},
+        constexprs={places[key]: value for key, value in constants.items()},
+        attrs={place: value for place, value in attrs.items() if function.arg_names[place[0]] not in constants},
+    )
+    ptx = compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    assert "mma.sync" in ptx and "ldmatrix" in ptx and ".local" not in ptx
+    assert ptx.count("griddepcontrol.wait") == 1

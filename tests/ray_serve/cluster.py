@@ -1,5 +1,6 @@
 """A Ray cluster of this machine with the application on it, and its processes."""
 
+import contextlib
 import os
 import signal
 import time
@@ -11,10 +12,11 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.ray import ReplicaFlags, build_app
+from overlap_spec.ray import ReplicaFlags, build, build_app
 
 APPLICATION, PORT = "overlap-spec", 30911
 START_S, GONE_S = 180.0, 10.0
@@ -37,14 +39,25 @@ class Cluster:
     url: str = f"http://127.0.0.1:{PORT}"
     seen: set[int] = field(default_factory=set)
 
-    def deploy(self, flags: Mapping[str, Any] | None = None, **engine: Any) -> float:
-        """Run the application with these flags; returns the seconds until it is ready."""
-        begun = time.monotonic()
+    def deploy(self, flags: Mapping[str, Any] | None = None, **engine: Any) -> None:
+        """Run the application with these flags; returns when it is ready."""
         config = EngineConfig(**{"recover": True, **self.engine, **engine})
         application = build_app(config, ReplicaFlags(num_gpus_per_replica=0, **(flags or {})))
-        serve.run(application, name=APPLICATION, route_prefix="/")
+        is_fixed = "max_replicas" not in (flags or {})
+        serve.run(application, name=APPLICATION, route_prefix="/", external_scaler_enabled=is_fixed)
         self.replicas()
-        return time.monotonic() - begun
+
+    def deploy_words(self, **words: str) -> None:
+        """Run the application as `serve run overlap_spec.ray:build NAME=VALUE ..` does: every value is text."""
+        engine = {name: str(value) for name, value in self.engine.items()}
+        serve.run(build({**engine, **words}), name=APPLICATION, route_prefix="/")
+        self.replicas()
+
+    def scale(self, num_replicas: int) -> None:
+        """Change the number of replicas and nothing else, as `serve deploy` does; returns when it is so."""
+        controller = _get_global_client()._controller
+        ray.get(controller.update_deployment_replicas.remote(DeploymentID("Engine", APPLICATION), num_replicas))
+        self.wait_for(lambda found: len(found) == num_replicas)
 
     def replicas(self) -> list[Replica]:
         """Those that run, by id."""
@@ -78,6 +91,15 @@ def cluster(engine: Mapping[str, Any]) -> Iterator[Cluster]:
 def kill(pid: int) -> None:
     """As the kernel does when memory is short."""
     os.kill(pid, signal.SIGKILL)
+
+
+def pids_named(beginning: str) -> list[int]:
+    """Processes whose command line begins so."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            found += [int(path.parent.name)] if path.read_bytes().startswith(beginning.encode()) else []
+    return found
 
 
 def actors_of(pid: int) -> dict[str, int]:

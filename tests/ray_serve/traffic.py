@@ -1,6 +1,7 @@
 """Chats that are sent with the openai package, and the same chats run alone by plain decoding."""
 
 import asyncio
+import itertools
 import random
 import string
 import time
@@ -13,6 +14,8 @@ import openai
 from overlap_spec import Engine, EngineConfig, SamplingParams
 
 MODEL = "tiny"
+SYSTEM = 1000  # characters, and so tokens, before a conversation
+READS_S = 2.0  # most that a user reads an answer; without it the next turn finds the place free that the last one left
 Messages = list[dict[str, str]]
 
 
@@ -57,14 +60,15 @@ def words(draw: random.Random, length: int) -> str:
     return "".join(draw.choices(string.ascii_lowercase + " ", k=length))
 
 
-async def stream(client: openai.AsyncOpenAI, chat: Chat) -> Outcome:
-    """Send one chat and read its stream to the end."""
+async def stream(client: openai.AsyncOpenAI, chat: Chat, begun: Callable[[], None] = lambda: None) -> Outcome:
+    """Send one chat and read its stream to the end. `begun` is called when its answer begins."""
     outcome = Outcome()
     usage = {"include_usage": True}
     try:
         create = client.chat.completions.with_raw_response.create
         response = await create(model=MODEL, stream=True, stream_options=usage, **chat.body())
         outcome.replica, outcome.begun_at = response.headers["x-replica-id"], time.monotonic()
+        begun()
         async for chunk in response.parse():
             outcome.text += "".join(choice.delta.content or "" for choice in chunk.choices)
             if chunk.usage is not None:
@@ -78,40 +82,42 @@ async def stream(client: openai.AsyncOpenAI, chat: Chat) -> Outcome:
 
 
 async def stream_all(
-    url: str, chats: Sequence[Chat], at_once: int, after: Callable[[int], None] = lambda done: None
+    url: str, chats: Sequence[Chat], at_once: int, begun: Callable[[int], None] = lambda number: None
 ) -> list[Outcome]:
-    """Send all, so many at once; `after` is called with the number of those that have ended. Nothing is tried again."""
-    room, done = asyncio.Semaphore(at_once), 0
+    """Send all, so many at once; `begun` is called with the number of answers that have. Nothing is tried again."""
+    room, numbers = asyncio.Semaphore(at_once), itertools.count(1)
     limits = openai.DefaultAsyncHttpxClient(limits=openai.DEFAULT_CONNECTION_LIMITS)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, http_client=limits) as client:
 
         async def one(chat: Chat) -> Outcome:
-            nonlocal done
             async with room:
-                outcome = await stream(client, chat)
-            done += 1
-            after(done)
-            return outcome
+                return await stream(client, chat, lambda: begun(next(numbers)))
 
         return await asyncio.gather(*(one(chat) for chat in chats))
 
 
 async def converse(url: str, conversations: int, turns: int, seed: int) -> dict[str, float]:
-    """Conversations beside each other, each turn with all before it; returns tokens of prompts, and those cached."""
-    totals = {"prompt": 0, "cached": 0}
+    """Conversations beside each other, each turn with all before it; returns tokens of prompts, and those cached.
+
+    `moves`: turns that another replica answered than the turn before.
+    """
+    totals = {"prompt": 0, "cached": 0, "moves": 0}
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
 
         async def one(number: int) -> None:
             draw = random.Random(seed * 1000 + number)
-            messages = [{"role": "system", "content": words(draw, 400)}]
+            await asyncio.sleep(draw.uniform(0, READS_S))
+            messages, replica = [{"role": "system", "content": words(draw, SYSTEM)}], ""
             for _ in range(turns):
                 messages.append({"role": "user", "content": words(draw, 60)})
-                outcome = await stream(client, Chat(messages, 24))
+                outcome = await stream(client, Chat(messages, 12))
                 assert not outcome.error, outcome.error
                 messages.append({"role": "assistant", "content": outcome.text})
-                for name in totals:
-                    totals[name] += outcome.usage[name]
-                await asyncio.sleep(draw.random() * 0.2)
+                for name, count in outcome.usage.items():
+                    totals[name] += count
+                totals["moves"] += replica not in ("", outcome.replica)
+                replica = outcome.replica
+                await asyncio.sleep(draw.uniform(READS_S / 4, READS_S))
 
         await asyncio.gather(*(one(number) for number in range(conversations)))
     return {**totals, "hit_rate": round(totals["cached"] / totals["prompt"], 3)}

@@ -1,13 +1,25 @@
-"""Arguments of attention ops with caches of 8 bits, and how they are compared."""
+"""Arguments of attention ops with caches of 8 bits, and how they are compared; answers over such pages."""
 
+import asyncio
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from overlap_spec_kernels.attention.kv_format import KVScales, stored
 from torch import Tensor
 
+from overlap_spec.messages import SamplingParams
+from overlap_spec.tokenizer.codec import TextCodec
+from support.ring import RingConfig, running, tiny_loaded
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
+PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (5, 40)]
+SAMPLINGS = [
+    SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, ignore_eos=True),
+    SamplingParams(max_new_tokens=24, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True),
+]
+Tokens = list[list[int]]
 Inputs = TypeVar("Inputs", bound=Any)  # one of the named tuples of `kernel_cases.inputs`
 
 
@@ -29,3 +41,25 @@ def _in_order(values: Tensor) -> Tensor:
     """Bytes as integers in the order of the values that they stand for."""
     bits = values.view(torch.uint8).int()
     return torch.where(bits >= 128, 128 - bits, bits)
+
+
+def answers(codec: TextCodec, config: RingConfig) -> tuple[Tokens, int]:
+    """All tokens, and the number of verify steps."""
+
+    async def main() -> tuple[Tokens, int]:
+        shape = replace(config, kv_dtype=E4M3).shape  # the same checkpoint in every format
+        models = tiny_loaded(
+            3,
+            config.num_steps,
+            config.dtype,
+            config.place,
+            method=config.method,
+            family=config.family,
+            topk=config.topk,
+            **shape,
+        )
+        async with running(models, config, codec) as ring:
+            found = [await ring.ask(prompt, sampling) for prompt in PROMPTS for sampling in SAMPLINGS]
+        return [answer.token_ids for answer in found], sum(answer.usage.spec_verify_ct for answer in found)
+
+    return asyncio.run(main())

@@ -71,6 +71,7 @@ from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, load_tiny_target, tiny_target
+from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
 
 TIMEOUT_S = 30.0
 KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
@@ -94,8 +95,10 @@ def tiny_loaded(
     kernel = None
     if family == GROUPED:
         family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
-    checkpoint = tiny_target(seed, **TINY_FAMILIES[family], **shape)
-    target = convert(load_tiny_target(checkpoint, dtype, place))
+    kind = FAMILIES_IN_FORMATS.get(family)
+    checkpoint = tiny_target(seed, **(TINY_FAMILIES[family] if kind is None else SIZES), **shape)
+    stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
+    target = convert(load_tiny_target(stored, dtype, place))
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"), kernel=kernel)
     name, load = EVERY_METHOD[method]
@@ -111,7 +114,7 @@ class RingConfig:
     """What varies between rings."""
 
     method: str = "EAGLE3"  # one of `EVERY_METHOD`
-    family: str = "llama"  # one of `TINY_FAMILIES`, or `GROUPED`: the target's
+    family: str = "llama"  # the target's: one of `TINY_FAMILIES` or `FAMILIES_IN_FORMATS`, or `GROUPED`
     num_steps: int = 3
     topk: int = 1  # guesses are trees where it is more
     num_draft_tokens: int | None = None  # width of the window; None: of a chain, or of a tree of some size

@@ -33,6 +33,7 @@ NOT_OURS = {
     "--judge",
     "--matrix",
     "--seconds",
+    "--target",
     "--work",
 }  # flags of pip, of pytest, of Ray, and of scripts in benchmarks/ and tests/
 MOST_LINES, MOST_COLUMNS = 150, 120

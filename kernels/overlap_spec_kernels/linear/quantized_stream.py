@@ -34,11 +34,11 @@ class QuantizedStream(NamedTuple):
     """How a linear is divided among programs and stages, chosen from shapes alone."""
 
     block_n: int  # rows of W at a time (twice as many if gated)
-    warps_k: int  # each multiplies a part of K
+    warps_k: int  # each multiplies `runs` parts of K, one apart from the other
     warps_n: int
     stages: int
-    late: bool = False  # let the next kernel begin after the last load of W was issued, else at once
-    per_sm: int = 1  # most programs per multiprocessor; each then loops over blocks of W
+    runs: int = 1
+    per_sm: int = 2  # most programs per multiprocessor; each then loops over blocks of W
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """One program per block of rows of W, or fewer."""
@@ -48,7 +48,7 @@ class QuantizedStream(NamedTuple):
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
         num_rows, size_k = call.x.shape
-        rows = min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
+        rows = _block_rows(num_rows)
         num_warps = self.warps_k * self.warps_n
         _quantized_stream_kernel[(programs, ceil_div(num_rows, rows))](
             *call.tensors(),
@@ -69,8 +69,8 @@ class QuantizedStream(NamedTuple):
             PART=packing.part,
             WARPS_K=self.warps_k,
             WARPS_N=self.warps_n,
+            RUNS=self.runs,
             STAGES=self.stages,
-            LATE=self.late,
             BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
             num_warps=num_warps,
             **dependent_launch(call.x.device),
@@ -78,13 +78,29 @@ class QuantizedStream(NamedTuple):
 
 
 def stream_of(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> QuantizedStream:
-    """The division for these shapes: as many stages as shared memory has room for."""
-    rows = min(max(next_power_of_2(x.shape[0]), 8), _BLOCK_ROWS)
-    block_n, warps_k = 16, 8 if rows <= 16 else 4
-    halves = 2 if gated else 1
-    stage = warps_k * packing.part * (halves * block_n * packing.bits // 8 + 2 * rows)
-    stage += packing.scales_per_part * halves * warps_k * block_n * 6
-    return QuantizedStream(block_n, warps_k, 1, min(max(_RING_BYTES // stage, 2), 12))
+    """The division for these shapes, with as many stages as shared memory has room for.
+
+    The choice was measured on an H200: benchmarks/results/choosing/quantized_h200.json.
+    """
+    rows = _block_rows(x.shape[0])
+    block_n, warps_k, warps_n, runs, per_sm = _way(x.shape[0], gated)
+    tiles = 2 if gated else 1
+    part = packing.part * (tiles * block_n * packing.bits // 8 + 2 * rows)  # bytes of W and x
+    part += packing.scales_per_part * tiles * block_n * 6  # of scales and zero points
+    stages = _RING_BYTES // per_sm // (part * warps_k * runs)
+    return QuantizedStream(block_n, warps_k, warps_n, min(max(stages, 2), 16), runs, per_sm)
+
+
+def _way(num_rows: int, gated: bool) -> tuple[int, int, int, int, int]:
+    """`block_n`, `warps_k`, `warps_n`, `runs`, `per_sm` for so many rows of x."""
+    if num_rows <= 8 or (num_rows <= 16 and not gated):
+        return 16, 4, 1, 1, 2
+    return (32, 4, 2, 1, 1) if num_rows <= 32 else (64, 2, 4, 1, 1)
+
+
+def _block_rows(num_rows: int) -> int:
+    """Rows of x in a program, padded."""
+    return min(max(next_power_of_2(num_rows), 8), _BLOCK_ROWS)
 
 
 @GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
@@ -94,15 +110,16 @@ def _quantized_stream_kernel(
     x_stride: int, residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     scale_stride: int,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, BITS: gl.constexpr,
-    SCALES: gl.constexpr, SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
+    SCALES: gl.constexpr, SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, PDL: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, PART: gl.constexpr, WARPS_K: gl.constexpr, WARPS_N: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
+    RUNS: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
     HALVES: gl.constexpr = 8 // BITS
     HALF: gl.constexpr = PART // HALVES  # columns of a half, which are bytes of W
     PARTS: gl.constexpr = SIZE_K // PART
-    CHUNKS: gl.constexpr = (PARTS + WARPS_K - 1) // WARPS_K
+    DEPTH: gl.constexpr = WARPS_K * RUNS  # parts of a step
+    CHUNKS: gl.constexpr = (PARTS + DEPTH - 1) // DEPTH
     TILES: gl.constexpr = 2 if GATED else 1
     LANES: gl.constexpr = HALF // 16
     PHASES: gl.constexpr = 8 if LANES >= 8 else LANES
@@ -111,14 +128,14 @@ def _quantized_stream_kernel(
     w_shared: gl.constexpr = gl.SwizzledSharedLayout(16, 8 // PHASES, PHASES, [2, 1, 0])
     x_shared: gl.constexpr = gl.SwizzledSharedLayout(16, 8 // LANES if LANES < 8 else 1, LANES, [2, 1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    if PDL and not LATE:
+    if PDL:
         cuda.gdc_launch_dependents()
-    w_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * TILES, WARPS_K, BLOCK_N, HALF], w_shared)
-    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * HALVES, WARPS_K, ROWS, HALF], x_shared)
+    w_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * TILES, DEPTH, BLOCK_N, HALF], w_shared)
+    x_ring = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES * HALVES, DEPTH, ROWS, HALF], x_shared)
     s_ring = x_ring
     z_ring = x_ring
     if SCALES > 0:
-        places: gl.constexpr = [STAGES * TILES * SCALES, WARPS_K, BLOCK_N]
+        places: gl.constexpr = [STAGES * TILES * SCALES, DEPTH, BLOCK_N]
         s_ring = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, places, plain)
         if ZEROS:
             z_ring = gl.allocate_shared_memory(zeros_ptr.dtype.element_ty, places, plain)
@@ -127,17 +144,17 @@ def _quantized_stream_kernel(
     for step in gl.static_range(STAGES - 1):
         _ask_for_tiles(
             w_ring, s_ring, z_ring, weight_ptr, scales_ptr, zeros_ptr, step, num_steps, size_n, scale_stride, PARTS,
-            TILES, SCALES, SCALE_ROWS, ZEROS, CHUNKS, WARPS_N
+            TILES, SCALES, SCALE_ROWS, ZEROS, CHUNKS, WARPS_K, WARPS_N
         )  # fmt: skip
     if PDL:
         cuda.gdc_wait()
     for step in gl.static_range(STAGES - 1):
-        _ask_for_rows(x_ring, x_ptr, step, num_steps, x_stride, num_rows, PARTS, HALVES, CHUNKS, WARPS_N)
+        _ask_for_rows(x_ring, x_ptr, step, num_steps, x_stride, num_rows, PARTS, HALVES, CHUNKS, WARPS_K, WARPS_N)
         ampere.async_copy.commit_group()
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
     if SCALED:
         scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS_K * WARPS_N, flat)
-    acc = gl.zeros([WARPS_K, BLOCK_N, ROWS], gl.float32, mma)
+    acc = gl.zeros([DEPTH, BLOCK_N, ROWS], gl.float32, mma)
     up = acc
     for i in range(0, num_steps):
         ampere.async_copy.wait_group(STAGES - 2)
@@ -149,16 +166,14 @@ def _quantized_stream_kernel(
         ahead = i + STAGES - 1
         _ask_for_tiles(
             w_ring, s_ring, z_ring, weight_ptr, scales_ptr, zeros_ptr, ahead, num_steps, size_n, scale_stride, PARTS,
-            TILES, SCALES, SCALE_ROWS, ZEROS, CHUNKS, WARPS_N
+            TILES, SCALES, SCALE_ROWS, ZEROS, CHUNKS, WARPS_K, WARPS_N
         )  # fmt: skip
-        _ask_for_rows(x_ring, x_ptr, ahead, num_steps, x_stride, num_rows, PARTS, HALVES, CHUNKS, WARPS_N)
+        _ask_for_rows(x_ring, x_ptr, ahead, num_steps, x_stride, num_rows, PARTS, HALVES, CHUNKS, WARPS_K, WARPS_N)
         ampere.async_copy.commit_group()
-        if PDL and LATE and ahead >= num_steps:  # all loads are issued: let the next kernel begin
-            cuda.gdc_launch_dependents()
         if i % CHUNKS == CHUNKS - 1:
             block = first + i // CHUNKS * stride
             y = gl.sum(acc, axis=0) * gl.expand_dims(scale, 0)
-            acc = gl.zeros([WARPS_K, BLOCK_N, ROWS], gl.float32, mma)
+            acc = gl.zeros([DEPTH, BLOCK_N, ROWS], gl.float32, mma)
             if SCALES == 0:
                 y *= _scales_of_block(scales_ptr, block * BLOCK_N, size_n, y)
             if GATED:
@@ -286,64 +301,76 @@ def _ask_for_tiles(
     w_ring: gl.shared_memory_descriptor, s_ring: gl.shared_memory_descriptor, z_ring: gl.shared_memory_descriptor,
     weight_ptr: gl.tensor, scales_ptr: gl.tensor, zeros_ptr: gl.tensor, step: gl.tensor, num_steps: gl.tensor,
     size_n: gl.tensor, scale_stride: gl.tensor, PARTS: gl.constexpr, TILES: gl.constexpr, SCALES: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, CHUNKS: gl.constexpr, WARPS_N: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, ZEROS: gl.constexpr, CHUNKS: gl.constexpr, WARPS_K: gl.constexpr, WARPS_N: gl.constexpr,
 ) -> None:  # fmt: skip
     """Begin to copy a step's chunk of W, with the scales and zero points of its groups."""
-    _ask_for_weights(w_ring, weight_ptr, step, num_steps, size_n, PARTS, TILES, CHUNKS, WARPS_N)
+    _ask_for_weights(w_ring, weight_ptr, step, num_steps, size_n, PARTS, TILES, CHUNKS, WARPS_K, WARPS_N)
     if SCALES > 0:
         _ask_for_scales(
             s_ring, scales_ptr, step, num_steps, size_n, scale_stride, PARTS, TILES, SCALES, SCALE_ROWS, CHUNKS,
-            WARPS_N
+            WARPS_K * WARPS_N
         )  # fmt: skip
         if ZEROS:
             _ask_for_scales(
-                z_ring, zeros_ptr, step, num_steps, size_n, size_n * TILES, PARTS, TILES, SCALES, 1, CHUNKS, WARPS_N
+                z_ring, zeros_ptr, step, num_steps, size_n, size_n * TILES, PARTS, TILES, SCALES, 1, CHUNKS,
+                WARPS_K * WARPS_N
             )  # fmt: skip
 
 
 @GluonKernel
 def _ask_for_weights(
     ring: gl.shared_memory_descriptor, weight_ptr: gl.tensor, step: gl.tensor, num_steps: gl.tensor,
-    size_n: gl.tensor, PARTS: gl.constexpr, TILES: gl.constexpr, CHUNKS: gl.constexpr, WARPS_N: gl.constexpr,
+    size_n: gl.tensor, PARTS: gl.constexpr, TILES: gl.constexpr, CHUNKS: gl.constexpr, WARPS_K: gl.constexpr,
+    WARPS_N: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Begin to copy a step's chunk of W, and of its second half if gated; nothing after the last step."""
-    WARPS_K: gl.constexpr = ring.shape[1]
+    """Begin to copy a step's chunk of W, and of its second half if gated; nothing after the last step.
+
+    What does not change from step to step is apart from what does, so that it is computed once.
+    """
+    DEPTH: gl.constexpr = ring.shape[1]
     BLOCK_N: gl.constexpr = ring.shape[2]
     HALF: gl.constexpr = ring.shape[3]
     LANES: gl.constexpr = HALF // 16
     copy: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 32 // LANES, LANES], [WARPS_K, WARPS_N, 1], [2, 1, 0])
-    part = _along(WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, copy)), 1, 2) + step % CHUNKS * WARPS_K
+    part = _along(DEPTH, gl.SliceLayout(1, gl.SliceLayout(2, copy)), 1, 2)
     n = _along(BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, copy)), 0, 2)
-    k = part * HALF + _along(HALF, gl.SliceLayout(0, gl.SliceLayout(1, copy)), 0, 1)
-    block = gl.program_id(0) + step // CHUNKS * gl.num_programs(0)
-    row = gl.minimum(block * BLOCK_N + n, size_n - 1).to(gl.int64)
-    wanted = (part < PARTS) & (n < gl.where(step < num_steps, BLOCK_N, 0))
+    places = n * (PARTS * HALF) + part * HALF + _along(HALF, gl.SliceLayout(0, gl.SliceLayout(1, copy)), 0, 1)
+    first = (gl.program_id(0) + step // CHUNKS * gl.num_programs(0)) * BLOCK_N
+    chunk = step % CHUNKS
+    wanted = n < gl.where(step < num_steps, size_n - first, 0)
+    if PARTS % DEPTH != 0:
+        wanted = wanted & (part < PARTS - chunk * DEPTH)
     stage = step % (ring.shape[0] // TILES) * TILES
     for tile in gl.static_range(TILES):
-        chunk = weight_ptr + (row + size_n * tile) * (PARTS * HALF) + k
-        ampere.async_copy.async_copy_global_to_shared(ring.index(stage + tile), chunk, mask=wanted)
+        row = (first + size_n * tile).to(gl.int64)
+        begin = weight_ptr + (row * (PARTS * HALF) + chunk * (DEPTH * HALF))
+        ampere.async_copy.async_copy_global_to_shared(ring.index(stage + tile), begin + places, mask=wanted)
 
 
 @GluonKernel
 def _ask_for_scales(
     ring: gl.shared_memory_descriptor, scales_ptr: gl.tensor, step: gl.tensor, num_steps: gl.tensor,
     size_n: gl.tensor, scale_stride: gl.tensor, PARTS: gl.constexpr, TILES: gl.constexpr, SCALES: gl.constexpr,
-    SCALE_ROWS: gl.constexpr, CHUNKS: gl.constexpr, WARPS_N: gl.constexpr,
+    SCALE_ROWS: gl.constexpr, CHUNKS: gl.constexpr, WARPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Begin to copy the scales, or zero points, of a step's groups."""
-    WARPS_K: gl.constexpr = ring.shape[1]
+    DEPTH: gl.constexpr = ring.shape[1]
     BLOCK_N: gl.constexpr = ring.shape[2]
     WIDTH: gl.constexpr = 16 // (ring.dtype.primitive_bitwidth // 8) if SCALE_ROWS == 1 else 1  # that a thread copies
     LANES: gl.constexpr = BLOCK_N // WIDTH
-    copy: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 // LANES, LANES], [WARPS_K * WARPS_N, 1], [1, 0])
-    part = gl.expand_dims(gl.arange(0, WARPS_K, gl.SliceLayout(1, copy)), 1) + step % CHUNKS * WARPS_K
+    copy: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    part = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(1, copy)), 1)
     n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, copy)), 0)
-    row = (gl.program_id(0) + step // CHUNKS * gl.num_programs(0)) * BLOCK_N + n
-    wanted = (part < PARTS) & (row < gl.where(step < num_steps, size_n, 0))
+    first = (gl.program_id(0) + step // CHUNKS * gl.num_programs(0)) * BLOCK_N
+    before = step % CHUNKS * DEPTH
+    wanted = n < gl.where(step < num_steps, size_n - first, 0)
+    if PARTS % DEPTH != 0:
+        wanted = wanted & (part < PARTS - before)
     stage = step % (ring.shape[0] // (TILES * SCALES)) * (TILES * SCALES)
     for tile in gl.static_range(TILES):
         for scale in gl.static_range(SCALES):
-            place = (part * SCALES + scale) * scale_stride + (row + size_n * tile) // SCALE_ROWS
+            row = (first + size_n * tile + n) // SCALE_ROWS
+            place = (part * SCALES + (before * SCALES + scale)) * scale_stride + row
             target = ring.index(stage + tile * SCALES + scale)
             ampere.async_copy.async_copy_global_to_shared(target, scales_ptr + place, mask=wanted)
 
@@ -351,22 +378,29 @@ def _ask_for_scales(
 @GluonKernel
 def _ask_for_rows(
     ring: gl.shared_memory_descriptor, x_ptr: gl.tensor, step: gl.tensor, num_steps: gl.tensor, x_stride: int,
-    num_rows: int, PARTS: gl.constexpr, HALVES: gl.constexpr, CHUNKS: gl.constexpr, WARPS_N: gl.constexpr,
+    num_rows: int, PARTS: gl.constexpr, HALVES: gl.constexpr, CHUNKS: gl.constexpr, WARPS_K: gl.constexpr,
+    WARPS_N: gl.constexpr,
 ) -> None:  # fmt: skip
     """Begin to copy a step's columns of x, those of each half apart."""
-    WARPS_K: gl.constexpr = ring.shape[1]
+    DEPTH: gl.constexpr = ring.shape[1]
     ROWS: gl.constexpr = ring.shape[2]
     HALF: gl.constexpr = ring.shape[3]
     LANES: gl.constexpr = HALF // 8
     copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS_K, WARPS_N, 1], [2, 1, 0])
-    part = _along(WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, copy)), 1, 2) + step % CHUNKS * WARPS_K
-    m = _along(ROWS, gl.SliceLayout(0, gl.SliceLayout(2, copy)), 0, 2) + gl.program_id(1) * ROWS
+    part = _along(DEPTH, gl.SliceLayout(1, gl.SliceLayout(2, copy)), 1, 2)
+    m = _along(ROWS, gl.SliceLayout(0, gl.SliceLayout(2, copy)), 0, 2)
     k = part * (HALF * HALVES) + _along(HALF, gl.SliceLayout(0, gl.SliceLayout(1, copy)), 0, 1)
-    wanted = (part < PARTS) & (m < gl.where(step < num_steps, num_rows, 0))
+    places = m * x_stride + k
+    first, chunk = gl.program_id(1) * ROWS, step % CHUNKS
+    wanted = m < gl.where(step < num_steps, num_rows - first, 0)
+    if PARTS % DEPTH != 0:
+        wanted = wanted & (part < PARTS - chunk * DEPTH)
+    begin = x_ptr + (first * x_stride + chunk * (DEPTH * HALF * HALVES))
     stage = step % (ring.shape[0] // HALVES) * HALVES
     for half in gl.static_range(HALVES):
-        chunk = x_ptr + m * x_stride + (k + half * HALF)
-        ampere.async_copy.async_copy_global_to_shared(ring.index(stage + half), chunk, mask=wanted)
+        ampere.async_copy.async_copy_global_to_shared(
+            ring.index(stage + half), begin + half * HALF + places, mask=wanted
+        )
 
 
 @GluonKernel

@@ -127,7 +127,7 @@ def draw_columns(
     launch = dependent_launch(logits.device, num_rows)
     sizes = (rows, columns, num_parts, *positions.stride(), temperature.stride(0), seed.stride(0))
     states, least = (at, 0) if skipped is None else skipped
-    skips = {"SKIPPED": least, "NOTHING": NO_TOKEN, **launch}
+    skips = {"SKIPPED": int(least), "NOTHING": NO_TOKEN, **launch}
     top_k_of = (positions, 0) if top_k is None else (top_k, top_k.stride(0))
     _best_of_part_kernel[(ceil_div(num_rows, group), num_parts)](
         *draws,

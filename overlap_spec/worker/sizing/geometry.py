@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
-from overlap_spec_kernels import GroupedKernel
+from overlap_spec_kernels import GroupedKernel, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.linear_tree import linears_of
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
@@ -177,8 +178,19 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
         gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
+        **_roundable(settings, models),
         layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
     )
+
+
+def _roundable(settings: Settings, models: LoadedModels) -> dict[str, int]:
+    """The linears that --quantization fp8 would round, where there are kernels for them: none of the head."""
+    model, head = settings.model, models.target.head
+    rounded = model.files.quantization is not None or model.files.config.get("quantization_config") is not None
+    if rounded or model.dtype != "bfloat16" or not runs_gluon(head.device):
+        return {}
+    sizes = [linear.num_bytes for linear in linears_of(models.target) if linear is not head]
+    return {"roundable": sum(sizes), "widest": max(sizes, default=0)}
 
 
 def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:

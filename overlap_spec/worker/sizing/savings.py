@@ -42,6 +42,8 @@ class Demand:
     gathered_keys: int = 0  # that a long chunk copies out of their pages at once, in 16 bits
     layer_kv: int = 0  # of a token in one layer, in the models' dtype
     kv_itemsize: int = 0  # of KV pages; 0: `itemsize`
+    roundable: int = 0  # of the target's weights, that --quantization fp8 would halve
+    widest: int = 0  # of them, the largest linear: in 16 bits it needs a buffer then
 
     @property
     def per_token(self) -> int:
@@ -106,6 +108,9 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield "--dtype bfloat16", _in_16_bits(demand)
     if demand.chunk > SHORT_CHUNK:
         yield f"--chunked-prefill-size {SHORT_CHUNK}", replace(demand, chunk=SHORT_CHUNK)
+    if demand.roundable:
+        less = demand.roundable // 2 - demand.widest
+        yield "--quantization fp8", replace(demand, target_weights=demand.target_weights - less, roundable=0)
     if demand.width > 1:
         plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0)
         yield "--speculative-algorithm NONE", plain

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
@@ -159,10 +160,13 @@ def tiny_eagle3(
 def load_tiny_target(
     checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
 ) -> DecoderWeights:
-    """Through the real loader, from memory."""
+    """Through the real loader, from memory. Linears in fewer bits stay so: the twins of their kernels multiply."""
     architecture = architecture_of(checkpoint.config, "memory/config.json")
     config = architecture.read_config(checkpoint.config, "memory/config.json")
-    loaded = architecture.load(config, _open(checkpoint, parts.canonical_name, dtype, device))
+    weights = _open(checkpoint, parts.canonical_name, dtype, device)
+    weights.forms.always_keeps = True
+    scheme = quantization_scheme(checkpoint.config, "memory/config.json")
+    loaded = architecture.load(config, weights.in_format(scheme))
     assert isinstance(loaded, DecoderWeights)
     return loaded
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from support.tiny.models import TinyCheckpoint
 
+FAMILIES_IN_FORMATS = {"llama in fp8": "fp8 by row", "llama in int4": "awq"}  # as `tiny_loaded` knows them
+SIZES = {"hidden": 64}  # columns in whole runs
 Quantised = tuple[dict[str, Tensor], Tensor]  # tensors of a linear by the end of their names, the weight that they mean
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 E4M3 = torch.float8_e4m3fn

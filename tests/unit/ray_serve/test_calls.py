@@ -1,13 +1,20 @@
-"""What of a request the ingress sends to a replica, and how many replicas requests need. No Ray is needed."""
+"""What of a request the ingress sends to a replica, and how many replicas requests need: what takes no Ray."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
+import overlap_spec.ray
 from overlap_spec.cli import main
+from overlap_spec.config.fields import config_from, flags_from
+from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.ray.calls import MOST_TEXT, call_of, prompt_of
+from overlap_spec.ray.everywhere import merged_metrics
 from overlap_spec.ray.scaling import wanted_replicas
 
 SCOPE = {
@@ -34,7 +41,7 @@ def test_turns_of_a_conversation_begin_alike() -> None:
     first = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     then = [*first, {"role": "assistant", "content": "So."}, {"role": "user", "content": "How?"}]
     short, long = (prompt_of(json.dumps({"model": "m", "messages": turns}).encode()) for turns in (first, then))
-    assert long.startswith(short[:-1]) and "Why?" in short
+    assert short == '"Be brief.""Why?"' and long.startswith(short)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,9 @@ def test_turns_of_a_conversation_begin_alike() -> None:
     [
         (b'{"prompt": "once", "model": "m"}', '"once"'),
         (b'{"input_ids": [5, 6]}', "[5, 6]"),
-        (b'{"messages": [1], "tools": [2]}', "[2][1]"),
+        (b'{"messages": [{"content": "a"}], "tools": [{"name": "f"}]}', '[{"name": "f"}]"a"'),
+        (b'{"messages": [1]}', "[1]"),
+        (b'{"input": [{"type": "function_call", "name": "f"}, {"content": [{"text": "a"}]}]}', '[{"text": "a"}]'),
         (b'{"instructions": "a", "input": "b"}', '"a""b"'),
         (b'{"rid": "7"}', ""),
         (b"[1]", ""),
@@ -57,24 +66,59 @@ def test_the_prompt_of_a_body(body: bytes, prompt: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "waiting", "running", "wanted"),
+    ("requests", "waiting", "running", "known", "wanted"),
     [
-        (0, {"a": 0.0}, {"a": 0.0}, 0.0),
-        (96, {"a": 0.0}, {"a": 48.0}, 2.0),  # Serve's own rule
-        (10, {"a": 6.0}, {"a": 3.0}, 3.0),  # the pool is full of three: two more replicas like this one
-        (10, {"a": 4.0}, {"a": 0.0}, 5.0),  # nothing runs yet
-        (10, {}, {}, 10 / 48),  # nothing was reported yet
+        (0, {"a": 0.0}, {"a": 0.0}, None, 0.0),
+        (96, {"a": 0.0}, {"a": 48.0}, None, 2.0),  # Serve's own rule
+        (96, {"a": 40.0, "b": 0.0}, {"a": 48.0, "b": 9.0}, None, 2.0),  # all slots are in use: the same
+        (12, {"a": 6.0, "b": 2.0}, {"a": 3.0, "b": 5.0}, None, 3.0),  # the pools are full of four
+        (12, {"a": 0.0, "b": 0.0}, {"a": 4.0, "b": 4.0}, 4.0, 3.0),  # which is kept while no request waits
+        (12, {"a": 0.0, "b": 0.0}, {"a": 6.0, "b": 4.0}, 4.0, 2.0),  # and corrected by an engine that runs more
+        (4, {"a": 4.0}, {"a": 0.0}, None, 4.0),  # nothing runs yet
+        (10, {}, {}, None, 10 / 48),  # nothing was reported yet
     ],
 )
-def test_waiting_requests_need_replicas(
-    requests: float, waiting: dict[str, float], running: dict[str, float], wanted: float
+def test_open_requests_need_replicas(
+    requests: float, waiting: dict[str, float], running: dict[str, float], known: float | None, wanted: float
 ) -> None:
     config = SimpleNamespace(get_target_ongoing_requests=lambda: 48.0)
     metrics: Any = {"waiting": waiting, "running": running}
     context = SimpleNamespace(
-        current_num_replicas=1, total_num_requests=requests, aggregated_metrics=metrics, config=config
+        current_num_replicas=2,
+        total_num_requests=requests,
+        aggregated_metrics=metrics,
+        config=config,
+        policy_state={} if known is None else {"capacity": known},
     )
     assert wanted_replicas(context)[0] == pytest.approx(wanted)
+
+
+def test_metrics_of_replicas_are_told_apart() -> None:
+    text = """# HELP a:reqs Some.
+# TYPE a:reqs gauge
+a:reqs 1.0
+# HELP b Text {with} 2 things.
+# TYPE b histogram
+b_bucket{le="+Inf",kind="x y"} 2.0
+b_sum 3.0
+"""
+    merged = merged_metrics({"r1": text, "r2": text})
+    families = {family.name: family for family in text_string_to_metric_families(merged)}
+    assert set(families) == {"a:reqs", "b"} and merged.count("# HELP") == 2
+    samples = [(sample.name, sample.labels["replica"], sample.value) for sample in families["b"].samples]
+    assert samples == [("b_bucket", "r1", 2), ("b_sum", "r1", 3), ("b_bucket", "r2", 2), ("b_sum", "r2", 3)]
+    assert families["b"].samples[0].labels["kind"] == "x y"
+
+
+def test_arguments_of_the_config_file_are_flags() -> None:
+    text = (Path(__file__).parents[3] / "deploy" / "ray_serve.yaml").read_text()
+    (application,) = yaml.safe_load(text)["applications"]
+    names = set(ReplicaFlags.__struct_fields__)
+    replicas = {name: value for name, value in application["args"].items() if name in names}
+    engine = {name: value for name, value in application["args"].items() if name not in names}
+    assert flags_from(replicas, ReplicaFlags).max_replicas == 4
+    assert config_from(engine).drain_timeout == 60.0
+    assert application["import_path"] == "overlap_spec.ray:build" and "build" in overlap_spec.ray.__all__
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -103,22 +103,48 @@ def marked(result: StepResult, row: int, num_kept: int) -> StepResult:
     return replace(result, tokens=tokens)
 
 
-@pytest.mark.parametrize("num_kept", [0, 1])
-def test_a_request_that_no_token_can_be_drawn_for_ends_and_leaves_nothing(num_kept: int) -> None:
-    bench = Bench(make_ready(page_size=4))
+def with_two_running(width: int) -> Bench:
+    """Requests 1 and 2 with some pages of output, and a step's result to be delivered."""
+    bench = Bench(make_ready(page_size=4, width=width))
     for uid in (1, 2):
         bench.admit(make_admit(uid, [uid, 2, 3, 4, 5], 30))
-    for _ in range(9):  # both prompts, and some pages of output
+    while len(bench.tokens[1]) < 9:
         bench.run_device()
         bench.deliver_result()
     bench.run_device()
-    said = len(bench.tokens[1])
+    return bench
+
+
+@pytest.mark.parametrize("num_kept", [0, 1])
+def test_in_a_step_with_guesses_a_request_begins_again_where_its_output_ends(num_kept: int) -> None:
+    """They may be the reason. What is in flight began after a token that there is not, and counts for nothing."""
+    bench = with_two_running(width=4)
+    said = list(bench.tokens[1])
     bench.results[0] = marked(bench.results[0], 0, num_kept)
     kept = bench.results[0].tokens[0][:num_kept]
     bench.deliver_result()
+    assert bench.plans and bench.tokens[1] == said + kept
+    bench.run_device()
+    bench.deliver_result()
+    assert bench.tokens[1] == said + kept and not bench.refused
+    bench.finish_all()
+    bench.check_streams()
+    bench.check_drained()
+    counters = bench.scheduler.planner.counters
+    assert (counters.computed_again, counters.not_finite, counters.preempted) == (1, 0, 0)
+    resets = [item.reset for plan in bench.all_plans for item in plan.work if item.reset is not None]
+    assert [reset.sampling.speculative.num_steps for reset in resets] == [None, None, 0]
+
+
+def test_a_request_that_no_token_can_be_drawn_for_ends_and_leaves_nothing() -> None:
+    """Without guesses: the token that was to be drawn is the only one of its step."""
+    bench = with_two_running(width=1)
+    said = len(bench.tokens[1])
+    bench.results[0] = marked(bench.results[0], 0, 0)
+    bench.deliver_result()
     refused = bench.refused[1]
-    assert refused.code is ErrorCode.NOT_FINITE and f"after {5 + said + num_kept} tokens" in refused.message
-    assert bench.tokens[1][said:] == kept and 1 not in bench.finishes
+    assert refused.code is ErrorCode.NOT_FINITE and f"after {5 + said} tokens" in refused.message
+    assert len(bench.tokens[1]) == said and 1 not in bench.finishes
     bench.finish_all()
     cache = bench.scheduler.queues.memory.cache
     assert bench.scheduler.planner.counters.not_finite == 1 and bench.tokens[2] and 2 in bench.finishes

@@ -128,3 +128,11 @@ def test_the_demand_is_that_of_the_models() -> None:
     )
     assert (demand.target_kv, demand.draft_kv) == (2 * 2 * 2 * 16 * 4, 2 * 1 * 2 * 16 * 4)
     assert (demand.width, demand.max_running_requests, demand.chunk, demand.itemsize) == (4, 48, 512, 4)
+
+
+def test_rounding_weights_while_loading() -> None:
+    """Half of the linears' memory, less the buffer that the widest is dequantised into."""
+    found = savings(replace(DEMAND, itemsize=2, roundable=600 * MIB, widest=100 * MIB))
+    by_flag = {saving.flag: saving for saving in found}
+    assert by_flag["--quantization fp8"].num_bytes == 200 * MIB and by_flag["--quantization fp8"].kv_bytes == 0
+    assert "--quantization fp8" not in {saving.flag for saving in savings(DEMAND)}
