@@ -1,7 +1,7 @@
 """A weight in 8 or 4 bits, and the choice of the kernel that multiplies by it.
 
     quantized_stream.py   few rows of x: W streams through shared memory, and becomes bfloat16 in registers
-    quantized_tiles.py    17 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
+    quantized_tiles.py    9 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
     dequantize.py         many rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
 
 All compute the same function up to rounding: activations are never quantised.
@@ -27,6 +27,9 @@ from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
+MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
+_WHOLE_ROWS = 32  # scales of groups are copied 16 bytes at a time, those of gate and up apart
+
 
 @dataclass(slots=True)
 class Scratch:
@@ -38,9 +41,6 @@ class Scratch:
         """Make it as large as this. It grows while weights are loaded, never later."""
         if len(self.buffer) < num_elements:
             self.buffer = self.buffer.new_empty(num_elements)
-
-
-MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ class QuantizedWeight(LinearOperand):
     def cut(self, x: Tensor, gated: bool) -> QuantizedTiles | QuantizedStream | None:
         """How a kernel divides the linear; None where none applies."""
         if x.dtype != torch.bfloat16 or not runs_gluon(x.device) or x.stride(0) % 8:
+            return None
+        if self.packing.group and self.shape[0] % _WHOLE_ROWS:
             return None
         if tiles := tiles_of(x, self.data, gated, self.packing):
             return tiles

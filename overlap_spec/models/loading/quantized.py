@@ -21,6 +21,7 @@ from overlap_spec.config.quantization import Granularity, QuantizationScheme, St
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading.checkpoint import Shape, Weights
+from overlap_spec.models.quantization.forms import LinearForms
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.quantization.stored import StoredWeight, stacked
 
@@ -66,7 +67,7 @@ def take_quantized(
     parts = [take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()]
     forms = checkpoint.forms
     if forms.device.type == "meta":
-        return _without_values(parts, forms.dtype)
+        return _without_values(parts, forms)
     stored = stacked(parts)
     if not forms.keeps(stored):
         if forms.device.type == "cuda" and forms.dequantised == 1:
@@ -79,16 +80,16 @@ def take_quantized(
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
 
 
-def _without_values(parts: Sequence[StoredWeight], dtype: torch.dtype) -> AnyLinear:
+def _without_values(parts: Sequence[StoredWeight], forms: LinearForms) -> AnyLinear:
     """A linear of the right size, as it is on a GPU that has a kernel for its format; torch.cat would take seconds."""
     first, rows = parts[0], sum(part.shape[0] for part in parts)
     part = part_of(first.bits, first.group, first.shape[1])
-    if part is None:
-        return Linear(torch.empty((rows, first.shape[1]), dtype=dtype, device="meta"))
+    if part is None or forms.dtype != torch.bfloat16:
+        return Linear(torch.empty((rows, first.shape[1]), dtype=forms.dtype, device="meta"))
     data = torch.empty((rows, first.shape[1] * first.bits // 8), dtype=torch.uint8, device="meta")
     scales = torch.empty((first.scales.shape[0], -(-rows // first.scale_rows)), dtype=first.scales.dtype, device="meta")
     packing = Packing(scales, None, first.bits, part, first.group, first.scale_rows)
-    return QuantizedLinear(QuantizedWeight(data, packing, dtype))
+    return QuantizedLinear(QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, first.shape[1]))))
 
 
 def take_matrix(checkpoint: Weights, name: str, shape: Shape) -> Tensor:

@@ -11,7 +11,10 @@ from overlap_spec.models.layers.linear import AnyLinear
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear(AnyLinear):
-    """`x @ W.T + bias`; without a bias its neighbours are fused with it."""
+    """8 or 4 bits: on Hopper they become bfloat16 in registers, elsewhere a matrix while loading.
+
+    It computes `x @ W.T + bias`; without a bias its neighbours are fused with it.
+    """
 
     operand: QuantizedWeight  # [O, I]
     bias: Tensor | None = None  # [O]

@@ -50,7 +50,7 @@ class StoredWeight:
     def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a kernel multiplies by it as it is: bfloat16 on Hopper, columns in whole runs."""
         part = part_of(self.bits, self.group, self.shape[1])
-        return dtype == torch.bfloat16 and part is not None and self.shape[0] % 8 == 0 and runs_gluon(device)
+        return dtype == torch.bfloat16 and part is not None and self.shape[0] % 32 == 0 and runs_gluon(device)
 
     def operand(self, dtype: torch.dtype, scratch: Scratch | None = None) -> QuantizedWeight:
         """The weight in the layout of the kernels. `scratch`: see `QuantizedWeight`."""

@@ -147,6 +147,22 @@ def test_without_a_kernel_it_becomes_a_matrix(tmp_path: Path) -> None:
     assert not on_cpu.keeps(stored) and (on_cpu.kept, on_cpu.dequantised) == (0, 1)
 
 
+@pytest.mark.parametrize("kind", ["fp8 by block", "awq", "int4 with zero points"])
+def test_headers_alone_tell_types_and_sizes(kind: str, tmp_path: Path) -> None:
+    """What `overlap-spec check` reads: nothing has values."""
+    stored, _ = quantised(tiny_target(3, **SIZES), kind)
+    write_checkpoint(tmp_path, stored)
+    config = json.loads((tmp_path / "config.json").read_text())
+    files = ModelFiles(
+        weights=str(tmp_path), config=config, tokenizer_dir=None, eos_token_ids=(), context_length=8, vocab_size=128
+    )
+    meta = torch.device("meta")
+    in_16_bits, in_32 = (load_target(files, dtype, meta) for dtype in (torch.bfloat16, torch.float32))
+    assert isinstance(in_16_bits.layers[0].mlp.down, QuantizedLinear)
+    assert not isinstance(in_32.layers[0].mlp.down, QuantizedLinear)
+    assert in_16_bits.layers[0].mlp.down.num_bytes < in_32.layers[0].mlp.down.num_bytes / 3
+
+
 Spoil = Callable[[dict[str, Tensor]], object]
 
 
