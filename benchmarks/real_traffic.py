@@ -10,6 +10,7 @@
     7    the next turn of a conversation                        14   a tree's step
     10   steps of a batch of 256                                15   one token of many new prompts
     16   row 6 with KV pages of 8 bits
+    17   steps with weights of 8 and 4 bits
 
 Every engine starts once, and rows are measured in the order in which they are named. Each cell is written when it is
 measured; a run that is cut off at `--limit-s` keeps them, and a part that fails does not stop the others. Cells of an
@@ -103,7 +104,7 @@ async def measure(run: Run, rows: list[int], limit_s: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,2,6,16,7,15,14,10,12,11,13")
+    parser.add_argument("--rows", default="1,2,6,16,17,7,15,14,10,12,11,13")
     parser.add_argument("--limit-s", type=float, default=420.0, help="time of everything, at most")
     parser.add_argument("--output")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a CPU")

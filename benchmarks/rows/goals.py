@@ -171,4 +171,10 @@ GOALS: tuple[Goal, ...] = (
     _own(15, "8B 32", "8B, one token of 32 new prompts, ms", "97-109", 92, 88),
     _own(16, "32k", "chain step at context 32k, KV pages of 8 bits, ms", "5.64", 5.5, 5.2),
     _own(16, "100k", "chain step at context 100k, KV pages of 8 bits, ms", "7.73", 7.2, 6.5),
+    _own(17, "fp8 plain 1", "fp8 weights, plain step, batch 1, ms (bf16 before)", "3.87", 2.3, 2.1),
+    _own(17, "fp8 chain 1", "fp8 weights, chain step, batch 1, ms", "4.60", 3.0, 2.75),
+    _own(17, "fp8 chain 8", "fp8 weights, chain step, batch 8, ms", "4.85", 3.4, 3.1),
+    _own(17, "fp8 chain 32", "fp8 weights, chain step, batch 32, ms", "6.29", 5.0, 4.4),
+    _own(17, "int4 plain 1", "int4 weights, groups of 128, plain step, batch 1, ms", "3.87", 1.6, 1.4),
+    _own(17, "int4 chain 1", "int4 weights, groups of 128, chain step, batch 1, ms", "4.60", 2.3, 2.1),
 )

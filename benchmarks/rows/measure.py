@@ -175,6 +175,21 @@ async def long_contexts_in_8_bits(bench: Bench) -> AsyncIterator[Cell]:
             yield Cell(16, cell.part, cell.value, cell.facts | {"first_token_ms": first.value})
 
 
+def narrow_steps(weights: str) -> Callable[[Bench], AsyncIterator[Cell]]:
+    """Row 17: greedy steps with weights of 8 or 4 bits."""
+
+    async def measure(bench: Bench) -> AsyncIterator[Cell]:
+        sampling = _fixed_length(bench.scale.chain_tokens, GREEDILY)
+        for batch in bench.scale.batches.values():
+            prompts = random_prompts(batch, bench.vocab_size)
+            found = [await own_steps(bench, prompts, sampling) for _ in range(bench.scale.repeats + 1)][1:]
+            step = statistics.median(each.step_ms for each in found)
+            runs = [asdict(each) for each in found]
+            yield Cell(17, f"{weights} {bench.way} {batch}", step, {"batch": batch, "weights": weights, "runs": runs})
+
+    return measure
+
+
 async def turn_of_a_conversation(bench: Bench) -> AsyncIterator[Cell]:
     """Row 7: every turn's prompt is the one before and new tokens; the median of all turns but the first."""
     scale, length = bench.scale, bench.scale.contexts["8k"]

@@ -37,6 +37,7 @@ def shape(name: str) -> Flags:
 
 EIGHT_B = shape("llama-3.1-8b")
 SHORT: Flags = {"max_running_requests": 2, "max_total_tokens": 16384, "context_length": 4096}
+MANY: Flags = {"max_running_requests": 32, "max_total_tokens": 32768, "context_length": 2048}
 CROWD: Flags = {"max_running_requests": 256, "max_total_tokens": 262144, "context_length": 2048}
 LONG: Flags = {"max_running_requests": 32, "context_length": LONGEST, "max_total_tokens": 2 * LONGEST + 32768}
 ENGINES: dict[str, Flags] = {
@@ -47,9 +48,15 @@ ENGINES: dict[str, Flags] = {
     | SYNTHETIC
     | EIGHT_B
     | {"max_running_requests": 32, "max_total_tokens": 32768, "context_length": 2048},
-    "8B plain": PLAIN
-    | plain_shape("llama-3.1-8b")
-    | {"max_running_requests": 32, "max_total_tokens": 32768, "context_length": 2048},
+    "8B plain": PLAIN | plain_shape("llama-3.1-8b") | MANY,
+    **{
+        name: flags | plain_shape(f"llama-3.1-8b-{weights}") | MANY
+        for weights in ("fp8", "int4")
+        for name, flags in {
+            f"8B {weights}": CHAIN | SYNTHETIC | EIGHT_B,
+            f"8B {weights} plain": PLAIN,
+        }.items()
+    },
     "SmolLM2": CHAIN | CROWD | {"skip_tokenizer_init": True},
     "SmolLM2 plain": PLAIN | CROWD | {"skip_tokenizer_init": True},
     "1B": CHAIN | SYNTHETIC | shape("llama-3.2-1b") | SHORT,

@@ -35,6 +35,7 @@ OTLP_TESTS = (
     "tests/unit/server/test_server_otlp.py",
     "tests/unit/config/test_otlp_target.py",
     "tests/integration/test_ring_phases.py",
+    "tests/e2e/test_e2e_otlp.py",
 )
 
 Json = dict[str, Any]

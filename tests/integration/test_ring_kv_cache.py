@@ -32,7 +32,7 @@ def plain(codec: TextCodec) -> Tokens:
         pytest.param("NEXTN of several layers", 1, marks=pytest.mark.full),
         pytest.param("STANDALONE", 1, marks=pytest.mark.slow),
         pytest.param("STANDALONE", 3, marks=pytest.mark.full),
-        ("NGRAM", 1),
+        pytest.param("NGRAM", 1, marks=pytest.mark.slow),
     ],
 )
 def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: str, topk: int) -> None:

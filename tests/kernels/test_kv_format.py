@@ -17,6 +17,7 @@ def test_values_are_scaled_clamped_and_rounded_to_even(dtype: torch.dtype) -> No
     torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True, rtol=0, atol=0)
     largest = stored(torch.tensor([6e4, -6e4], dtype=dtype), E5M2, 1.0).float()
     assert largest.tolist() == [57344.0, -57344.0]
+    assert stored(torch.tensor([1e9, -1e9]), E5M2, 1.0).float().tolist() == [57344.0, -57344.0], "not infinite"
 
 
 def test_rows_of_the_models_dtype_are_written_as_they_are() -> None:
