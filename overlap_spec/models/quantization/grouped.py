@@ -128,7 +128,7 @@ def grouped_linear(stacked: list[Groups], bias: Tensor | None, kernel: GroupedKe
     size_k = stacked[0].values.shape[1]
     if kernel is None:
         outlines = (
-            GroupedPart.outlined(*each.values.shape, each.num_bits, each.group, each.scales, each.offsets)
+            GroupedPart.outlined(len(each.values), size_k, each.num_bits, each.group, each.scales, each.offsets)
             for each in stacked
         )
         return GroupedLinear(GroupedWeight(tuple(outlines), size_k, None), bias)
