@@ -99,7 +99,7 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
     """Ways to take tiles."""
     padded = max(1 << (rows - 1).bit_length(), 8)
     for block_n, warps, per_sm in ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 8, 1)):
-        if (rows <= 32) == (warps == 8) or (rows == 128 and per_sm > 2):
+        if (rows <= 32 and warps == 8) or (rows > 32 and per_sm > 2):
             continue
         stage = 128 * ((2 if linear.gated else 1) * block_n + 2 * padded)
         if (stages := min((216 << 10) // per_sm // stage, 12)) < 2:
@@ -109,14 +109,13 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
         splits = [
             n for n in (1, 2, 4, 8, 16) if slots * 0.6 < items * n < slots * 2.2 and linear.size_k // 128 % n == 0
         ]
-        for count in splits[:3]:
-            for piped in (False, True):
-                yield QuantizedTiles(block_n, stages, count, warps, per_sm, piped)
+        for count in (1,) if linear.gated else splits[:3]:
+            yield QuantizedTiles(block_n, stages, count, warps, per_sm)
 
 
 def ways(rows: int, linear: Linear) -> list[Cut]:
     """All that are tried."""
-    few = list(streams(rows, linear)) if rows <= 16 else []
+    few = list(streams(rows, linear)) if rows <= 16 or linear.bits == 4 else []
     return [*few, *(tiles(rows, linear) if linear.bits == 8 else ())]
 
 

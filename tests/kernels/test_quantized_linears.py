@@ -11,7 +11,6 @@ from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_
 from overlap_spec_kernels.linear import quantized_stream
 from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of, unpacked
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
-from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -130,18 +129,6 @@ def test_the_kernels(gpu: Hopper, name: str) -> None:
     gate, up = expected.chunk(2, dim=1)
     assert_close(fused_linear(x, weight, gated=True), F.silu(gate) * up)
     assert gpu.kernels == [kernel_of(name)] * 3
-
-
-@pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("piped", [False, True])
-def test_gates_of_split_columns(gpu: Hopper, piped: bool) -> None:
-    """The program that stores its parts last adds up those of gate and up."""
-    case = Case(20, 200, 1024, 8)
-    weight, x = weight_of(case), drawn(case.rows, case.size_k)
-    gate, up = (x.double() @ matrix_of(weight).t()).chunk(2, dim=1)
-    for _ in range(2):  # counters are zero again
-        found = weight.launch(QuantizedTiles(64, 3, splits=4, piped=piped), x, True, None, BFLOAT)
-        assert_close(found.values, F.silu(gate) * up)
 
 
 @pytest.mark.slow_but_every(4)

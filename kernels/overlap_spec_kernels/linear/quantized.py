@@ -1,7 +1,7 @@
 """A weight in 8 or 4 bits, and the choice of the kernel that multiplies by it.
 
     quantized_stream.py   few rows of x: W streams through shared memory, and becomes bfloat16 in registers
-    quantized_tiles.py    17 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
+    quantized_tiles.py    9 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
     dequantize.py         many rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
 
 All compute the same function up to rounding: activations are never quantised.

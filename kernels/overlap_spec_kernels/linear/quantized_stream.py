@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from triton.language.extra import cuda
 
 _BLOCK_ROWS = 32  # most rows of x in a program
-_RING_BYTES = 200 << 10
+_MULTIPROCESSORS = 132  # of an H200
+_RING_BYTES, _RING_BYTES_OF_MORE = 216 << 10, 200 << 10  # for 8 rows of x; with more, sums need some memory besides
 
 
 class QuantizedStream(NamedTuple):
@@ -83,19 +84,22 @@ def stream_of(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> Quant
     The choice was measured on an H200: benchmarks/results/choosing/quantized_h200.json.
     """
     rows = _block_rows(x.shape[0])
-    block_n, warps_k, warps_n, runs, per_sm = _way(x.shape[0], gated)
+    block_n, warps_k, warps_n, runs, per_sm = _way(x.shape[0], num_columns(weight, gated))
     tiles = 2 if gated else 1
     part = packing.part * (tiles * block_n * packing.bits // 8 + 2 * rows)  # bytes of W and x
     part += packing.scales_per_part * tiles * block_n * 6  # of scales and zero points
-    stages = _RING_BYTES // per_sm // (part * warps_k * runs)
+    ring = _RING_BYTES if rows == 8 else _RING_BYTES_OF_MORE
+    stages = ring // per_sm // (part * warps_k * runs)
     return QuantizedStream(block_n, warps_k, warps_n, min(max(stages, 2), 16), runs, per_sm)
 
 
-def _way(num_rows: int, gated: bool) -> tuple[int, int, int, int, int]:
-    """`block_n`, `warps_k`, `warps_n`, `runs`, `per_sm` for so many rows of x."""
-    if num_rows <= 8 or (num_rows <= 16 and not gated):
-        return 16, 4, 1, 1, 2
-    return (32, 4, 2, 1, 1) if num_rows <= 32 else (64, 2, 4, 1, 1)
+def _way(num_rows: int, columns: int) -> tuple[int, int, int, int, int]:
+    """`block_n`, `warps_k`, `warps_n`, `runs`, `per_sm` for so many rows of x and columns of the result."""
+    if num_rows > 16:
+        return (32, 4, 2, 1, 1) if num_rows <= 32 else (64, 2, 4, 1, 1)
+    if num_rows <= 8 and columns > 16 * 2 * _MULTIPROCESSORS:  # blocks for three programs
+        return 16, 4, 1, 1, 3
+    return (16, 4, 1, 2, 2) if num_rows <= 8 else (16, 4, 1, 1, 2)
 
 
 def _block_rows(num_rows: int) -> int:

@@ -1,10 +1,9 @@
-"""The kernel of 8-bit weights for 17 to 128 rows of x: tiles of W become bfloat16 on their way into the product.
+"""The kernel of 8-bit weights for 9 to 128 rows of x: tiles of W become bfloat16 on their way into the product.
 
 As in `warpgroup_linear.py`, the copy engine brings tiles of W and of x into shared memory, and a warpgroup multiplies
 64 rows of W with all rows of x. Here its left operand is in registers: a tile of W is read from shared memory as it
-is stored, and its values, exact in bfloat16, never return there. A tile is converted while the one before it is
-multiplied.
-Each row of W has one scale, which multiplies the row's sum.
+is stored, and its values, exact in bfloat16, never return there. While one program converts a tile, the other one of
+its multiprocessor multiplies. Each row of W has one scale, which multiplies the row's sum.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class QuantizedTiles(NamedTuple):
     splits: int = 1  # parts of K
     warps: int = 4
     per_sm: int = 2
-    piped: bool = False  # convert a tile while the one before it is multiplied
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """`per_sm` programs per multiprocessor, or fewer if there are fewer tiles."""
@@ -63,7 +61,7 @@ class QuantizedTiles(NamedTuple):
         x_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         partial, counters = call.x, call.x
         if self.splits > 1:
-            size = (2 if call.gated else 1, num_tiles, self.splits, self.block_n, rows)
+            size = (num_tiles, self.splits, self.block_n, rows)
             partial, counters = call.x.new_empty(size, dtype=torch.float32), tile_counters(call.x.device)
         _quantized_tiles_kernel[(programs,)](
             TensorDescriptor.from_tensor(call.weight, [self.block_n, BLOCK_K], w_layout),
@@ -83,7 +81,6 @@ class QuantizedTiles(NamedTuple):
             STAGES=self.stages,
             SPLITS=self.splits,
             WARPS=self.warps,
-            PIPED=self.piped,
             BLOCK_U=max(next_power_of_2(call.num_squares), self.warps),
             num_warps=self.warps,
             **dependent_launch(call.x.device, num_rows),
@@ -96,7 +93,7 @@ def tiles_of(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> Quanti
     The choice was measured on an H200: benchmarks/results/choosing/quantized_h200.json.
     """
     num_rows, size_k = x.shape
-    if packing.bits != 8 or packing.scales_per_part or size_k % BLOCK_K or not 16 < num_rows <= 128:
+    if packing.bits != 8 or packing.scales_per_part or size_k % BLOCK_K or not 8 < num_rows <= 128:
         return None
     if x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
@@ -125,7 +122,7 @@ def _quantized_tiles_kernel(
     residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-    WARPS: gl.constexpr, PIPED: gl.constexpr, BLOCK_U: gl.constexpr,
+    WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program p takes items p, p + programs, ..: item i is part i % SPLITS of K of tile i // SPLITS of W's rows."""
     CHUNKS: gl.constexpr = SIZE_K // BLOCK_K // SPLITS
@@ -154,8 +151,6 @@ def _quantized_tiles_kernel(
     if SCALED:
         scale = _scale_of_rows(squares_ptr, num_rows, num_squares, eps, SIZE_K, ROWS, BLOCK_U, WARPS, mma)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    w_before = gl.full([BLOCK_N, BLOCK_K], 0.0, x_tiles.dtype, left)
-    up_before = w_before
     step = 0
     for item in range(first, num_items, stride):
         acc = gl.zeros([BLOCK_N, ROWS], gl.float32, mma)
@@ -169,28 +164,19 @@ def _quantized_tiles_kernel(
             if GATED:
                 w_up = _floats_of_pairs(up_ring.index(stage).load(left))
                 up = hopper.warpgroup_mma(w_up, x, up, is_async=True)
-            if PIPED:
-                acc, up, w_before, up_before = _wait(acc, up, w_before, up_before, GATED, 2 if GATED else 1)
-                w_before = w
-                if GATED:
-                    up_before = w_up
-            # The previous step's products have ended, which read registers and x: refill its stage.
+            # The previous step's products have ended: refill its stage for the step STAGES - 1 ahead.
             ahead = step + STAGES - 1
             _ask_for_tile(w_ring, up_ring, bars, w_tiles, ahead, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
             _ask_for_x(x_ring, bars, x_tiles, ahead, num_steps, SPLITS, CHUNKS)
-            if not PIPED:
-                acc, up, w_before, up_before = _wait(acc, up, w_before, up_before, GATED, 0)
+            # A product reads registers until it ends, so it ends before the next tile is converted into them.
+            if GATED:
+                acc, up = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc, up])
+            else:
+                acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             step += 1
-        if PIPED:
-            acc, up, w_before, up_before = _wait(acc, up, w_before, up_before, GATED, 0)
         block, y, is_last = item // SPLITS, acc, True
         if SPLITS > 1:
-            others = partial_ptr + num_items * (BLOCK_N * ROWS)
-            if GATED:
-                gl.store(_place_of_parts(others, up, block, SPLITS) + item % SPLITS * (BLOCK_N * ROWS), up)
             y, is_last = _add_parts(acc, partial_ptr, counters_ptr, block, item % SPLITS, SPLITS)
-            if GATED and is_last:
-                up = _sum_of_parts(_place_of_parts(others, up, block, SPLITS), up, SPLITS)
         y *= gl.expand_dims(scale, 0) * _scales_of_block(scales_ptr, block * BLOCK_N, size_n, acc)
         if GATED:
             up *= gl.expand_dims(scale, 0) * _scales_of_block(scales_ptr + size_n, block * BLOCK_N, size_n, acc)
@@ -200,35 +186,6 @@ def _quantized_tiles_kernel(
                 y, block, out_ptr, weighted_ptr, sums_ptr, residual_ptr, norm_ptr, residual_stride, size_n, num_rows,
                 ADD
             )  # fmt: skip
-
-
-@GluonKernel
-def _wait(
-    acc: gl.tensor, up: gl.tensor, w: gl.tensor, w_up: gl.tensor, GATED: gl.constexpr, OUTSTANDING: gl.constexpr
-) -> gl.tuple:
-    """Wait until no more than so many products are in flight; those that have ended read the registers of w."""
-    if GATED:
-        acc, up, w, w_up = hopper.warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=[acc, up, w, w_up])
-    else:
-        acc, w = hopper.warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=[acc, w])
-    return acc, up, w, w_up
-
-
-@GluonKernel
-def _place_of_parts(partial_ptr: gl.tensor, like: gl.tensor, block: gl.tensor, SPLITS: gl.constexpr) -> gl.tensor:
-    """Where the first part of a tile's sum is."""
-    n = gl.expand_dims(gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout)), 1)
-    m = gl.expand_dims(gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout)), 0)
-    return partial_ptr + block * (SPLITS * like.shape[0] * like.shape[1]) + n * like.shape[1] + m
-
-
-@GluonKernel
-def _sum_of_parts(place: gl.tensor, like: gl.tensor, SPLITS: gl.constexpr) -> gl.tensor:
-    """All parts of a tile's sum, in their order."""
-    total = gl.load(place, volatile=True)
-    for other in gl.static_range(1, SPLITS):
-        total += gl.load(place + other * (like.shape[0] * like.shape[1]), volatile=True)
-    return total
 
 
 @GluonKernel

@@ -5,7 +5,8 @@ import { keyHeaders } from "./settings.js";
 import { spanOf, stepsOf } from "./steps.js";
 
 const EVERY_MS = 1000;
-const MOST_STEPS = 40; // asked for
+const MOST_STEPS = 40; // asked for, and kept
+const MOST_SPANS = 1000; // while there is no step yet
 const LABEL = 96; // pixels left of the lanes
 const LANE = 30;
 const BAR = 18;
@@ -52,7 +53,7 @@ export class Timeline {
       if (!response.ok) return;
       const { records } = await response.json();
       if (records.length === 0 || this.held) return; // what was seen last stays
-      this.spans = records.map(spanOf);
+      this.spans = newest(this.spans, records.map(spanOf));
       this.draw();
     } catch {
       // the live panel tells that the server does not answer
@@ -68,6 +69,14 @@ export class Timeline {
     byId("ring-picture").replaceChildren(picture(this.spans, steps, from, to, byId("ring-picture").clientWidth));
     byId("ring-table").replaceChildren(...table(steps, from));
   }
+}
+
+/** What is known and what was told now, which repeat each other; of the last steps. */
+function newest(known, told) {
+  const spans = new Map([...known, ...told].map((span) => [`${span.track} ${span.name} ${span.step} ${span.begin}`, span]));
+  const all = [...spans.values()].sort((a, b) => a.begin - b.begin);
+  const first = stepsOf(all).slice(-MOST_STEPS)[0];
+  return first ? all.filter(({ begin }) => begin >= Math.min(first.begin, first.planned ?? first.begin)) : all.slice(-MOST_SPANS);
 }
 
 function summary(steps) {
