@@ -1,6 +1,6 @@
 """Which kernels run a model on a device, in words.
 
-Ops are asked on the device `meta`, which stands for the GPU that `assuming` names, or for a CPU.
+Ops are asked on the device `meta`, which is taken for the GPU that `assuming` names, or for a CPU.
 """
 
 from collections import Counter

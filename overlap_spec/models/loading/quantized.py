@@ -82,7 +82,7 @@ def take_quantized(
 
 
 def _without_values(parts: Sequence[StoredWeight], forms: LinearForms, bias: Tensor | None) -> AnyLinear:
-    """A linear of the right size, in the form that it has on the device which `meta` stands for.
+    """A linear of the right size, in the form that it has on the device that `meta` is taken for.
 
     torch.cat, and what packs bits, would load a compiler for such tensors, which takes seconds.
     """
