@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,16 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--summaries", default=None, help="JSON file that full and cuda runs add to: summaries, results by file"
     )
-    parser.addoption("--matrix", default=None, help="JSON file for the outcomes of test_parameter_matrix.py")
+    parser.addoption(
+        "--matrix", default=None, help="JSON file for the outcomes of test_parameter_matrix.py or test_model_matrix.py"
+    )
     parser.addoption("--fuzz-cases", default=None, help="requests, and frames, that test_e2e_fuzz.py sends")
     parser.addoption("--seconds", default=None, help="of the soak")
     parser.addoption("--seed", default=0, help="of fuzzed cases and of the soak")
@@ -117,6 +120,20 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     An engine puts sockets there, whose paths hold 107 bytes, and a worker of pytest-xdist adds a directory.
     """
     return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name.removeprefix("test_"))[:12])
+
+
+@pytest.fixture
+def note_model(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, str, str], None]]:
+    """Writes the outcome of a cell of the matrix of models: architecture, format, method. Nothing without --matrix."""
+    from support.model_cells import MatrixFile
+
+    given = request.config.getoption("--matrix")
+    if given is None:
+        yield lambda architecture, format_, method, outcome: None
+        return
+    file = MatrixFile(Path(given), request.node.path.relative_to(ROOT))
+    yield file.note
+    file.write()
 
 
 @pytest.fixture

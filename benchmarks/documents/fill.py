@@ -3,12 +3,13 @@
 <!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
-                                or of real traffic (`real_traffic.py`)                    <!-- end -->
+                                of real traffic, or of models (`models.py`)               <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from pathlib import Path
 from documents.figures import FIGURES, Results
 from documents.flags import TABLES
 from documents.lists import LISTS
+from documents.models import NAME as MODELS
+from documents.models import models_tables
 from documents.real_traffic import NAME as REAL_TRAFFIC
 from documents.real_traffic import real_traffic_table
 from documents.step_chart import CHART, chart
@@ -48,7 +51,11 @@ def fill(text: str, source: Source | None = None) -> str:
     """
     results = Results(ROOT)
     text = _filled(text, "flags", TABLES)
-    lists = LISTS | {REAL_TRAFFIC: lambda: real_traffic_table(ROOT / RESULTS, source or describe_source())}
+    now, committed = functools.cache(lambda: source or describe_source()), ROOT / RESULTS
+    lists = LISTS | {
+        REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
+        MODELS: lambda: models_tables(committed, now()),
+    }
     text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
     return tables.fill(text, ROOT, source)

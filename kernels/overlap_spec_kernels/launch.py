@@ -119,7 +119,7 @@ def lets_next_begin(device: torch.device) -> bool:
 
 def runs_gluon(device: torch.device) -> bool:
     """Whether kernels in Gluon run on `device`. Gluon's names still change from version to version of Triton."""
-    return _can_depend(device) and _has_gluon()
+    return _can_depend(device) and (device.type == "meta" or _has_gluon())
 
 
 @functools.cache
@@ -127,9 +127,32 @@ def _has_gluon() -> bool:
     return tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2]) >= _GLUON_SINCE
 
 
-@functools.cache
 def _can_depend(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    capability = capability_of(device)
+    return capability is not None and capability >= (9, 0)
+
+
+_ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assuming(capability: tuple[int, int] | None) -> Iterator[None]:
+    """In this block tensors without values (`meta`) are taken for those of such a GPU; None: for those of a CPU."""
+    token = _ASSUMED.set(capability)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None for a CPU."""
+    return _ASSUMED.get() if device.type == "meta" else _capability_of(device)
+
+
+@functools.cache
+def _capability_of(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def require(holds: bool, argument: str, expected: str) -> None:

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.launch import capability_of
+
 _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
 
 
-@functools.cache
 def runs_hopper(device: torch.device) -> bool:
     """Whether kernels for sm_90a can be compiled and run on `device`; only Hopper has these warpgroup products."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
+    return capability_of(device) == (9, 0) and (device.type == "meta" or _has_bindings())
+
+
+@functools.cache
+def _has_bindings() -> bool:
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 
 

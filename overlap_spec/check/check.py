@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
+from overlap_spec_kernels.launch import assuming, capability_of
 
 from overlap_spec import hub
 from overlap_spec.check.drafts import draft_fits
@@ -21,7 +22,7 @@ from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
 from overlap_spec.server.parsers.formats import call_format, reasoning_format
 from overlap_spec.tokenizer.codec import load_codec
-from overlap_spec.worker.build import load_models
+from overlap_spec.worker.build import check_kv_dtype, load_models
 from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
 from overlap_spec.worker.sizing.memory_budget import GpuMemory
 
@@ -57,9 +58,19 @@ def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignor
     settings = _settings(config, files, place, refusals, notes)
     if settings is None:
         return CheckReport(will_run=False, refused=tuple(refusals.sentences), notes=tuple(notes))
-    models, settings = _models(
-        settings, refusals, lambda: _settings(without_speculation(config), files, place, refusals, [])
-    )
+
+    def plain() -> Settings | None:
+        return _settings(without_speculation(config), files, place, refusals, [])
+
+    with assuming(_capability(settings, place)):
+        return replace(_checked(settings, place, refusals, plain), notes=tuple(notes))
+
+
+def _checked(settings: Settings, place: Place, refusals: Refusals, plain: Callable[[], Settings | None]) -> CheckReport:
+    """All that follows once the flags are settled. `plain`: settings without speculation."""
+    if (capability := capability_of(META)) is not None:
+        refusals.unless(lambda: check_kv_dtype(settings, capability))
+    models, settings = _models(settings, refusals, plain)
     text = refusals.unless(lambda: _text(settings))
     parts = CheckReport(
         will_run=False,
@@ -69,15 +80,14 @@ def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignor
         text=text,
     )
     if models is not None:
-        capability = None if settings.model.device == "cpu" else _capability(place)
         parts = replace(
             parts,
             model=_model(settings, models),
-            kernels=kernels_of(models, settings.model.dtype, capability),
+            kernels=kernels_of(models, settings.model.dtype),
             memory=refusals.unless(lambda: _memory(settings, models, place)),
             draft=_draft(settings, models),
         )
-    return replace(parts, will_run=not refusals.sentences, refused=tuple(refusals.sentences), notes=tuple(notes))
+    return replace(parts, will_run=not refusals.sentences, refused=tuple(refusals.sentences))
 
 
 def _with_method(config: EngineConfig, notes: list[str]) -> EngineConfig:
@@ -130,7 +140,9 @@ def _device(settings: Settings, place: Place) -> str:
     return f"a GPU of capability {major}.{minor} that is not here"
 
 
-def _capability(place: Place) -> tuple[int, int]:
+def _capability(settings: Settings, place: Place) -> tuple[int, int] | None:
+    if settings.model.device == "cpu":
+        return None
     return torch.cuda.get_device_capability() if place.is_here else place.capability
 
 

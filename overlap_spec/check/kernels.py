@@ -1,52 +1,63 @@
-"""Which kernels run a model on a device, in words: by capability, so that no GPU is needed to ask.
+"""Which kernels run a model on a device, in words.
 
-The bounds are those of the ops (`kernels/overlap_spec_kernels`); a test compares them with what the ops ask the device.
+Ops are asked on the device `meta`, which is taken for the GPU that `assuming` names, or for a CPU.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
-from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
+import torch
+from overlap_spec_kernels.launch import capability_of, runs_gluon
+from overlap_spec_kernels.nvrtc import runs_hopper
+
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.quantization.grouped import GroupedLinear
+from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
-HOPPER = (9, 0)
+META = torch.device("meta")
+QUANTISED = (
+    "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers; more rows"
+    " dequantize, then a BLAS"
+)
+GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
-def depends(capability: tuple[int, int]) -> bool:
-    """Whether launches may begin before the one ahead has ended, and kernels in Gluon run."""
-    return capability >= HOPPER
+def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
+    """By what they compute."""
+    rows = {f"linears in {name}": text for name, text in _linears(models, dtype)}
+    return rows | (_on_cpu() if capability_of(META) is None else _on_gpu(dtype))
 
 
-def has_warpgroups(capability: tuple[int, int]) -> bool:
-    """Whether the kernel in CUDA C++ runs, which is compiled for sm_90a."""
-    return capability == HOPPER
-
-
-def kernels_of(models: LoadedModels, dtype: str, capability: tuple[int, int] | None) -> dict[str, str]:
-    """By what they compute. `capability`: of the GPU; None on a CPU."""
-    rows = {f"linears in {name}": text for name, text in _linears(models, dtype, capability)}
-    return rows | (_on_cpu() if capability is None else _on_gpu(dtype, capability))
-
-
-def _linears(models: LoadedModels, dtype: str, capability: tuple[int, int] | None) -> Iterator[tuple[str, str]]:
-    formats = Counter(type(linear) for linear in linears_in((models.target, models.proposer)))
-    for kind, count in formats.items():
-        if not issubclass(kind, DenseLinear):
-            yield f"{kind.__name__} ({count})", (kind.__doc__ or "").split("\n")[0].rstrip(".")
-        elif capability is None:
+def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
+    formats = Counter(map(_format, linears_in((models.target, models.proposer))))
+    for packing, count in formats.items():
+        if packing is not None:
+            yield f"{packing} ({count})", GROUPED if capability_of(META) is None else QUANTISED
+        elif capability_of(META) is None:
             yield f"{dtype} ({count})", "oneDNN or BLAS, the form that is fastest when timed at start"
         else:
-            yield f"{dtype} ({count})", _dense(dtype, capability)
+            yield f"{dtype} ({count})", _dense(dtype)
 
 
-def _dense(dtype: str, capability: tuple[int, int]) -> str:
-    few = "streamed_linear (Gluon)" if depends(capability) else "whole_rows_linear (Triton), else a BLAS"
-    if dtype not in SIXTEEN_BITS or not depends(capability):
+def _format(linear: AnyLinear) -> str | None:
+    """None for a matrix of the model's type."""
+    if isinstance(linear, GroupedLinear):
+        return f"{', '.join(sorted({str(part.bits) for part in linear.operand.parts}))} bits of a .gguf file"
+    if not isinstance(linear, QuantizedLinear):
+        return None
+    packing = linear.operand.packing
+    return f"{packing.bits} bits, " + (f"groups of {packing.group}" if packing.group else "a scale for each row")
+
+
+def _dense(dtype: str) -> str:
+    few = "streamed_linear (Gluon)" if runs_gluon(META) else "whole_rows_linear (Triton), else a BLAS"
+    if dtype not in SIXTEEN_BITS or not runs_gluon(META):
         return f"few rows {few}; more rows a BLAS"
-    more = "17 to 128 rows warpgroup_linear (Gluon); " if has_warpgroups(capability) else ""
-    wide = "; gates and argmax of many rows wide_linear (CUDA C++)" if has_warpgroups(capability) else ""
+    more = "17 to 128 rows warpgroup_linear (Gluon); " if runs_hopper(META) else ""
+    wide = "; gates and argmax of many rows wide_linear (CUDA C++)" if runs_hopper(META) else ""
     return f"few rows whole_rows_linear (Triton) and {few}; {more}more rows a BLAS{wide}"
 
 
@@ -54,13 +65,13 @@ def _on_cpu() -> dict[str, str]:
     return {"attention": "torch, over gathered pages", "drawing": "torch"}
 
 
-def _on_gpu(dtype: str, capability: tuple[int, int]) -> dict[str, str]:
-    ring = depends(capability) and dtype in SIXTEEN_BITS
+def _on_gpu(dtype: str) -> dict[str, str]:
+    ring = runs_gluon(META) and dtype in SIXTEEN_BITS
     long_chunks = "; chunks of 1,536 rows or more cuDNN (chunk_attention)" if ring else ""
     return {
         "attention, decode": f"decode_attention ({'Gluon' if ring else 'Triton'}), trees tree_attention",
         "attention, prompts": f"paged_attention (Triton){long_chunks}",
-        "launches": "dependent, in CUDA graphs" if depends(capability) else "in CUDA graphs",
+        "launches": "dependent, in CUDA graphs" if runs_gluon(META) else "in CUDA graphs",
     }
 
 

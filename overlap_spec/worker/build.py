@@ -56,8 +56,8 @@ def load_models(settings: Settings, place: torch.device, progress: Progress) -> 
     method = method_of(settings.spec)
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
-    kernel = _integer_kernel(settings)
-    target = load_target(settings.model.files, dtype, place, progress, kernel)
+    kernel = None if place.type == "meta" else _integer_kernel(settings)
+    target = load_target(settings.model.files, dtype, place, progress, kernel, settings.model.keeps_integers)
     proposer = method.load(settings.spec, target, progress)
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)
@@ -91,20 +91,19 @@ def prepare_place(settings: Settings) -> torch.device:
     torch.backends.cudnn.allow_tf32 = False
     if settings.model.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", f"there is a CUDA driver, but torch {torch.__version__} cannot use it; use cpu")
-    _check_kv_dtype(settings)
+    if settings.model.device == "cuda":
+        check_kv_dtype(settings, torch.cuda.get_device_capability())
     return torch.device(settings.model.device)
 
 
-def _check_kv_dtype(settings: Settings) -> None:
-    """Raises: ConfigError if the GPU cannot convert 8 bits."""
-    if settings.cache.kv_dtype is not None and settings.model.device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        if capability < CONVERTS_8_BITS:
-            raise ConfigError(
-                "kv_cache_dtype",
-                f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))};"
-                " use bfloat16 with --dtype bfloat16",
-            )
+def check_kv_dtype(settings: Settings, capability: tuple[int, int]) -> None:
+    """Raises: ConfigError if a GPU of this capability cannot convert 8 bits."""
+    if settings.cache.kv_dtype is not None and capability < CONVERTS_8_BITS:
+        raise ConfigError(
+            "kv_cache_dtype",
+            f"8 bits need a GPU of compute capability 8.9 or later, found {'.'.join(map(str, capability))};"
+            " use bfloat16 with --dtype bfloat16",
+        )
 
 
 def build_executor(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
-from support.near_oracle import NearOracle
+from support.near_oracle import NearOracle, rounded_target
 from support.plain_oracle import PlainOracle
 from support.ring import RingConfig, tiny_loaded
 from support.storm import Counting, Request, random_requests, run_requests, run_storm
@@ -93,7 +93,7 @@ def test_requests_in_bfloat16(codec: TextCodec, kind: str, record_summary) -> No
     config = RingConfig(**{**vars(FULL), **RINGS[kind], "dtype": torch.bfloat16})
     requests = mixed_requests(f"{kind} 16", NUM_16_BIT, filters=False)
     models, figures = tiny_loaded(20, config.num_steps, torch.bfloat16, PLACE, **STREAMED), {}
-    oracle = NearOracle(20, codec, torch.bfloat16, MOST, **STREAMED)
+    oracle = NearOracle(rounded_target(20, torch.bfloat16, **STREAMED), codec, MOST)
     counting = Counting(oracle)
     seen = run_requests(requests, models, config, codec, counting, kind, watch_for(config, figures))
     near = {"tokens_not_the_best": oracle.near_ties, "largest_shortfall": round(oracle.worst, 4)}

@@ -8,23 +8,27 @@ from unittest.mock import patch
 import pytest
 import torch
 from msgspec.structs import replace
-from overlap_spec_kernels.launch import runs_gluon
+from overlap_spec_kernels.launch import assuming, runs_gluon
 from overlap_spec_kernels.nvrtc import runs_hopper
 from safetensors.torch import save_file
 from support.bad_checkpoints import (
+    FORMAT_ERRORS,
     HEAD_ERRORS,
     IN_VALUES,
+    QUANTISED_SIZES,
     STALE_INDEXES,
     TARGET_ERRORS,
     TRUNCATED,
+    badly_quantised,
     rewrite_index,
     write_shards,
 )
+from support.gguf_files import KIND, write_gguf
 from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.quantized import quantised
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import hub
-from overlap_spec.check import kernels
 from overlap_spec.check.check import check
 from overlap_spec.check.place import Asked, parse_bytes
 from overlap_spec.cli import main
@@ -88,6 +92,12 @@ def test_a_bad_head(case: str, target: Path, tmp_path: Path) -> None:
     assert_refused_alike(config_of(target, tmp_path), in_values=case in IN_VALUES)
 
 
+@pytest.mark.parametrize("case", FORMAT_ERRORS)
+def test_a_bad_format(case: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, badly_quantised(case))
+    assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
+
+
 @pytest.mark.parametrize("case", STALE_INDEXES)
 def test_a_stale_index(case: str, tmp_path: Path) -> None:
     write_shards(tmp_path, tiny_target(2), "model.safetensors", save_file)
@@ -132,6 +142,16 @@ def test_sizes_are_those_of_a_start(binary: bool, target: Path, tmp_path: Path) 
     assert report.draft.fits["aux layers"] == "0, 1 of 2"
 
 
+@pytest.mark.parametrize("kind", [KIND.Q4_0, KIND.Q4_1, KIND.Q8_0], ids=str)
+def test_weights_of_a_gguf_keep_their_bits_on_a_cpu(kind: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_target(6), dict.fromkeys(("q_proj", "o_proj", "down_proj"), kind))
+    config = config_of(tmp_path / "tiny.gguf")
+    report, models = check(config, NO_GPU), start(config)
+    assert report.memory is not None
+    assert report.memory.held["of target weights"] == models.target.num_bytes
+    assert any("of a .gguf file" in name for name in report.kernels)
+
+
 def test_headers_alone_are_read(target: Path) -> None:
     with patch("overlap_spec.models.loading.sources.SafetensorsSource.read", side_effect=AssertionError):
         assert check(config_of(target), NO_GPU).will_run
@@ -151,15 +171,51 @@ def test_a_gpu_that_is_not_here(target: Path) -> None:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_kernels_are_said_as_ops_choose_them(capability: tuple[int, int]) -> None:
-    device = torch.device("cuda", capability[0] * 10 + capability[1])  # one that no cache has seen
+def test_ops_answer_for_a_gpu_that_is_not_here_as_on_it(capability: tuple[int, int]) -> None:
+    device, meta = torch.device("cuda", 10 * capability[0] + capability[1]), torch.device("meta")  # in no cache yet
     with (
         patch("torch.cuda.get_device_capability", return_value=capability),
         patch("overlap_spec_kernels.launch._has_gluon", return_value=True),
-        patch("overlap_spec_kernels.nvrtc.importlib.util.find_spec", return_value=object()),
+        patch("overlap_spec_kernels.nvrtc._has_bindings", return_value=True),
+        assuming(capability),
     ):
-        assert kernels.depends(capability) == runs_gluon(device)
-        assert kernels.has_warpgroups(capability) == runs_hopper(device)
+        assert (runs_gluon(meta), runs_hopper(meta)) == (runs_gluon(device), runs_hopper(device))
+    assert not runs_gluon(meta), "elsewhere it stands for a CPU"
+
+
+@pytest.mark.parametrize(("capability", "names"), [((8, 0), "Triton"), ((9, 0), "warpgroup"), ((10, 0), "Gluon")])
+def test_kernels_by_capability(capability: tuple[int, int], names: str, target: Path) -> None:
+    config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
+    kernels = check(config, Asked(parse_bytes("8GiB"), capability)).kernels
+    linears = next(text for name, text in kernels.items() if name.startswith("linears in bfloat16"))
+    assert names in linears
+    assert ("wide_linear" in linears) == (capability == (9, 0))
+    assert ("cuDNN" in kernels["attention, prompts"]) == (capability >= (9, 0))
+
+
+def test_pages_of_8_bits(target: Path) -> None:
+    config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
+    reports = [
+        check(replace(config, kv_cache_dtype=dtype), Asked(parse_bytes("8GiB"), capability))
+        for dtype, capability in (("auto", (9, 0)), ("fp8_e4m3", (9, 0)), ("fp8_e4m3", (8, 0)))
+    ]
+    wide, narrow = (report.memory.kv_bytes_per_token for report in reports[:2] if report.memory is not None)
+    assert wide == 2 * narrow
+    assert "8.9 or later, found 8.0" in reports[2].refused[0]
+
+
+@pytest.mark.parametrize(("capability", "bits"), [((9, 0), 8), ((8, 0), 16)])
+def test_weights_keep_their_format_where_a_kernel_multiplies_by_it(
+    capability: tuple[int, int], bits: int, tmp_path: Path
+) -> None:
+    stored, _ = quantised(tiny_target(3, **QUANTISED_SIZES), "fp8 by row")
+    write_checkpoint(tmp_path, stored)
+    config = EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True)
+    report = check(config, Asked(parse_bytes("8GiB"), capability))
+    assert report.will_run and report.memory is not None
+    in_layers = 2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256)
+    assert (report.memory.formats.get("uint8", 0) >= in_layers) == (bits == 8)
+    assert any("8 bits" in name for name in report.kernels) == (bits == 8)
 
 
 def test_a_draft_tells_its_method(target: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from msgspec.structs import replace
-from support.near_oracle import NearOracle
+from support.near_oracle import NearOracle, rounded_target
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.storm import random_requests, run_requests
 
@@ -29,7 +29,7 @@ class Recording:
 
 
 def test_answers_are_the_best_up_to_rounding(codec: TextCodec) -> None:
-    oracle = NearOracle(0, codec, torch.bfloat16, MOST)
+    oracle = NearOracle(rounded_target(0, torch.bfloat16), codec, MOST)
     recording = Recording(oracle)
     requests = random_requests(random.Random(7), 30, filters=False)
     run_requests(requests, tiny_loaded(0, 3, torch.bfloat16), CONFIG, codec, recording, "16 bit")
@@ -49,7 +49,7 @@ def test_answers_are_the_best_up_to_rounding(codec: TextCodec) -> None:
 @pytest.mark.slow
 def test_the_bound_is_where_it_is_said_to_be(codec: TextCodec) -> None:
     """The last token is replaced by those whose shortfall lies next to the bound, below and above."""
-    oracle = NearOracle(0, codec, torch.bfloat16, MOST)
+    oracle = NearOracle(rounded_target(0, torch.bfloat16), codec, MOST)
     recording = Recording(oracle)
     requests = random_requests(random.Random(8), 160, filters=False)
     run_requests(requests, tiny_loaded(0, 3, torch.bfloat16), CONFIG, codec, recording, "16 bit")

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.tiny.models import TinyCheckpoint, write_checkpoint
+from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
+from support.tiny.quantized import quantised
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+FIRST_Q = "model.layers.0.self_attn.q_proj"
+QUANTISED_SIZES: dict[str, Any] = {"hidden": 128, "intermediate_size": 256, "head_dim": 32}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "ignored_layers": ["fc"]}
 Spoil = Callable[[TinyCheckpoint], TinyCheckpoint]
 
 
@@ -59,6 +63,18 @@ TARGET_ERRORS: dict[str, tuple[Spoil, str]] = {
     "not tied, and no head": (
         without("lm_head.weight"),
         r"lm_head\.weight is missing, expected shape \[128, 32\], because tie_word_embeddings is false",
+    ),
+    "a scale of keys alone": (
+        with_tensors(model__layers__0__self_attn__k_scale=torch.tensor(1.0)),
+        r"k_scale has no counterpart: expected layers\.0\.self_attn\.v_scale",
+    ),
+    "scales of another shape": (
+        with_tensors(model__layers__0__self_attn__kv_scale=torch.ones(3)),
+        r"kv_scale: found shape \[3\], expected \[\]",
+    ),
+    "a scale that is zero": (
+        with_tensors(model__layers__0__self_attn__kv_scale=torch.tensor(0.0)),
+        "kv_scale: found 0, expected a positive finite number",
     ),
     "same weight twice": (with_tensors(norm__weight=torch.zeros(32)), r"tensors \S+ and \S+ mean the same weight"),
     "a draft head": (with_tensors(fc__weight=torch.zeros(32, 64)), "--speculative-draft-model-path"),
@@ -124,13 +140,24 @@ HEAD_ERRORS: dict[str, tuple[Spoil, str]] = {
     ),
     "speculators": (configured(transformer_layer_config={}), "'speculators' layout"),
     "unknown rope": (configured(rope_scaling={"type": "dynamic", "factor": 2}), "rope type 'dynamic'"),
+    "16 bits where 8 are named": (
+        configured(quantization_config=FP8),
+        r"midlayer\.self_attn\.q_proj\.weight: found type float64, expected float8_e4m3fn: the config names fp8",
+    ),
+    "8 bits where none are named": (
+        with_tensors(midlayer__mlp__up_proj__weight=torch.zeros(64, 32).to(torch.float8_e4m3fn)),
+        r"midlayer\.mlp\.up_proj\.weight: found type float8_e4m3fn, expected one of .*names no format of weights",
+    ),
     "missing norm": (without("norm.weight"), r"tensor norm\.weight is missing, expected shape \[32\]"),
     "unexpected": (with_tensors(fc2__weight=torch.zeros(2, 2)), r"unexpected tensor fc2\.weight"),
 }
 
 
 # What headers do not show: only a start tells it.
-IN_VALUES = {"tied, and a head of its own", "d2t too large", "d2t negative"}
+IN_VALUES = {
+    *("tied, and a head of its own", "d2t too large", "d2t negative", "zero scale", "infinite scale", "NaN"),
+    *("act-order", "zero point of 16", "another shape within", "a scale that is zero"),
+}
 TRUNCATED = (4, 300, -1)  # bytes that are kept of a file: not even a header, half of it, all but the last byte
 
 
@@ -165,3 +192,79 @@ STALE_INDEXES: dict[str, tuple[Callable[[dict[str, str]], dict[str, str]], str]]
         r"index\.json: tensor \S+q_proj\.weight: found in model-00001-of-00002\.safetensors, expected in model-00002",
     ),
 }
+
+
+ONE_OF_THREE, UNNAMED = "one part of three", "a format that the config does not name"
+
+
+SpoilTensors = Callable[[dict[str, Tensor]], object]
+
+
+def put(end: str, change: Callable[[Tensor], Tensor]) -> SpoilTensors:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{FIRST_Q}.{end}"] = change(tensors[f"{FIRST_Q}.{end}"])
+
+    return spoil
+
+
+def first(value: float) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        changed = tensor.clone()
+        changed.view(-1)[0] = value
+        return changed
+
+    return change
+
+
+FORMAT_ERRORS: dict[str, tuple[str, SpoilTensors, str]] = {
+    "no scale": (
+        "fp8 by row",
+        lambda tensors: tensors.pop(f"{FIRST_Q}.weight_scale"),
+        r"q_proj\.weight_scale is missing, expected shape \[128, 1\]",
+    ),
+    "scale of another shape": (
+        "fp8 by row",
+        put("weight_scale", lambda scale: scale[:7]),
+        r"q_proj\.weight_scale: found shape \[7, 1\], expected \[128, 1\]",
+    ),
+    "zero scale": ("fp8 by row", put("weight_scale", first(0)), "found 1 scales like 0, expected positive, finite"),
+    "infinite scale": ("int4", put("weight_scale", first(float("inf"))), "found 1 scales like inf"),
+    "NaN": ("fp8 by row", put("weight", lambda weight: (weight.float() * float("nan")).to(weight.dtype)), "found NaN"),
+    "16 bits where 8 are named": (
+        "fp8 by row",
+        put("weight", lambda weight: weight.bfloat16()),
+        r"q_proj\.weight: found type bfloat16, expected float8_e4m3fn: the config names fp8",
+    ),
+    "16 bits where 4 are named": (
+        "awq",
+        lambda tensors: tensors.update({f"{FIRST_Q}.weight": torch.zeros(128, 128), f"{FIRST_Q}.qweight": None}),
+        r"q_proj\.qweight is missing, expected shape \[128, 16\]",
+    ),
+    "words of another shape": (
+        "gptq",
+        put("qweight", lambda words: words[:3]),
+        r"q_proj\.qweight: found shape \[3, 128\], expected \[16, 128\]",
+    ),
+    "act-order": ("gptq", put("g_idx", lambda index: index.flip(0)), "found columns in another order"),
+    "zero point of 16": ("gptq", put("qzeros", lambda zeros: zeros * 0 - 1), "found a zero point of 16"),
+    "another shape within": ("int4", put("weight_shape", lambda shape: shape + 1), r"found \[129, 129\]"),
+    ONE_OF_THREE: ("fp8 by row", lambda tensors: None, "q_proj stays in 16 bits and .*k_proj does not"),
+    UNNAMED: (
+        "fp8 by row",
+        lambda tensors: None,
+        "found type float8_e4m3fn, expected one of .*names no format of weights",
+    ),
+}
+
+
+def badly_quantised(case: str) -> TinyCheckpoint:
+    """A target in a format of few bits, with the fault of that case."""
+    kind, spoil, _ = FORMAT_ERRORS[case]
+    stored, _ = quantised(tiny_target(3, **QUANTISED_SIZES), kind)
+    config, tensors = dict(stored.config), dict(stored.tensors)
+    spoil(tensors)
+    if case == ONE_OF_THREE:
+        config["quantization_config"] = config["quantization_config"] | {"ignore": ["re:.*q_proj"]}
+    elif case == UNNAMED:
+        del config["quantization_config"]
+    return TinyCheckpoint(config, {name: tensor for name, tensor in tensors.items() if tensor is not None})

@@ -10,6 +10,7 @@ from overlap_spec_kernels import gumbel
 from torch import Tensor
 
 from overlap_spec.messages import FinishKind, SamplingParams
+from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.spec.rows import chunk_rows
 from overlap_spec.tokenizer.codec import Codec
@@ -20,16 +21,21 @@ from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_targ
 PAGE_SIZE, NUM_PAGES = 16, 9  # a request's, and the dummy page
 
 
+def rounded_target(seed: int, dtype: torch.dtype, **shape: int) -> LoadedTarget:
+    """The weights of `tiny_target` as they are rounded to `dtype`, in float64."""
+    exact = tiny_target(seed, **shape)
+    rounded = {name: tensor.to(dtype).double() for name, tensor in exact.tensors.items()}
+    return load_tiny_target(TinyCheckpoint(exact.config, rounded))
+
+
 class NearOracle:
     """Reads answers. `most`: by how much of a logit a token may fall short of the best one.
 
     `worst` is the largest shortfall that was seen, `near_ties` how many tokens were not the best.
     """
 
-    def __init__(self, seed: int, codec: Codec, dtype: torch.dtype, most: float, **shape: int) -> None:
-        exact = tiny_target(seed, **shape)
-        rounded = {name: tensor.to(dtype).double() for name, tensor in exact.tensors.items()}
-        weights = load_tiny_target(TinyCheckpoint(exact.config, rounded))
+    def __init__(self, weights: LoadedTarget, codec: Codec, most: float) -> None:
+        """`weights`: in float64."""
         cache = KVCache.allocate(weights.kv_shape, NUM_PAGES, PAGE_SIZE, torch.float64, CPU)
         self._target = weights.attach(cache, NUM_PAGES * PAGE_SIZE)
         self._ids = torch.arange(weights.vocab_size)
@@ -55,10 +61,17 @@ class NearOracle:
             self._check_tokens(prompt, tokens, sampling, what)
 
     def _check_tokens(self, prompt: list[int], tokens: list[int], sampling: SamplingParams, what: str) -> None:
-        short = self.shortfalls(prompt, tokens, sampling).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+        short = self._short(prompt, tokens, sampling)
         assert float(short.max()) < self._most, f"{what}: tokens fall short by {short.tolist()}"
         self.worst = max(self.worst, float(short.max()))
         self.near_ties += int((short > 0).sum())
+
+    def falls_short(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> float:
+        """By how much the worst token of an answer falls short of the best one at its place."""
+        return float(self._short(prompt, tokens, sampling).max())
+
+    def _short(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> Tensor:
+        return self.shortfalls(prompt, tokens, sampling).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
     def shortfalls(self, prompt: list[int], tokens: list[int], sampling: SamplingParams) -> Tensor:
         """By how much each token of the vocabulary falls short at each place. Shapes: -> [len(tokens), V] f64."""

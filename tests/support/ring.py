@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import tiny_grammar_vocabulary
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
-from support.tiny.models import CPU, load_tiny_target, tiny_target
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
 
 TIMEOUT_S = 30.0
@@ -99,14 +99,21 @@ def tiny_loaded(
     checkpoint = tiny_target(seed, **(TINY_FAMILIES[family] if kind is None else SIZES), **shape)
     stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
     target = convert(load_tiny_target(stored, dtype, place))
+    return replace(tiny_models(checkpoint, target, seed + 1, num_steps, method, topk), kernel=kernel)
+
+
+def tiny_models(
+    checkpoint: TinyCheckpoint, target: LoadedTarget, seed: int, num_steps: int, method: str, topk: int = 1
+) -> LoadedModels:
+    """A loaded target with a draft. `checkpoint`: what the draft is made for; `seed`: of the draft."""
     if num_steps == 0:
-        return LoadedModels(target, NoDraft(), method_named("NONE"), kernel=kernel)
+        return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
     record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
-    draft = load(seed + 1, checkpoint, target, num_steps)
+    draft = load(seed, checkpoint, target, num_steps)
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
-    return LoadedModels(target, draft, record, kernel=kernel)
+    return LoadedModels(target, draft, record)
 
 
 @dataclass(frozen=True)

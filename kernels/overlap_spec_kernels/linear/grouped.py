@@ -109,6 +109,25 @@ class GroupedPart:
             laid_out = _nibbles_packed(laid_out)
         return cls(laid_out, scales, offsets, num_rows, bits, least, group)
 
+    @classmethod
+    def outlined(
+        cls, num_rows: int, size_k: int, bits: int, group: int, scales: Tensor, offsets: Tensor | None
+    ) -> GroupedPart:
+        """One without values, on the device `meta`, with scales in 16 bits. Shapes: scales, offsets [O, I / group]."""
+        blocks = (num_rows + -num_rows % PANEL) // LANES
+        kind, size = (torch.int32, size_k // NIBBLES) if bits == 4 else (torch.int8, size_k)
+        values = scales.new_empty(blocks, size, LANES, dtype=kind)
+        per_group = scales.new_empty(blocks, size_k // group, LANES, dtype=torch.float16)
+        return cls(
+            values,
+            per_group,
+            None if offsets is None else per_group.new_empty(per_group.shape),
+            num_rows,
+            bits,
+            0,
+            group,
+        )
+
     @property
     def tensors(self) -> list[Tensor]:
         """All memory that it takes."""

@@ -182,7 +182,8 @@ class Checkpoint:
             return None
         for name, groups in zip(shapes, found, strict=True):
             self.skip(name)
-            self._sums.add(name, groups.scales if groups.offsets is None else groups.scales + groups.offsets)
+            if not groups.scales.is_meta:
+                self._sums.add(name, groups.scales if groups.offsets is None else groups.scales + groups.offsets)
         return grouped_linear(found, bias, self._kept.kernel)
 
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:

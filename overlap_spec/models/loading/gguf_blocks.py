@@ -36,6 +36,15 @@ class BlockFormat:
         offsets = None if offsets is None else offsets.reshape(num_rows, -1)
         return Groups(values, scales, offsets, self.num_bits, self.least)
 
+    def outline(self, num_rows: int, num_columns: int) -> Groups:
+        """The groups of a matrix without values, on the device `meta`."""
+        _, scales, offsets = self.parts(torch.zeros(1, self.num_bytes, dtype=torch.uint8))
+        values = torch.empty(num_rows, num_columns, dtype=torch.int8, device="meta")
+        per_row = values.new_empty(num_rows, num_columns // (self.size // scales.shape[1]), dtype=torch.float32)
+        return Groups(
+            values, per_row, None if offsets is None else per_row.new_empty(per_row.shape), self.num_bits, self.least
+        )
+
 
 def _half(block: Tensor, first: int) -> Tensor:
     """The 16-bit float at a byte. Shapes: -> [N, 1] f32."""

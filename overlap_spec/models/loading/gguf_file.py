@@ -49,6 +49,11 @@ class GgufTensor:
             return None
         return format_.groups(torch.from_numpy(self.data.copy()), int(np.prod(self.shape[:-1])))
 
+    def outline(self) -> Groups | None:
+        """`groups` without values, on the device `meta`."""
+        format_ = FORMATS.get(self.kind)
+        return None if format_ is None else format_.outline(int(np.prod(self.shape[:-1])), self.shape[-1])
+
 
 def read_tensors(path: Path) -> list[GgufTensor]:
     """Every tensor, in the order of the file. Raises: OSError; ValueError if it is not a GGUF file."""

@@ -105,6 +105,10 @@ class GgufSource:
         heads = self._paired_heads(name)
         return values if heads is None else _in_halves(values, heads)
 
+    def outline(self, name: str) -> Groups | None:
+        """`groups` without values."""
+        return self._tensors[name].outline()
+
     def groups(self, name: str) -> Groups | None:
         """The tensor's integers and scales; None if it has none."""
         groups, heads = self._tensors[name].groups(), self._paired_heads(name)

@@ -45,7 +45,10 @@ def _found(checkpoint: Weights, attention: str, part: str) -> str | None:
 
 def _scale(checkpoint: Weights, name: str) -> float:
     shape, place = checkpoint.shape(name), f"{checkpoint.file_of(name)}: tensor {name}"
-    scale = float(checkpoint.take_raw(name, shape if shape in SCALARS else ()))
+    stored = checkpoint.take_raw(name, shape if shape in SCALARS else ())
+    if stored.is_meta:
+        return 1.0
+    scale = float(stored)
     if not (math.isfinite(scale) and scale > 0):
         raise CheckpointError(f"{place}: found {scale:g}, expected a positive finite number")
     return scale

@@ -48,10 +48,12 @@ def load_target(
     device: torch.device,
     progress: Progress = ignore_progress,
     kernel: GroupedKernel | None = None,
+    keeps_integers: bool = False,
 ) -> LoadedTarget:
     """Load a target's weights, converted to its dtype and device.
 
-    `kernel`: linears of a .gguf file keep its integers and multiply with this kernel; None: all become floats.
+    `kernel`: linears of a .gguf file keep its integers and multiply with this kernel; None: all become floats, unless
+    nothing is computed (`meta`), where `keeps_integers` tells.
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
@@ -61,10 +63,16 @@ def load_target(
         weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
     else:
         source = open_directory(path, files.load_format) if path.is_dir() else _open_gguf(path, config, files.config)
-        kept = KeptIntegers(source.groups, kernel) if kernel is not None and isinstance(source, GgufSource) else None
+        kept = _kept_integers(source, kernel, keeps_integers and device.type == "meta")
         weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
     return architecture_of(files.config, _origin(files)).load(config, weights)
+
+
+def _kept_integers(source: TensorSource, kernel: GroupedKernel | None, outlined: bool) -> KeptIntegers | None:
+    if not isinstance(source, GgufSource) or (kernel is None and not outlined):
+        return None
+    return KeptIntegers(source.outline if outlined else source.groups, kernel)
 
 
 def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:

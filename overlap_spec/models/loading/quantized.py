@@ -12,6 +12,7 @@ Scales of activations are checked and not used, because activations are not quan
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from overlap_spec_kernels import Packing, QuantizedWeight, part_of
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from overlap_spec.config.quantization import Granularity, QuantizationScheme, Stored
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.loading.checkpoint import Shape, Weights
 from overlap_spec.models.quantization.forms import LinearForms
 from overlap_spec.models.quantization.linear import QuantizedLinear
@@ -67,7 +68,7 @@ def take_quantized(
     parts = [take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()]
     forms = checkpoint.forms
     if forms.device.type == "meta":
-        return _without_values(parts, forms)
+        return _without_values(parts, forms, bias)
     stored = stacked(parts)
     if not forms.keeps(stored):
         if forms.device.type == "cuda" and forms.dequantised == 1:
@@ -80,16 +81,26 @@ def take_quantized(
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
 
 
-def _without_values(parts: Sequence[StoredWeight], forms: LinearForms) -> AnyLinear:
-    """A linear of the right size, as it is on a GPU that has a kernel for its format; torch.cat would take seconds."""
+def _without_values(parts: Sequence[StoredWeight], forms: LinearForms, bias: Tensor | None) -> AnyLinear:
+    """A linear of the right size, in the form that it has on the device that `meta` is taken for.
+
+    torch.cat, and what packs bits, would load a compiler for such tensors, which takes seconds.
+    """
     first, rows = parts[0], sum(part.shape[0] for part in parts)
-    part = part_of(first.bits, first.group, first.shape[1])
-    if part is None or forms.dtype != torch.bfloat16:
-        return Linear(torch.empty((rows, first.shape[1]), dtype=forms.dtype, device="meta"))
-    data = torch.empty((rows, first.shape[1] * first.bits // 8), dtype=torch.uint8, device="meta")
-    scales = torch.empty((first.scales.shape[0], -(-rows // first.scale_rows)), dtype=first.scales.dtype, device="meta")
-    packing = Packing(scales, None, first.bits, part, first.group, first.scale_rows)
-    return QuantizedLinear(QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, first.shape[1]))))
+    columns, scale_rows = first.shape[1], first.scale_rows
+    whole = replace(
+        first,
+        values=first.values.new_empty((rows, columns)),
+        scales=first.scales.new_empty((len(first.scales), -(-rows // scale_rows))),
+        zeros=None if first.zeros is None else first.zeros.new_empty((len(first.zeros), rows)),
+    )
+    part = part_of(first.bits, first.group, columns)
+    if part is None or not forms.keeps(whole):
+        return make_linear(torch.empty((rows, columns), dtype=forms.dtype, device="meta"), bias)
+    data = whole.values.new_empty((rows, columns * first.bits // 8))
+    zeros = None if whole.zeros is None else whole.zeros.new_empty(whole.zeros.shape, dtype=torch.bfloat16)
+    packing = Packing(whole.scales, zeros, first.bits, part, first.group, scale_rows)
+    return QuantizedLinear(QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, columns))), bias)
 
 
 def take_matrix(checkpoint: Weights, name: str, shape: Shape) -> Tensor:

@@ -120,11 +120,18 @@ class KeptIntegers:
     """How linears get the integers of a file, instead of floats."""
 
     read: Callable[[str], Groups | None]  # a tensor by the name of its source; None if it is stored in floats
-    kernel: GroupedKernel
+    kernel: GroupedKernel | None  # None: nothing is computed, tensors have no values
 
 
-def grouped_linear(stacked: list[Groups], bias: Tensor | None, kernel: GroupedKernel) -> GroupedLinear:
+def grouped_linear(stacked: list[Groups], bias: Tensor | None, kernel: GroupedKernel | None) -> GroupedLinear:
     """A linear of matrices with the same input. Neighbours in one format become one part."""
+    size_k = stacked[0].values.shape[1]
+    if kernel is None:
+        outlines = (
+            GroupedPart.outlined(len(each.values), size_k, each.num_bits, each.group, each.scales, each.offsets)
+            for each in stacked
+        )
+        return GroupedLinear(GroupedWeight(tuple(outlines), size_k, None), bias)
     merged: list[Groups] = []
     for groups in stacked:
         if merged and merged[-1].like(groups):
@@ -135,7 +142,7 @@ def grouped_linear(stacked: list[Groups], bias: Tensor | None, kernel: GroupedKe
         GroupedPart.packed(part.values, part.scales, part.offsets, part.num_bits, part.least, kernel.reads_half)
         for part in merged
     )
-    return GroupedLinear(GroupedWeight(parts, merged[0].values.shape[1], kernel), bias)
+    return GroupedLinear(GroupedWeight(parts, size_k, kernel), bias)
 
 
 def in_16_bits(node: T, kernel: GroupedKernel) -> T:

@@ -1,0 +1,60 @@
+"""Every architecture in every format with every drafting method: tokens are plain decoding's, of the same weights.
+
+With `--matrix FILE` the outcome of each cell is written, from which docs/models.md has its tables. A cell is loaded
+from files, by the loaders of an engine; what they refuse is the cell's sentence. In CI a few cells run, spread over
+the matrix by a hash of their names.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.model_cells import CELLS, DIFFERS, EQUAL, METHODS, Cell, outcome_of
+from support.tiny.formats import ARCHITECTURES as TINY_ARCHITECTURES
+from support.tiny.formats import FORMATS
+from support.tiny.models import CPU
+
+from overlap_spec.bench.age import reasons
+from overlap_spec.models.registry import ARCHITECTURES
+from overlap_spec.tokenizer.codec import TextCodec
+
+RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "model_matrix.json"
+NUM_QUICK, NUM_SLOW = 3, 10
+NoteCell = Callable[[str, str, str, str], None]  # architecture, format, method, outcome
+
+RANKED = sorted(CELLS, key=lambda cell: cell.rank)
+SAMPLE = [*RANKED[:NUM_QUICK], *(pytest.param(cell, marks=pytest.mark.slow) for cell in RANKED[NUM_QUICK:NUM_SLOW])]
+ROWS = [(architecture, format_) for format_ in FORMATS for architecture in TINY_ARCHITECTURES]
+
+
+@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+def test_a_sample_of_cells(codec: TextCodec, cell: Cell) -> None:
+    assert outcome_of(cell, codec, torch.float64, CPU) != DIFFERS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("architecture", "format_"), ROWS)
+def test_every_cell(codec: TextCodec, note_model: NoteCell, architecture: str, format_: str) -> None:
+    outcomes = {
+        method: outcome_of(Cell(architecture, format_, method), codec, torch.float64, CPU) for method in METHODS
+    }
+    for method, outcome in outcomes.items():
+        note_model(architecture, format_, method, outcome)
+    assert DIFFERS not in outcomes.values(), outcomes
+
+
+def test_every_architecture_has_rows() -> None:
+    assert TINY_ARCHITECTURES.keys() == ARCHITECTURES.keys(), "add a tiny one to tests/support/tiny/formats.py"
+
+
+def test_the_matrix_has_every_cell() -> None:
+    """The one that documents show, unless it is named as older than the code."""
+    cells = json.loads((RESULTS / MATRIX).read_text())["cells"]
+    outcomes = {cell: cells.get(cell.architecture, {}).get(cell.format, {}).get(cell.method, "") for cell in CELLS}
+    assert DIFFERS not in outcomes.values()
+    if MATRIX not in reasons(RESULTS):
+        assert all(outcomes.values()), [str(cell) for cell, outcome in outcomes.items() if not outcome]
+        of_float = {outcomes[cell] for cell in CELLS if cell.format == "float"}
+        assert of_float == {EQUAL}, "no 16-bit checkpoint of a supported architecture is refused"

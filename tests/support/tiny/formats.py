@@ -1,0 +1,103 @@
+"""Tiny random checkpoints of every architecture in every format of weights, as files, for the matrix of models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.quantization.int8 import with_int8_linears
+from support.gguf_files import KIND, write_gguf
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
+from support.tiny.quantized import FORMATS as QUANTISED
+from support.tiny.quantized import quantised
+
+# By the name in config.json: what a tiny one says beside `tiny_config`.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": TINY_FAMILIES["llama"],
+    "MistralForCausalLM": TINY_FAMILIES["mistral with a window"],
+    "Qwen2ForCausalLM": TINY_FAMILIES["qwen2"] | {"use_sliding_window": False},
+    "MiMoForCausalLM": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
+    "Qwen3ForCausalLM": TINY_FAMILIES["qwen3"],
+    "Gemma3ForCausalLM": TINY_FAMILIES["gemma 3"],
+    "Olmo2ForCausalLM": TINY_FAMILIES["olmo 2"],
+    "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
+}
+
+Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
+
+
+def unchanged(target: LoadedTarget) -> LoadedTarget:
+    """The target as it was loaded."""
+    return target
+
+
+@dataclass(frozen=True)
+class TinyFormat:
+    """`write` returns the path to load, and the checkpoint as the format leaves it, which drafts are made for.
+
+    `flags`: of the engine. `shape`: of the target, where rows must fill whole blocks. `convert`: after loading.
+    """
+
+    write: Write
+    flags: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)
+    convert: Callable[[LoadedTarget], LoadedTarget] = unchanged
+    dtype_on_gpu: torch.dtype = torch.float32  # that of its kernels
+
+    def checkpoint(self, architecture: str, seed: int) -> TinyCheckpoint:
+        """A random target of this architecture."""
+        return tiny_target(seed, **ARCHITECTURES[architecture], **self.shape)
+
+
+def _as_it_is(directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
+    return write_checkpoint(directory, checkpoint), checkpoint
+
+
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+NOT_READ = {"MiMoForCausalLM": "mimo", "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"}  # their names in .gguf
+
+
+def _as_gguf(kind: Any, directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
+    """A Mistral becomes a llama, as llama.cpp converts it. Of what is not read, only the name in the file matters."""
+    name, path = checkpoint.config["architectures"][0], directory / "tiny.gguf"
+    types = dict.fromkeys(PARTS, kind)
+    if name in NOT_READ:
+        write_gguf(path, tiny_target(1, hidden=256), types, architecture=NOT_READ[name])
+        return path, checkpoint
+    if name == "MistralForCausalLM":
+        llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
+        checkpoint = TinyCheckpoint(checkpoint.config | llama, checkpoint.tensors)
+    return path, write_gguf(path, checkpoint, types)
+
+
+def _gguf(kind: Any, **shape: int) -> TinyFormat:
+    return TinyFormat(partial(_as_gguf, kind), shape=shape)
+
+
+def _as_quantised(kind: str, directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
+    stored, meant = quantised(checkpoint, kind)
+    return write_checkpoint(directory, stored), meant
+
+
+IN_RUNS = {"hidden": 128}  # rows of whole groups
+WHOLE_BLOCKS = {"hidden": 256}  # rows of 256 values and more
+FORMATS: dict[str, TinyFormat] = {
+    "float": TinyFormat(_as_it_is),
+    **{
+        kind: TinyFormat(partial(_as_quantised, kind), shape=IN_RUNS, dtype_on_gpu=torch.bfloat16) for kind in QUANTISED
+    },
+    "fp8 while loading": TinyFormat(
+        _as_it_is, flags={"quantization": "fp8"}, shape=IN_RUNS, dtype_on_gpu=torch.bfloat16
+    ),
+    **{f"GGUF {kind.name}": _gguf(kind) for kind in (KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)},
+    **{
+        f"GGUF {kind.name}": _gguf(kind, **WHOLE_BLOCKS)
+        for kind in (KIND.Q2_K, KIND.Q3_K, KIND.Q4_K, KIND.Q5_K, KIND.Q6_K)
+    },
+    "int8 toy": TinyFormat(_as_it_is, convert=with_int8_linears),
+}
