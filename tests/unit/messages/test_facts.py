@@ -62,6 +62,8 @@ def test_a_report_of_a_cpu_engine() -> None:
         "start_up": "1.2 s: imports 1.0, weights 0.2",
         "ceilings": "30 GB/s, FLOP/s not known",
         "verification": "none",
+        "weight_format": "",
+        "draft_weight_format": "",
         "acceptance": "real",
         "logit_processor": "none",
         "weights_mib": 513,

@@ -139,7 +139,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_threads: None) 
 
 
 def settings(threads_given: bool = False, **changes: Any) -> Any:
-    model = {"device": "cpu", "dtype": "float32", "files": SimpleNamespace(config={"hidden_size": 8})} | changes
+    files = SimpleNamespace(config={"hidden_size": 8})
+    model = {"device": "cpu", "dtype": "float32", "files": files, "keeps_integers": False} | changes
     spec = SimpleNamespace(method="a method", width=4)
     return SimpleNamespace(
         model=SimpleNamespace(**model), spec=spec, num_threads=2, spin_count=0, threads_given=threads_given
