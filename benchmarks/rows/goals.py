@@ -45,12 +45,11 @@ class Goal:
     style: str = "{:.4g}"
 
     def measured(self, reports: Reports) -> Measured | None:
-        """From the newest report that has any of it; None if none has."""
+        """From the newest report that has all of it, else from the newest that has any; None if none has."""
         own = [(name, report) for name, report in reports.items() if report["benchmark"] == self.benchmark]
-        for name, report in sorted(own, key=lambda named: str(named[1]["run"]["when"]), reverse=True):
-            if values := tuple(self.pick(report)):
-                return Measured(name, values)
-        return None
+        newest_first = sorted(own, key=lambda named: str(named[1]["run"]["when"]), reverse=True)
+        found = [Measured(name, values) for name, report in newest_first if (values := tuple(self.pick(report)))]
+        return next((each for each in found if len(each.values) >= self.cells), found[0] if found else None)
 
     def worst(self, values: Iterable[float]) -> float:
         """The cell that decides."""
