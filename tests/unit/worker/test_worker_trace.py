@@ -133,7 +133,7 @@ def test_marks_of_the_warm_up_are_nobodys(device: WrongClock, tmp_path: Path) ->
 def test_who_watches_is_told_of_steps_that_are_done(device: WrongClock) -> None:
     recorder = LiveTrace(WORKER, lambda: device.host)
     tracer = LiveTracer(recorder, device)
-    tracer.launched(launched(device, Phase.DECODE, 4))  # nobody watches yet
+    tracer.launched(launched(device, Phase.DECODE, 4))  # before the first question
     device.host = 1001.0
     tracer.watch(5.0)
     assert recorder.take() == []
@@ -163,7 +163,7 @@ def test_who_watches_is_told_of_steps_that_are_done(device: WrongClock) -> None:
     assert len(recorder.take()) == 5 * MOST_LIVE_STEPS
     device.host = 1007.0
     tracer.launched(launched(device, Phase.DECODE, 4))
-    assert not recorder.is_on, "nobody has asked for long"
+    assert not recorder.is_on, "the last question was long ago"
 
 
 def test_the_cpus_clock_is_the_hosts() -> None:
