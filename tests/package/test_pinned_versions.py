@@ -38,7 +38,7 @@ def differences(run: dict[str, Any], pins: dict[str, str], ignored: frozenset[st
 
 
 def is_of_a_gpu(path: Path) -> bool:
-    return "h200" in path.stem.split("_")
+    return "h200" in path.stem.partition("-")[0].split("_")  # a commit may follow
 
 
 CLIENTS = RESULTS / "clients"  # checks by other packages, whose versions are pinned beside the script that runs them
