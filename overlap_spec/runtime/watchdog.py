@@ -34,7 +34,7 @@ class ActorSigns:
 
 @dataclass(frozen=True)
 class Late:
-    """An actor whose sign of life is overdue: for how long, and what it was doing."""
+    """An actor that has given no sign of life in time: since when, and its last known work."""
 
     actor: str
     seconds: float
