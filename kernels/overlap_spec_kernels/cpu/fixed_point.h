@@ -14,8 +14,14 @@
 namespace overlap_spec {
 
 constexpr int DIGITS = 3;
+constexpr int TILE = 8;  // rows that are multiplied at once
 
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+struct GroupOfRow {
+    float scale, sum;  // of x, to be multiplied by W's offset
+    int32_t starts[DIGITS];  // what sums of products begin with, by digit
+};
 
 class Rounded {
   public:
@@ -27,12 +33,13 @@ class Rounded {
 
     // zero: added to every integer of W, for what is multiplied has no sign.
     void resize(int64_t rows, int64_t columns, int64_t group, int32_t zero) {
-        columns_ = columns, group_ = group, groups_ = columns / group, zero_ = zero;
+        rows_ = rows, columns_ = columns, group_ = group, groups_ = columns / group, zero_ = zero;
         digits_.resize(rows * DIGITS * columns);
-        scales_.resize(rows * groups_);
-        sums_.resize(rows * groups_);
-        starts_.resize(rows * groups_ * DIGITS);
+        of_groups_.resize(rows * groups_);
     }
+
+    // Digits of rows 8 n .. 8 n + 7, or as many as there are: 4 columns' of each digit of each row side by side.
+    const int8_t* digits(int64_t row) const { return digits_.data() + row * DIGITS * columns_; }
 
     // One row. Without digits, only the sums of its groups.
     void round(int64_t row, const float* x, bool digits) {
@@ -40,14 +47,11 @@ class Rounded {
             if (digits)
                 round_group(row, g, x + g * group_);
             else
-                sums_[row * groups_ + g] = sum_of(x + g * group_);
+                of_groups_[row * groups_ + g].sum = sum_of(x + g * group_);
     }
 
     int64_t columns() const { return columns_; }
-    const int8_t* digit(int64_t row, int d) const { return digits_.data() + (row * DIGITS + d) * columns_; }
-    const int32_t* starts(int64_t row, int64_t g) const { return starts_.data() + (row * groups_ + g) * DIGITS; }
-    float scale(int64_t row, int64_t g) const { return scales_[row * groups_ + g]; }
-    float sum(int64_t row, int64_t g) const { return sums_[row * groups_ + g]; }
+    const GroupOfRow* groups(int64_t row) const { return of_groups_.data() + row * groups_; }
 
   private:
     static constexpr int32_t FINITE = 0x7f800000, LEAST_EXPONENT = 22;  // as floats store them
@@ -75,6 +79,9 @@ class Rounded {
         const int32_t exponent = largest >> 23 < LEAST_EXPONENT ? LEAST_EXPONENT : largest >> 23;
         const float inverse = as_float((275 - exponent) << 23);  // the largest becomes < 2^22
         const float scale = largest < FINITE ? as_float((exponent - 21) << 23) : NAN;
+        const int64_t in_tile = row % TILE, before = row - in_tile;
+        const int64_t side_by_side = rows_ - before < TILE ? rows_ - before : TILE;
+        int8_t* to = digits_.data() + before * DIGITS * columns_ + in_tile * DIGITS * 4;
         Ints sums[DIGITS] = {};
         for (int64_t i = 0; i < group_; i += LANES) {
             const Floats scaled = load(x + i) * inverse;
@@ -82,26 +89,28 @@ class Rounded {
             for (int d = 0; d < DIGITS; d++) {
                 const Ints digit = rest << 24 >> 24;
                 const Bytes bytes = __builtin_convertvector(digit, Bytes);
-                std::memcpy(digits_.data() + (row * DIGITS + d) * columns_ + g * group_ + i, &bytes, sizeof bytes);
+                for (int64_t k = 0; k < LANES; k += 4) {
+                    const int64_t four = (g * group_ + i + k) / 4 * side_by_side * DIGITS + d;
+                    std::memcpy(to + four * 4, reinterpret_cast<const char*>(&bytes) + k, 4);
+                }
                 sums[d] += digit;
                 rest = (rest - digit) >> 8;
             }
         }
-        const int64_t at = row * groups_ + g;
+        GroupOfRow& of_group = of_groups_[row * groups_ + g];
         int32_t whole[DIGITS] = {};
         for (int d = 0; d < DIGITS; d++) {
             for (int i = 0; i < LANES; i++) whole[d] += sums[d][i];
-            starts_[at * DIGITS + d] = zero_ * whole[d];
+            of_group.starts[d] = zero_ * whole[d];
         }
-        scales_[at] = scale;
-        sums_[at] = scale * float(whole[0] + 256 * whole[1] + 65536 * whole[2]);
+        of_group.scale = scale;
+        of_group.sum = scale * float(whole[0] + 256 * whole[1] + 65536 * whole[2]);
     }
 
-    int64_t columns_ = 0, group_ = 0, groups_ = 0;
+    int64_t rows_ = 0, columns_ = 0, group_ = 0, groups_ = 0;
     int32_t zero_ = 0;
     std::vector<int8_t> digits_;
-    std::vector<float> scales_, sums_;
-    std::vector<int32_t> starts_;
+    std::vector<GroupOfRow> of_groups_;
 };
 
 }  // namespace overlap_spec

@@ -4,8 +4,8 @@
 //     W[o, i] = scale[o, g] * q[o, i] + offset[o, g]        g = i / group
 //     y[t, o] = sum over g of  scale[o, g] * (sum of x[t, i] q[o, i]) + offset[o, g] * (sum of x[t, i])
 //
-// 16 rows of W are the lanes of a vector, and a block of them is contiguous, so that W is read once, in order. Where the
-// processor multiplies bytes (VNNI), x is a 24-bit integer with a scale for each group (`fixed_point.h`), and the sums
+// 16 rows of W are the lanes of a vector, and a panel of four vectors is contiguous, so that W is read once, in order.
+// Where the processor multiplies bytes (VNNI), x is a 24-bit integer with a scale for each group (`fixed_point.h`), and the sums
 // of a group are of integers, exact; elsewhere integers of W become floats in registers.
 
 #pragma once
@@ -16,19 +16,25 @@
 
 namespace overlap_spec {
 
-constexpr int MOST_ROWS = 8;  // of x, that a tile of W is multiplied by at once
-constexpr int PANEL = 4;      // blocks of W that are an item of work
+constexpr int VECTORS = 4;  // of a panel: 64 rows of W, an item of work
+constexpr int PANEL = VECTORS * LANES;
 
 struct Part {             // rows of W in one format
-    const void* values;   // [blocks, I, 16] bf16; [blocks, I / 4, 16] of 4 i8; or [blocks, I / 8, 16] of 8 nibbles
-    const void* scales;   // [blocks, I / group, 16] f16 or f32; null: 1
+    const void* values;   // [panels, I, 64] bf16; [panels, I / 4, 64] of 4 i8; or [panels, I / 8, 64] of 8 nibbles
+    const void* scales;   // [panels, I / group, 64] f16 or f32; null: 1
     const void* offsets;  // like scales, or null
-    int64_t blocks;       // a multiple of 4
-    int64_t rows;         // of W; what is beyond them in the last blocks is zero
+    int64_t panels;
+    int64_t rows;    // of W; what is beyond them in the last panel is zero
     int32_t bits;
     int32_t least;  // of 4 bits: what 0 means
     int32_t group;
     int32_t half;  // whether scales and offsets are f16
+};
+
+struct Vectors {  // of W: the one at `vector` of a panel, and those after it
+    int64_t panel, vector;
+    // Its place among vectors, where every row of W has so many.
+    int64_t of(int64_t per_row) const { return panel * per_row * VECTORS + vector; }
 };
 
 struct Matrix {  // W: parts below one another
@@ -47,59 +53,63 @@ struct Call {
     int threads;
 };
 
-inline Ints packed(const Part& w, int64_t at) { return load<Ints>(static_cast<const int32_t*>(w.values) + at * LANES); }
-
 #ifdef __AVX512VNNI__
 
 constexpr bool EXACT_INTEGERS = true;
 
-inline void add_products(Ints& sum, Ints weights, const int8_t* x) {  // 4 of x times 4 of each lane's row
-    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(x)));
+// Adds 4 of x times 4 of each lane's row. As an instruction with x in memory: compilers keep x in vectors instead, which
+// leaves too few for the sums.
+inline void add_products(Ints& sum, Ints weights, const int8_t* x) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*reinterpret_cast<const int32_t*>(x)));
 }
 
-// The products of a group with R rows of x, by digit. The weights are u4, or s8 whose sign is turned: `starts` is what
-// has to be added for that.
+// Adds the products of a group with R rows of x, by digit. The weights are made positive: sums begin with what that
+// changes.
 template <int R, int NB, int BITS>
-inline void sums_of_group(const Part& w, const Rounded& x, int64_t row, int64_t columns, int64_t block, int64_t first,
-                          Ints (&sums)[R][NB][DIGITS]) {
-    constexpr int STEP = 32 / BITS;
-    for (int k = 0; k < w.group; k += STEP) {
-        for (int n = 0; n < NB; n++) {
-            const Ints values = packed(w, ((block + n) * columns + first + k) / STEP);
-            for (int half = 0; half < STEP; half += 4) {
-                const Ints four = BITS == 8 ? values ^ int32_t(0x80808080) : (values >> half) & 0x0f0f0f0f;
-                for (int r = 0; r < R; r++)
-                    for (int d = 0; d < DIGITS; d++)
-                        add_products(sums[r][n][d], four, x.digit(row + r, d) + first + k + half);
-            }
-        }
-    }
+inline void add_group(const int32_t* values, int64_t group, const int8_t* x, Ints (&sums)[R][NB][DIGITS]) {
+    constexpr int STEP = 32 / BITS, FOUR = R * DIGITS * 4;
+    for (int64_t k = 0; k < group; k += STEP, values += PANEL, x += FOUR * STEP / 4)
+        unrolled<NB>(UNROLLED(n) {
+            const Ints packed = load<Ints>(values + n * LANES);
+            unrolled<STEP / 4>(UNROLLED(half) {
+                const Ints four = BITS == 8 ? packed ^ int32_t(0x80808080) : (packed >> (4 * half)) & 0x0f0f0f0f;
+                unrolled<R>(UNROLLED(r) {
+                    unrolled<DIGITS>(UNROLLED(d) {
+                        add_products(sums[r][n][d], four, x + half * FOUR + (r * DIGITS + d) * 4);
+                    });
+                });
+            });
+        });
 }
 
-// R rows of x times NB blocks of W.
+// R rows of x times NB vectors of W.
 template <int R, int NB, int BITS>
-inline void tile(const Part& w, const Call&, const Rounded& x, int64_t row, int64_t columns, int64_t block,
+inline void tile(const Part& w, const Call&, const Rounded& rounded, int64_t row, int64_t columns, Vectors at,
                  Floats (&y)[R][NB]) {
-    const int64_t groups = columns / w.group;
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < NB; n++) y[r][n] = Floats{};
+    const int64_t group = w.group, groups = columns / group;
+    const int32_t* values = static_cast<const int32_t*>(w.values) + at.of(columns * BITS / 32) * LANES;
+    const int8_t* x = rounded.digits(row);
+    const GroupOfRow* of_groups = rounded.groups(row);
+    unrolled<R>(UNROLLED(r) { unrolled<NB>(UNROLLED(n) { y[r][n] = Floats{}; }); });
     for (int64_t g = 0; g < groups; g++) {
+        const GroupOfRow* of_rows = of_groups + g;
         Ints sums[R][NB][DIGITS];
-        for (int r = 0; r < R; r++)
-            for (int n = 0; n < NB; n++)
-                for (int d = 0; d < DIGITS; d++) sums[r][n][d] = Ints{} + x.starts(row + r, g)[d];
-        sums_of_group<R, NB, BITS>(w, x, row, columns, block, g * w.group, sums);
-        for (int n = 0; n < NB; n++) {
-            const int64_t at = (block + n) * groups + g;
-            const Floats scale = load_scale(w.scales, at, w.half);
-            for (int r = 0; r < R; r++) {
+        unrolled<R>(UNROLLED(r) {
+            unrolled<NB>(UNROLLED(n) {
+                unrolled<DIGITS>(UNROLLED(d) { sums[r][n][d] = Ints{} + of_rows[r * groups].starts[d]; });
+            });
+        });
+        add_group<R, NB, BITS>(values + g * group * BITS / 32 * PANEL, group, x + g * group * R * DIGITS, sums);
+        unrolled<NB>(UNROLLED(n) {
+            const int64_t of_group = at.of(groups) + g * VECTORS + n;
+            const Floats scale = load_scale(w.scales, of_group, w.half);
+            const Floats offset = w.offsets ? load_scale(w.offsets, of_group, w.half) : Floats{};
+            unrolled<R>(UNROLLED(r) {
                 const Floats high = to_floats(sums[r][n][1] + (sums[r][n][2] << 8));
-                y[r][n] += scale * ((high * 256.f + to_floats(sums[r][n][0])) * x.scale(row + r, g));
-            }
-            if (!w.offsets) continue;
-            const Floats offset = load_scale(w.offsets, at, w.half);
-            for (int r = 0; r < R; r++) y[r][n] += offset * x.sum(row + r, g);
-        }
+                const Floats whole = high * 256.f + to_floats(sums[r][n][0]);
+                y[r][n] += scale * (whole * of_rows[r * groups].scale) + offset * of_rows[r * groups].sum;
+            });
+        });
     }
 }
 
@@ -114,9 +124,9 @@ inline Floats column(Ints values, int k, int32_t least) {
     return to_floats(((values >> (8 * (k % 4) + k)) & 15) + least);
 }
 
-// R rows of x times NB blocks of W.
+// R rows of x times NB vectors of W.
 template <int R, int NB, int BITS>
-inline void tile(const Part& w, const Call& c, const Rounded& sums, int64_t row, int64_t columns, int64_t block,
+inline void tile(const Part& w, const Call& c, const Rounded& sums, int64_t row, int64_t columns, Vectors at,
                  Floats (&y)[R][NB]) {
     constexpr int STEP = 32 / BITS;
     const int64_t groups = columns / w.group;
@@ -127,19 +137,20 @@ inline void tile(const Part& w, const Call& c, const Rounded& sums, int64_t row,
         Floats part[R][NB] = {};
         for (int64_t first = g * w.group; first < (g + 1) * w.group; first += STEP)
             for (int n = 0; n < NB; n++) {
-                const Ints values = packed(w, ((block + n) * columns + first) / STEP);
+                const int64_t of_step = at.of(columns / STEP) + first / STEP * VECTORS + n;
+                const Ints values = load<Ints>(static_cast<const int32_t*>(w.values) + of_step * LANES);
                 for (int k = 0; k < STEP; k++) {
                     const Floats q = column<BITS>(values, k, w.least);
                     for (int r = 0; r < R; r++) part[r][n] += q * x[r * c.stride + first + k];
                 }
             }
         for (int n = 0; n < NB; n++) {
-            const int64_t at = (block + n) * groups + g;
-            const Floats scale = load_scale(w.scales, at, w.half);
+            const int64_t of_group = at.of(groups) + g * VECTORS + n;
+            const Floats scale = load_scale(w.scales, of_group, w.half);
             for (int r = 0; r < R; r++) y[r][n] += scale * part[r][n];
             if (!w.offsets) continue;
-            const Floats offset = load_scale(w.offsets, at, w.half);
-            for (int r = 0; r < R; r++) y[r][n] += offset * sums.sum(row + r, g);
+            const Floats offset = load_scale(w.offsets, of_group, w.half);
+            for (int r = 0; r < R; r++) y[r][n] += offset * sums.groups(row + r)[g].sum;
         }
     }
 }
@@ -147,7 +158,7 @@ inline void tile(const Part& w, const Call& c, const Rounded& sums, int64_t row,
 #endif
 
 template <int R, int NB>
-inline void tile_of_16_bits(const Part& w, const Call& c, int64_t row, int64_t columns, int64_t block,
+inline void tile_of_16_bits(const Part& w, const Call& c, int64_t row, int64_t columns, Vectors at,
                             Floats (&y)[R][NB]) {
     const float* x = c.x + row * c.stride;
     for (int r = 0; r < R; r++)
@@ -155,8 +166,8 @@ inline void tile_of_16_bits(const Part& w, const Call& c, int64_t row, int64_t c
 #pragma GCC unroll 2
     for (int64_t k = 0; k < columns; k++)
         for (int n = 0; n < NB; n++) {
-            const int64_t at = (block + n) * columns + k;
-            const Floats q = load_bfloat16(static_cast<const uint16_t*>(w.values) + at * LANES);
+            const int64_t of_column = at.of(columns) + k * VECTORS + n;
+            const Floats q = load_bfloat16(static_cast<const uint16_t*>(w.values) + of_column * LANES);
             for (int r = 0; r < R; r++) y[r][n] += q * x[r * c.stride + k];
         }
 }
@@ -168,25 +179,25 @@ inline void store(const Floats& v, const float* added, float* out, int64_t count
 }
 
 template <int R, int NB, int BITS>
-inline void any_tile(const Part& w, const Call& c, const Rounded& x, int64_t row, int64_t block, Floats (&y)[R][NB]) {
+inline void any_tile(const Part& w, const Call& c, const Rounded& x, int64_t row, Vectors at, Floats (&y)[R][NB]) {
     if constexpr (BITS == 16)
-        tile_of_16_bits<R, NB>(w, c, row, x.columns(), block, y);
+        tile_of_16_bits<R, NB>(w, c, row, x.columns(), at, y);
     else
-        tile<R, NB, BITS>(w, c, x, row, x.columns(), block, y);
+        tile<R, NB, BITS>(w, c, x, row, x.columns(), at, y);
 }
 
 // R rows of x times a panel of W.
 template <int R, int BITS>
 void rows_of_panel(const Part& w, const Call& c, const Rounded& x, int64_t row, int64_t panel, int64_t first) {
     constexpr int NB = BITS == 16 ? (R > 4 ? 2 : 4) : R > 4 ? 1 : R > 2 ? 2 : 4;
-    const int64_t up = c.gated ? w.blocks / 2 : 0, last = c.gated ? up * LANES : w.rows;
-    for (int64_t block = panel * PANEL; block < (panel + 1) * PANEL; block += NB) {
+    const int64_t up = c.gated ? w.panels / 2 : 0, last = c.gated ? up * PANEL : w.rows;
+    for (int vector = 0; vector < VECTORS; vector += NB) {
         Floats y[R][NB], second[R][NB];
-        any_tile<R, NB, BITS>(w, c, x, row, block, y);
-        if (c.gated) any_tile<R, NB, BITS>(w, c, x, row, block + up, second);
+        any_tile<R, NB, BITS>(w, c, x, row, {panel, vector}, y);
+        if (c.gated) any_tile<R, NB, BITS>(w, c, x, row, {panel + up, vector}, second);
         for (int r = 0; r < R; r++)
             for (int n = 0; n < NB; n++) {
-                const int64_t column = (block + n) * LANES;
+                const int64_t column = panel * PANEL + (vector + n) * LANES;
                 if (column >= last) continue;
                 const Floats v = c.gated ? silu(y[r][n]) * second[r][n] : y[r][n];
                 const float* added = c.residual ? c.residual + (row + r) * c.residual_stride + first + column : nullptr;
@@ -197,7 +208,7 @@ void rows_of_panel(const Part& w, const Call& c, const Rounded& x, int64_t row, 
 
 template <int BITS>
 void panel_of_part(const Part& w, const Call& c, const Rounded& x, int64_t panel, int64_t first) {
-    for (int64_t row = 0; row < c.rows; row += MOST_ROWS) switch (c.rows - row) {
+    for (int64_t row = 0; row < c.rows; row += TILE) switch (c.rows - row) {
             case 1: rows_of_panel<1, BITS>(w, c, x, row, panel, first); break;
             case 2: rows_of_panel<2, BITS>(w, c, x, row, panel, first); break;
             case 3: rows_of_panel<3, BITS>(w, c, x, row, panel, first); break;
@@ -229,7 +240,7 @@ inline void linear(const Matrix& matrix, const Call& call) {
             const auto round = [&](int64_t row) { x.round(row, call.x + row * call.stride, EXACT_INTEGERS); };
             team.run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
         }
-        const int64_t panels = (call.gated ? w.blocks / 2 : w.blocks) / PANEL;
+        const int64_t panels = call.gated ? w.panels / 2 : w.panels;
         team.run(panels, call.threads, [&](int64_t panel) { any_panel(w, call, x, panel, first); });
         first += w.rows;
     }

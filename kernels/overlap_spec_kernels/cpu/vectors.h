@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__F16C__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -16,6 +17,17 @@ constexpr int FEW_ROWS = 8;  // whose norms and the like one thread computes bef
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
+
+// work(0) .. work(N - 1), with constants: what they index are then variables, which can be registers, and no array.
+template <int N, class Work, int... I>
+inline __attribute__((always_inline)) void unrolled(const Work& work, std::integer_sequence<int, I...>) {
+    (work(std::integral_constant<int, I>()), ...);
+}
+template <int N, class Work>
+inline __attribute__((always_inline)) void unrolled(const Work& work) {
+    unrolled<N>(work, std::make_integer_sequence<int, N>());
+}
+#define UNROLLED(index) [&](auto index) __attribute__((always_inline))
 
 template <class V>
 inline V load(const void* p) {
@@ -30,7 +42,12 @@ inline Floats as_floats(Ints bits) { return load<Floats>(&bits); }
 inline float as_float(int32_t bits) { return load<float>(&bits); }
 
 inline Floats load_scale(const void* scales, int64_t at, bool half) {
-#ifdef __F16C__
+#if defined(__AVX512F__)
+    if (half) {
+        const uint16_t* p = static_cast<const uint16_t*>(scales) + at * LANES;
+        return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+#elif defined(__F16C__)
     if (half) {
         const __m128i* p = reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(scales) + at * LANES);
         const __m256 both[2] = {_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p + 1))};

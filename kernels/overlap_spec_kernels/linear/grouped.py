@@ -26,8 +26,7 @@ from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
-LANES = 16  # rows of W in a vector of the kernel
-PANEL = 64  # rows of W that the kernel takes at a time
+PANEL = 64  # rows of W that the kernel takes at a time, in four vectors
 SOURCE = Path(__file__).parent.parent / "cpu" / "decoder_layer.cpp"
 
 
@@ -38,7 +37,7 @@ class _Part(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
+        ("panels", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("bits", ctypes.c_int32),
         ("least", ctypes.c_int32),
@@ -98,10 +97,10 @@ def _arguments(weight: GroupedWeight, x: Tensor, out: Tensor) -> tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupedPart:
-    """Rows of W in one format, in the kernel's layout: 16 of them side by side."""
+    """Rows of W in one format, in the kernel's layout: 64 of them side by side."""
 
-    values: Tensor  # [blocks, I / 4, 16] i32 of 4 bytes, [blocks, I / 8, 16] i32 of 8 nibbles, or [blocks, I, 16] bf16
-    scales: Tensor | None  # [blocks, I / group, 16] f16 or f32; None: bfloat16
+    values: Tensor  # [panels, I / 4, 64] i32 of 4 bytes, [panels, I / 8, 64] i32 of 8 nibbles, or [panels, I, 64] bf16
+    scales: Tensor | None  # [panels, I / group, 64] f16 or f32; None: bfloat16
     offsets: Tensor | None  # like scales
     num_rows: int
     bits: int
@@ -117,9 +116,9 @@ class GroupedPart:
         both = [part for part in (scales, offsets) if part is not None]
         narrow = halves and all(torch.equal(part.half().float(), part) for part in both)
         scales, offsets = (
-            None if part is None else _in_blocks(part.half() if narrow else part.float()) for part in (scales, offsets)
+            None if part is None else _in_panels(part.half() if narrow else part.float()) for part in (scales, offsets)
         )
-        laid_out = _in_blocks(values - least if bits == 4 else values)
+        laid_out = _in_panels(values - least if bits == 4 else values)
         group = size_k if scales is None else size_k // scales.shape[1]
         if bits < 16:
             laid_out = _packed(laid_out, bits)
@@ -130,9 +129,9 @@ class GroupedPart:
         cls, num_rows: int, size_k: int, bits: int, group: int, scales: Tensor, offsets: Tensor | None
     ) -> GroupedPart:
         """One without values, on the device `meta`, with scales in 16 bits. Shapes: scales, offsets [O, I / group]."""
-        blocks = (num_rows + -num_rows % PANEL) // LANES
-        values = scales.new_empty(blocks, size_k * bits // 32, LANES, dtype=torch.int32)
-        per_group = scales.new_empty(blocks, size_k // group, LANES, dtype=torch.float16)
+        panels = -(-num_rows // PANEL)
+        values = scales.new_empty(panels, size_k * bits // 32, PANEL, dtype=torch.int32)
+        per_group = scales.new_empty(panels, size_k // group, PANEL, dtype=torch.float16)
         return cls(
             values,
             per_group,
@@ -238,14 +237,14 @@ def grouped_linear_reference(x: Tensor, weight: GroupedWeight) -> Tensor:
     return torch.cat([F.linear(x, part.dequantised()) for part in weight.parts], dim=1)
 
 
-def _in_blocks(rows: Tensor) -> Tensor:
-    """Shapes: [O, n] -> [blocks, n, 16], O filled up with zeros to a multiple of 64."""
+def _in_panels(rows: Tensor) -> Tensor:
+    """Shapes: [O, n] -> [panels, n, 64], O filled up with zeros to a multiple of 64."""
     padded = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-    return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
+    return padded.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
 
 
 def _packed(values: Tensor, bits: int) -> Tensor:
-    """Bytes of four columns, or of eight: the second four are the high nibbles. Shapes: [blocks, I, 16] -> i32."""
+    """Bytes of four columns, or of eight: the second four are the high nibbles. Shapes: [panels, I, 64] -> i32."""
     columns = values.unflatten(1, (-1, 32 // bits)).int()
     packed: Tensor = torch.zeros_like(columns[:, :, 0])
     for place, shift in enumerate(_shifts(bits)):
@@ -254,7 +253,7 @@ def _packed(values: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The reverse; bytes have a sign. Shapes: -> [blocks, I, 16] i8."""
+    """The reverse; bytes have a sign. Shapes: -> [panels, I, 64] i8."""
     columns = packed[:, :, None] >> torch.tensor(_shifts(bits), dtype=torch.int32)[:, None]
     return (columns & ((1 << bits) - 1)).flatten(1, 2).to(torch.int8)
 
