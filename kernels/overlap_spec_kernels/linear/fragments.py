@@ -38,10 +38,10 @@ def fragments_of(values: Tensor, bits: int) -> Tensor:
     size_n = values.shape[0]
     if bits == 8:
         tiles = _by_lane(values, 2).permute(0, 3, 4, 2, 7, 5, 6, 8, 1).flip(-1)
-        return tiles.reshape(size_n, -1)
-    tiles = _by_lane(values, 1).permute(1, 0, 3, 4, 2, 7, 5, 8, 6)
-    data: Tensor = (tiles[0] | tiles[1] << 4).reshape(size_n, -1)
-    return data
+    else:
+        upper, lower = _by_lane(values, 1).permute(1, 0, 3, 4, 2, 7, 5, 8, 6)
+        tiles = upper | lower << 4
+    return tiles.reshape(size_n, -1)
 
 
 def values_of(data: Tensor, bits: int) -> Tensor:
@@ -50,10 +50,10 @@ def values_of(data: Tensor, bits: int) -> Tensor:
     tiles, columns = size_n // TILE_ROWS, size_k // TILE_COLUMNS
     if bits == 8:
         lanes = data.view(tiles, columns, 2, 8, 4, 2, 2, 2, 2).flip(-1).permute(0, 8, 3, 1, 2, 5, 6, 4, 7)
-        return lanes.reshape(size_n, size_k)
-    pairs = data.view(tiles, columns, 1, 8, 4, 4, 2, 2)
-    lanes = torch.stack((pairs & 15, pairs >> 4))
-    return lanes.permute(1, 0, 4, 2, 3, 6, 8, 5, 7).reshape(size_n, size_k)
+    else:
+        pairs = data.view(tiles, columns, 1, 8, 4, 4, 2, 2)
+        lanes = torch.stack((pairs & 15, pairs >> 4)).permute(1, 0, 4, 2, 3, 6, 8, 5, 7)
+    return lanes.reshape(size_n, size_k)
 
 
 def tiled(grouped: Tensor) -> Tensor:
