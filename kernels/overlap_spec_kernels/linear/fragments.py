@@ -58,7 +58,7 @@ def values_of(data: Tensor, bits: int) -> Tensor:
 
 def tiled(grouped: Tensor) -> Tensor:
     """What belongs to groups of columns, for each tile. Shapes: [groups, O] -> [O / 16, groups, 8, 2]."""
-    return grouped.unflatten(1, (-1, 2, 8)).permute(1, 0, 3, 2).contiguous()
+    return grouped.reshape(len(grouped), -1, 2, 8).permute(1, 0, 3, 2).contiguous()
 
 
 def untiled(grouped: Tensor) -> Tensor:
