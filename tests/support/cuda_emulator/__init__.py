@@ -18,19 +18,19 @@ start of a copy. A seed decides which thread goes on, and makes some warps and p
 
 - Shared memory begins as NaN (bytes of ones). Addresses that instructions use are checked for bounds and alignment.
 - Lanes meet at shuffles, votes, `__syncwarp`, ldmatrix, stmatrix, mma.sync; different instructions of one mask fail.
-- `__syncthreads`, named barriers, the cluster's barrier; mbarriers with arrivals, bytes and parity, overwriting of which
-  is noticed, arrivals from other programs, memory of other programs.
-- Bulk copies, tiles of tensor maps (swizzled, zeros outside the matrix), multicast, cp.async: the target is NaN from the
-  start of a copy, and its parts arrive at any later point. They may read their source then, or at the start.
-- wgmma with A described or in registers: the sums are NaN until the wait, operands in shared memory are read at any point
-  before it, and a product begins when all four warps have issued it.
+- `__syncthreads`, named barriers, the cluster's barrier, memory of other programs. mbarriers with arrivals, bytes and
+  parity; a write over one is noticed.
+- Bulk copies, tiles of tensor maps (swizzled, zeros outside the matrix), multicast, cp.async: the target is NaN from
+  the start of a copy, and its parts arrive at any later point. They may read their source then, or at the start.
+- wgmma with A described or in registers: the sums are NaN until the wait, operands in shared memory are read at any
+  point before it, and a product begins when all four warps have issued it.
 - `griddepcontrol.wait`: tensors of `written_before` are NaN until then.
 - A deadlock, or an end with copies or products under way, is an error that names where each warp waits.
 
 **Not modelled.** The order of plain loads and stores (a missing fence, a missing fence.proxy.async): a thread's plain
-accesses between two waits happen at once. Whether a warp is converged at `.aligned` instructions. Registers of A that are
-overwritten during a product: the compiler serialises them or not. Bounds of global memory, banks, caches, speed, numbers
-of registers. Sums are rounded in another order than a GPU's; __expf and __fdividef are exact.
+accesses between two waits happen at once. Whether a warp is converged at `.aligned` instructions. Registers of A that
+are overwritten during a product. Bounds of global memory, banks, caches, speed, numbers of registers. Sums are rounded
+in another order than a GPU's; __expf and __fdividef are exact.
 """
 
 from support.cuda_emulator.launch import CudaEmulator, EmulatorError, Kernel, tensor_map

@@ -119,7 +119,7 @@ class CudaEmulator:
         return Kernel(self.code(source, defines, headers), name)
 
     def install(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-        """Let a module that launches through nvrtc.py launch here. Its cached kernels must be forgotten, then and now."""
+        """Let a module that launches through nvrtc.py launch here. Its caller clears caches of kernels."""
         emulator = self
 
         class CudaKernel:

@@ -3,12 +3,14 @@
 A statement of inline PTX becomes a block of calls, one per instruction, to functions of `cpp/ptx*.h`:
 
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
-    { u32 ptx_0 = (u32)(shared(barrier)); u32 ptx_1 = (u32)(arrivals); ptx::mbarrier_init_shared<ptx::b64>(ptx_0, ptx_1); }
 
-So a kernel's own wrappers run, with the order of their operands. A function has the name of its instruction, where types
-and shapes are template arguments, and what makes no difference to the emulator is left out (`_IGNORED`): scopes and
-orders of memory, hints to caches, the number of elements of a vector. An instruction that the emulator does not have is
-therefore a function that the C++ compiler does not find, by name.
+    { u32 ptx_0 = (u32)(shared(barrier)); u32 ptx_1 = (u32)(arrivals);
+      ptx::mbarrier_init_shared<ptx::b64>(ptx_0, ptx_1); }
+
+So a kernel's own wrappers run, with the order of their operands. A function has the name of its instruction, where
+types and shapes are template arguments, and what makes no difference to the emulator is left out (`_IGNORED`): scopes
+and orders of memory, hints to caches, the number of elements of a vector. An instruction that the emulator does not
+have is therefore a function that the C++ compiler does not find, by name.
 """
 
 from __future__ import annotations
@@ -175,6 +177,8 @@ def _function(opcode: str) -> str:
     types = [argument for part in kept if (argument := _template_argument(part))]
     name = "_".join(part.replace("::", "_") for part in kept if not _template_argument(part))
     name = name.replace("shared_cta", "shared").replace("shared_cluster", "shared")
+    if parts[0] == "ld" and {"acquire", "relaxed", "volatile"} & set(parts):
+        name = "ld_polled" + name.removeprefix("ld")
     return f"{name}<{', '.join(types)}>" if types else name
 
 
