@@ -134,7 +134,7 @@ class NativeGenerate:
             return "text", *read_prompts(body.text, "text", self._info)
         given = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]
         cut = any(each is not None and each.get("truncate_prompt_tokens") is not None for each in given)
-        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut, typed=True)
+        return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut)
 
     def _sampling(self, body: GenerateRequest, count: int) -> list[tuple[int, SamplingParams]]:
         """For each prompt, how many choices it has and how they are drawn."""

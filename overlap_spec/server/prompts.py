@@ -1,5 +1,6 @@
 """Turns a body's prompt into the engine's prompt messages."""
 
+import contextlib
 import struct
 from typing import Annotated, Any, Protocol
 
@@ -11,6 +12,7 @@ from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.problems import CONTEXT_WORDS, Problem
 
 MAX_PROMPTS = 2048  # in one HTTP request; the engine has no room for more
+TOKEN_BYTES = 4  # of a packed one; the sign is in the last of them
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -20,26 +22,25 @@ def read_text(text: str, field: str, info: ServerInfo, special: bool = True) -> 
     return TextPrompt(text, special)
 
 
-def read_ids(ids: Any, field: str, info: ServerInfo, cut: bool = False, typed: bool = False) -> TokenPrompt:
+def read_ids(ids: Any, field: str, info: ServerInfo, cut: bool = False) -> TokenPrompt:
     """Check and pack token ids. The engine knows the vocabulary; here an id needs to fit 31 bits.
 
-    `cut`: the request keeps only the end of its prompt, which may be longer than the context. `typed`: the type of the
-    body's field has made sure that what is no list is an integer.
+    `cut`: the request keeps only the end of its prompt, which may be longer than the context.
     """
     if isinstance(ids, list) and len(ids) > info.max_model_len and not cut:
         text = f"{field}: the {CONTEXT_WORDS} is {info.max_model_len} tokens, the prompt has {len(ids)}"
         raise Problem(400, text, field, "context_length_exceeded")
-    if not (packed := _packed(ids if typed else parse_ids(ids, field), field)):
+    if not (packed := _packed(ids, field)):
         raise Problem(400, f"{field}: a prompt must have at least one token", field, "invalid_value")
     return TokenPrompt(packed)
 
 
 def read_prompts(
-    value: Any, field: str, info: ServerInfo, special: bool = True, cut: bool = False, typed: bool = False
+    value: Any, field: str, info: ServerInfo, special: bool = True, cut: bool = False
 ) -> tuple[list[Prompt], bool]:
     """Read text or token ids, one or many. Returns the prompts, and whether they came as a batch.
 
-    `special`, `cut`, `typed`: as of `read_text` and `read_ids`.
+    `special`, `cut`: as of `read_text` and `read_ids`.
     """
     if isinstance(value, str):
         return [read_text(value, field, info, special)], False
@@ -49,8 +50,8 @@ def read_prompts(
     if all(isinstance(item, str) for item in value):
         return [read_text(item, field, info, special) for item in value], True
     if all(isinstance(item, list) for item in value):
-        return [read_ids(item, field, info, cut, typed) for item in value], True
-    return [read_ids(value, field, info, cut, typed)], False
+        return [read_ids(item, field, info, cut) for item in value], True
+    return [read_ids(value, field, info, cut)], False
 
 
 class TemplateFields(Protocol):
@@ -112,15 +113,18 @@ def parse_ids(ids: Any, field: str) -> list[int]:
         raise Problem(400, f"{field}: not a list of token ids: {error}", field, "invalid_type") from None
 
 
-def _packed(ids: list[Any], field: str) -> bytes:
-    """Integers as messages carry them. Raises: Problem if one is no token id."""
-    try:
-        packed = struct.pack(f"<{len(ids)}i", *ids)
-    except struct.error:
-        packed = b""
-    if len(packed) < 4 * len(ids) or not packed[3::4].isascii():  # the highest bytes have the signs
-        parse_ids(ids, field)  # names the place
-    return packed
+def _packed(ids: Any, field: str) -> bytes:
+    """Token ids as messages carry them. Packing them checks their range faster than `parse_ids` does.
+
+    Raises: Problem for what is no list of token ids.
+    """
+    with contextlib.suppress(msgspec.ValidationError, struct.error):
+        integers = msgspec.convert(ids, list[int])
+        packed = struct.pack(f"<{len(integers)}i", *integers)
+        if packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
+            return packed
+    parse_ids(ids, field)  # says what is wrong, and where
+    raise AssertionError(f"{field}: these are token ids, but cannot be packed")
 
 
 def _bad(field: str) -> Problem:
