@@ -123,7 +123,7 @@ def _packed(ids: Any, field: str) -> bytes:
         packed = struct.pack(f"<{len(integers)}i", *integers)
         if packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
             return packed
-    parse_ids(ids, field)  # says what is wrong, and where
+    parse_ids(ids, field)  # its error names what is wrong, and where
     raise AssertionError(f"{field}: these are token ids, but cannot be packed")
 
 
