@@ -82,7 +82,7 @@ class EchoScheduler:
             step.uids.append(uid)
             step.tokens.append(run)
             step.finishes.append(Finish(FinishKind.LENGTH) if done == most else None)
-            step.usages.append(Usage(len(prompt), 0, done, done // 2))
+            step.verify_steps.append(done // 2)
             if done == most:
                 del self.running[uid]
         if step.uids:

@@ -111,7 +111,8 @@ class Harness:
                 [uid for uid, _, _ in rows],
                 [tokens for _, tokens, _ in rows],
                 [finish for _, _, finish in rows],
-                [Usage(5, 2, len(tokens), 1) for _, tokens, _ in rows],
+                [1] * len(rows),
+                cached_tokens={uid: 2 for uid, *_ in rows},
             )
         )
 
