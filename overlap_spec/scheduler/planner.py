@@ -25,7 +25,6 @@ from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.policy import FixedWidth
 
-
 DECODE_WORK = attrgetter("decode_work")
 
 

@@ -14,7 +14,6 @@ from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.prefix_cache import Match, PrefixCache
 from overlap_spec.scheduler.requests import Request
 
-
 MOST_AHEAD, SHARE_AHEAD = 64, 128  # cached pages evicted before they are needed: one by one costs more than together
 
 

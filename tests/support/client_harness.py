@@ -27,7 +27,6 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
     ToTokenizerFromClient,
-    Usage,
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import load_codec

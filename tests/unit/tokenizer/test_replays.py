@@ -34,7 +34,6 @@ from overlap_spec.messages import (
     TokenDeltas,
     ToScheduler,
     ToTokenizer,
-    Usage,
 )
 
 LENGTH = Finish(FinishKind.LENGTH)

@@ -43,7 +43,6 @@ from overlap_spec.messages import (
     TokenizerFacts,
     ToScheduler,
     ToSupervisor,
-    Usage,
 )
 
 M = TypeVar("M")
