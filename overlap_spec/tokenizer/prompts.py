@@ -4,11 +4,12 @@ A text that cannot fit is refused before it is encoded or waits. A long one is e
 allows that (`pieces.py`): it takes little memory, and ends with its request.
 """
 
+from array import array
 from functools import partial
 
 import msgspec
 
-from overlap_spec.client.link import unpack_ids
+from overlap_spec.client.link import id_array
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
@@ -37,7 +38,7 @@ class PromptReader:
         self._trusts_templates = trusts_templates
         self._lanes = Lanes(ByteBudget(MOST_OF_CLIENT, MOST_IN_ALL))
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0) -> list[int]:
+    async def encode(self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0) -> "array[int]":
         """Token ids of a prompt. `must_fit`: into the context, as a whole.
 
         Raises: RequestError; Overloaded if too much of this client, or of all, waits to be encoded.
@@ -50,10 +51,10 @@ class PromptReader:
             self._check_size("prompt", prompt.text, must_fit)
         if size <= LONG:
             text, special = self._text_of(prompt, add_special_tokens, must_fit)
-            return self._codec.encode(text, special)
+            return array("i", self._codec.encode(text, special))
         with self._lanes.holding(client, size):
             text, special = await self._lanes.run(size, partial(self._text_of, prompt, add_special_tokens, must_fit))
-            return await self._encode_long(text, special)
+            return array("i", await self._encode_long(text, special))
 
     async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int) -> str:
         """Text of packed ids. Raises: RequestError. Cancellation: as `encode`."""
@@ -115,8 +116,8 @@ def is_long(prompt: Prompt) -> bool:
     return not isinstance(prompt, TokenPrompt) and size_of(prompt) > LONG
 
 
-def _unpack(field: str, packed: bytes) -> list[int]:
+def _unpack(field: str, packed: bytes) -> "array[int]":
     try:
-        return unpack_ids(packed)
+        return id_array(packed)
     except ValueError as error:
         raise RequestError(field, f"{field}: {len(packed)} bytes are no whole number of int32 token ids") from error

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require, runs_triton
-from overlap_spec_kernels.linear.packing import BIASED, ZERO, Packing, dequantised
+from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -29,6 +29,7 @@ def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
     if not runs_triton(out):
         out.copy_(dequantize_reference(data, packing, out.dtype))
         return
+    require(packing.order is Order.ROWS, "packing", "row order")
     num_bytes = packing.part * packing.bits // 8
     _dequantize_kernel[(ceil_div(size_n, _BLOCK_N), ceil_div(size_k // packing.part, _BLOCK_RUNS))](
         data,
