@@ -92,4 +92,5 @@ class Admission:
         left = list(map(sub, map(LIMIT, requests), map(len, map(TOKENS, requests))))
         if max(left) > MAX_GROWTH:
             left = [min(most, MAX_GROWTH) for most in left]
-        return sum(left) * self.ratio.value
+        total: int = sum(left)
+        return total * self.ratio.value
