@@ -41,7 +41,7 @@ class OpenRequest:
             self.phases.started()
 
     def count(self, cached_tokens: int | None, verify_steps: int) -> None:
-        """Note what a row says beside its tokens; the cached ones come with the first."""
+        """Note what a row counts beside its tokens. The cached ones come with the first."""
         assert self.output is not None
         before = self.usage
         cached = before.cached_tokens if cached_tokens is None else cached_tokens
