@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <csignal>
 #include <cstdarg>
 #include <cstdio>
 
@@ -184,6 +185,34 @@ bool any_live() {
     return false;
 }
 
+// ---- accesses outside of all memory ----
+
+// While it lives, an access to such memory ends the launch, not the process.
+class AccessGuard {
+public:
+    AccessGuard() {
+        stack_t own{};
+        own.ss_sp = memory;
+        own.ss_size = sizeof memory;
+        sigaltstack(&own, &stack_before);
+        struct sigaction action {};
+        action.sa_sigaction = [](int, siginfo_t* about, void*) { fail("there is no memory at %p", about->si_addr); };
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        sigaction(SIGSEGV, &action, &segment_before);
+        sigaction(SIGBUS, &action, &bus_before);
+    }
+    ~AccessGuard() {
+        sigaction(SIGSEGV, &segment_before, nullptr);
+        sigaction(SIGBUS, &bus_before, nullptr);
+        sigaltstack(&stack_before, nullptr);
+    }
+
+private:
+    static inline char memory[64 << 10];
+    stack_t stack_before;
+    struct sigaction segment_before, bus_before;
+};
+
 // ---- the start ----
 
 char* mapped(size_t bytes) {
@@ -318,6 +347,7 @@ void wait_for_kernels_before() {
 // Run a launch. Returns null, or what went wrong, which is valid until the next launch.
 extern "C" const char* emulator_run(const emulator::Launch* given) {
     emulator::launch = *given;
+    emulator::AccessGuard guard;
     emulator::run_launch();
     return emulator::machine->error.empty() ? nullptr : emulator::machine->error.c_str();
 }
