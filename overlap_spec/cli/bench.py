@@ -27,8 +27,10 @@ from overlap_spec.cli.bench_methods import (
 from overlap_spec.cli.bench_serve import add_serve_arguments, check_serve_arguments, measure_serve
 from overlap_spec.cli.bench_serve_tables import print_serve
 from overlap_spec.cli.bench_step import add_step_arguments, check_step_arguments, print_step
-from overlap_spec.cli.flags import add_engine_flags, engine_config
+from overlap_spec.cli.flag_groups import ONLY_SERVED
+from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_flags
 from overlap_spec.cli.parser import UsageError
+from overlap_spec.config.fields import config_fields
 
 PLAIN_WIDTH = 140  # columns where stdout is no terminal
 ABREAST = 4  # columns of figures that fit 80 characters
@@ -70,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_methods_arguments(arguments)
     check_serve_arguments(arguments, NUM_TOKENS)
     _check_runs(arguments)
+    _refuse_ignored_flags(arguments)
     if arguments.temperature and arguments.what in ("throughput", "scheduler"):
         raise UsageError("--temperature goes with latency, methods and step; throughput takes --with-sampled")
     _show_progress(arguments.what)
@@ -96,6 +99,15 @@ def _show_progress(what: str) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.info("bench %s: starting", what)
+
+
+def _refuse_ignored_flags(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError for a flag of the engine that this benchmark does not read."""
+    if arguments.what == "scheduler":
+        every = (field.name for field in config_fields())
+        refuse_flags(arguments, every, "bench scheduler times the scheduler alone, without an engine")
+    elif arguments.what != "serve":
+        refuse_flags(arguments, ONLY_SERVED, f"bench {arguments.what} starts no HTTP server")
 
 
 def _check_runs(arguments: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from overlap_spec.cli.flag_groups import ONLY_SERVED
 from overlap_spec.cli.flags import add_engine_flags, engine_config, flag_name, refuse_bench_flags
 from overlap_spec.cli.parser import UsageError
 from overlap_spec.config import EngineConfig, asks_for_spec_v2
@@ -19,7 +20,6 @@ from overlap_spec.messages import SamplingParams
 
 QUIET = "warning"  # log level of a chat without --log-level
 OWN_FLAGS = {"max_new_tokens": "--max-tokens", "temperature": "--temperature", "seed": "--seed"}
-WITHOUT_EFFECT = ("host", "port", "served_model_name")
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def _say_what_has_no_effect(arguments: argparse.Namespace) -> None:
-    for field in WITHOUT_EFFECT:
+    for field in ONLY_SERVED:
         if field in arguments:
             print(f"{flag_name(field)} has no effect in a chat: there is no HTTP server", file=sys.stderr)
     if asks_for_spec_v2():

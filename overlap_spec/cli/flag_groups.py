@@ -47,3 +47,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "verification": VERIFICATION,
     "audit": ("audit_rate", "audit_action", "audit_file"),
 }
+ONLY_SERVED = (  # read by the HTTP server alone, which `chat`, `verify` and most of `bench` do not start
+    *("host", "port", "served_model_name", "tool_call_parser", "cors_allow_origins", "disable_ui", "log_level_http"),
+    *("http_header_timeout", "http_body_timeout", "max_connections", "max_connections_per_address"),
+    *("otlp_traces_endpoint", "enable_trace"),
+)

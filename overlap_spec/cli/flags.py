@@ -1,7 +1,7 @@
 """The engine's flags, made from EngineConfig's fields: `--page-size` is `page_size`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from overlap_spec.cli.flag_groups import FIRST, GROUPS
@@ -98,6 +98,13 @@ def refuse_bench_flags(config: EngineConfig) -> None:
         raise ConfigError(
             "speculative_simulate_acc_len", "makes acceptance synthetic, and text meaningless: it goes with bench only"
         )
+
+
+def refuse_flags(arguments: argparse.Namespace, fields: Iterable[str], why: str) -> None:
+    """Refuse flags that a command would ignore. Raises: UsageError naming the first that was given."""
+    for field in fields:
+        if field in arguments:
+            raise UsageError(f"{flag_name(field)}: {why}; leave it out")
 
 
 def flag_name(field: str) -> str:

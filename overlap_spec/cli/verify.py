@@ -11,8 +11,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from overlap_spec.cli.flags import add_engine_flags, engine_config, flag_name, refuse_bench_flags
-from overlap_spec.cli.parser import UsageError
+from overlap_spec.cli.flag_groups import ONLY_SERVED
+from overlap_spec.cli.flags import add_engine_flags, engine_config, refuse_bench_flags, refuse_flags
 from overlap_spec.cli.progress import shown_progress
 from overlap_spec.cli.verify_prompts import SHIPPED, VerifyPrompt, read_prompt_file
 from overlap_spec.cli.verify_report import Verified, print_verified, report_of
@@ -26,7 +26,6 @@ from overlap_spec.messages import AuditReport
 QUIET = "error"  # log level without --log-level: the report names every fault
 AT_ONCE = 256  # prompts whose audits may wait; the audit's backlog takes more
 POLL_S = 0.05
-WITHOUT_EFFECT = ("audit_rate", "audit_action", "host", "port", "served_model_name")
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
-    for field in WITHOUT_EFFECT:
-        if field in arguments:
-            raise UsageError(f"{flag_name(field)}: verify audits every prompt and serves no one; leave it out")
+    refuse_flags(arguments, ("audit_rate", "audit_action"), "verify audits every prompt")
+    refuse_flags(arguments, ONLY_SERVED, "verify starts no HTTP server")
     config = replace(engine_config(arguments, log_level=QUIET), audit_rate=1.0)
     refuse_bench_flags(config)
     path = SHIPPED if arguments.prompts is None else Path(arguments.prompts)

@@ -30,9 +30,9 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     model_path: Annotated[
         Text, Meta(description="alias (smollm2), Hugging Face directory, .gguf file or hub id of the target model")
     ] = DEFAULT_MODEL
-    tokenizer_path: Annotated[Text | None, Meta(description="directory with tokenizer.json; default: the model's")] = (
-        None
-    )
+    tokenizer_path: Annotated[
+        Text | None, Meta(description="directory with tokenizer.json; default: the model's, or the one in a .gguf file")
+    ] = None
     load_format: Annotated[
         LoadFormat,
         Meta(description="format of the weights; auto: what is there; dummy: random, from config.json alone"),

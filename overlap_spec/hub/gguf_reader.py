@@ -1,6 +1,7 @@
 """gguf's reader of a .gguf file, made quicker, and with errors that name the tensor.
 
-gguf makes an object of every token in the metadata, which takes seconds; this reader skips arrays.
+gguf makes an object of every token in the metadata, which takes seconds; this reader skips arrays, and reads those that
+are asked for by name.
 """
 
 import functools
@@ -44,6 +45,33 @@ class TensorReader(GGUFReader):
             else:
                 offset += self._get_field_parts(offset, kind)[0]
         return offset
+
+    def strings(self, name: str) -> list[str]:
+        """An array of texts; [] if the file has none of this name."""
+        kind, length, offset = self._array(name)
+        if kind is not GGUFValueType.STRING:
+            return []
+        found = []
+        for _ in range(length):
+            begin = offset + 8
+            offset = begin + self._number(offset, 8)
+            found.append(str(self._bytes[begin:offset], "utf-8"))
+        return found
+
+    def numbers(self, name: str) -> list[int]:
+        """An array of integers; [] if the file has none of this name."""
+        kind, length, offset = self._array(name)
+        if kind not in self.gguf_scalar_to_np:
+            return []
+        dtype = np.dtype(self.gguf_scalar_to_np[kind])
+        return [int(number) for number in np.frombuffer(self._bytes, dtype, length, offset)]
+
+    def _array(self, name: str) -> tuple[GGUFValueType | None, int, int]:
+        """Type and number of the entries of an array, and where they begin."""
+        if (field := self.fields.get(name)) is None or field.types[:1] != [GGUFValueType.ARRAY]:
+            return None, 0, 0
+        begin = field.offset + 8 + self._number(field.offset, 8) + 4  # after its name and its own type
+        return GGUFValueType(self._number(begin, 4)), self._number(begin + 4, 8), begin + 12
 
     @functools.cached_property
     def _bytes(self) -> memoryview:

@@ -153,7 +153,8 @@ def _gguf_model(path: Path, config: EngineConfig, progress: Progress) -> ModelFi
     if path.suffix != ".gguf":
         raise ConfigError("model_path", f"{path} is a file but no .gguf; for other formats give the directory")
     _check_gguf_format(config, str(path))
-    return _model_files(path, path.parent, _checked_config("model_path", path, read_gguf_config), config, progress)
+    model = _checked_config("model_path", path, read_gguf_config)
+    return _model_files(path, path.parent, model, config, progress)
 
 
 def _check_gguf_format(config: EngineConfig, name: str) -> None:
@@ -188,7 +189,7 @@ def _model_files(
     return ModelFiles(
         weights=str(weights),
         config=model,
-        tokenizer_dir=_tokenizer_dir(config, beside, progress),
+        tokenizer_dir=_own_tokenizer(config, weights) or _tokenizer_dir(config, beside, progress),
         eos_token_ids=eos,
         sampling_defaults=_sampling_defaults(config, beside),
         context_length=model["max_position_embeddings"],
@@ -241,6 +242,16 @@ def _repository(field: str, name: str, load_format: str, progress: Progress, rev
     if load_format == DUMMY:
         return fetch_config(field, name, progress, revision)
     return fetch_repository(field, name, progress, revision)
+
+
+def _own_tokenizer(config: EngineConfig, weights: Path) -> str | None:
+    """The directory with the tokenizer inside a .gguf file; None if another is wanted or lies beside the file."""
+    beside = weights.parent / "tokenizer.json"
+    if config.skip_tokenizer_init or config.tokenizer_path is not None or not weights.is_file() or beside.is_file():
+        return None
+    from overlap_spec.hub.gguf_tokenizer import write_gguf_tokenizer  # imports numpy, so only for .gguf targets
+
+    return str(write_gguf_tokenizer(weights, Path(cache_directory())))
 
 
 def _tokenizer_dir(config: EngineConfig, beside: Path, progress: Progress) -> str | None:

@@ -89,7 +89,7 @@ class ClientRouter:
 
     def _push(self, client: ConnectedClient, message: ToClient) -> None:
         payload = self._encoder.encode(message)
-        if not client.backlog and self._try_send(client, payload):
+        if self._send_backlog(client) and self._try_send(client, payload):
             return
         if client.number not in self._clients:
             return
@@ -132,10 +132,17 @@ class ClientRouter:
             return False
         return True
 
+    def _send_backlog(self, client: ConnectedClient) -> bool:
+        """Send what ZeroMQ has room for by now: the rest is unread. True if nothing is left."""
+        while client.backlog:
+            if not self._try_send(client, client.backlog.first):
+                return False
+            self._unread -= client.backlog.pop()
+        return True
+
     def _send_backlogs(self) -> None:
-        for client in [client for client in self._clients.values() if client.backlog]:
-            while client.backlog and self._try_send(client, client.backlog.first):
-                self._unread -= client.backlog.pop()
+        for client in list(self._clients.values()):
+            self._send_backlog(client)
         if any(client.backlog for client in self._clients.values()):
             self._later(RETRY_S, self._send_backlogs)
         self._duplex.touched()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 if TYPE_CHECKING:
+    from support.cuda_emulator import CudaEmulator
     from support.gluon_interpreter.launch import Hopper
 
 
@@ -23,3 +25,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     from support.gluon_interpreter.launch import hopper_gpu
 
     return hopper_gpu(monkeypatch, num_multiprocessors=4)
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels compiled for the emulator are kept: between runs too, where pytest keeps its own folders."""
+    base = tmp_path_factory.getbasetemp()
+    kept = next((folder for folder in base.parents if folder.name.startswith("pytest-of-")), base)
+    return kept / "cuda-emulator"
+
+
+@pytest.fixture
+def cuda_emulator(compiled_kernels: Path) -> CudaEmulator:
+    """Runs kernels in CUDA C++ on the CPU."""
+    from support.cuda_emulator import CudaEmulator
+    from support.cuda_emulator.build import compiler
+
+    if compiler() is None:
+        pytest.skip("the emulator of CUDA C++ needs a C++ compiler: install g++")
+    return CudaEmulator(compiled_kernels)

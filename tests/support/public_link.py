@@ -14,7 +14,7 @@ from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.client_router import ClientRouter
 
 Scene = Callable[[ClientEndpoint], Awaitable[None]]
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 def on_stage(scene: Scene, directory: Path, **settings: object) -> None:

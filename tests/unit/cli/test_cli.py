@@ -92,6 +92,8 @@ def test_a_command_may_have_defaults_of_its_own() -> None:
         (("bench", "latency", "--trace", "x"), "--trace goes with step only"),
         (("bench", "throughput", "--batch-size", "2"), "--batch-size goes with step only"),
         (("bench", "step", "--with-plain"), "--with-plain does not go with step"),
+        (("bench", "step", "--port", "1"), "--port: bench step starts no HTTP server; leave it out"),
+        (("bench", "scheduler", "--page-size", "8"), "--page-size: bench scheduler times the scheduler alone"),
         (("bench", "step", "--batch-size", "0"), "--batch-size: must be at least 1, got 0"),
         (("fly",), "invalid choice: 'fly'"),
         ((), "the following arguments are required"),

@@ -182,7 +182,7 @@ def test_a_bad_line_is_status_2_and_named(
         (("/nowhere.jsonl",), "/nowhere.jsonl: No such file or directory"),
         (("/dev/null",), "/dev/null: has no prompts"),
         (("--audit-rate", "0.5"), "--audit-rate: verify audits every prompt"),
-        (("--port", "1"), "--port: verify audits every prompt"),
+        (("--port", "1"), "--port: verify starts no HTTP server"),
         (("--skip-tokenizer-init",), "line 1: messages: this server has no tokenizer"),
         (("--speculative-simulate-acc-len", "2"), "--speculative-simulate-acc-len: makes acceptance synthetic"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 
+AT_ONCE_S = 5.0  # half of the time after which silence alone would end a client
 GONE = Gone("closed its connection, or its process answers no more")
 
 
@@ -107,11 +109,11 @@ def test_a_request_whose_answer_is_not_read_is_ended_alone_and_nobody_waits_for_
             lively.send(Ping(0.0))
             assert (await arrives(router))[0] == 2
             unread = asyncio.create_task(router.recv())
-            num_sent, slowest = 0, 0.0
+            num_sent, seconds = 0, []
             while not unread.done():
                 began = time.perf_counter()
                 router.send(1, step("long"))
-                slowest = max(slowest, time.perf_counter() - began)
+                seconds.append(time.perf_counter() - began)
                 num_sent += 1
                 if num_sent % 20 == 0:
                     router.send(1, Detokenized("other", CHUNK * 30))  # one answer, however large, is not too many
@@ -122,7 +124,7 @@ def test_a_request_whose_answer_is_not_read_is_ended_alone_and_nobody_waits_for_
             number, word = unread.result()
             assert number == 1 and isinstance(word, Unread) and word.request_id == "long"
             assert 200_000 < word.num_bytes < 220_000
-            assert slowest < 0.1
+            assert statistics.median(seconds) < 0.02
         deaf.close(0)
         context.destroy(linger=0)
 
@@ -138,15 +140,38 @@ def test_a_client_whose_loop_is_busy_is_sent_everything_all_the_same(tmp_path: P
             busy.send(Ping(0.0))
             assert (await arrives(router))[0] == 1
             unread = asyncio.create_task(router.recv())
-            for index in range(1500):
-                router.send(1, step("a"))
-                if index % 10 == 0:
+            for _ in range(10):
+                for _ in range(150):  # fewer bytes than the bound, however late ZeroMQ's threads are
+                    router.send(1, step("a"))
+                while router._unread:
                     await asyncio.sleep(0.001)
-            await asyncio.sleep(0.1)
             assert not unread.done()
             unread.cancel()
 
     on_stage(scene, tmp_path, max_queued_bytes=2_000_000)
+
+
+def test_what_has_room_by_now_is_not_unread(tmp_path: Path) -> None:
+    """ZeroMQ is asked again before a request is ended, although the next attempt on the clock is still to come."""
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        late = deaf_client(context, endpoint.address)
+        late.setsockopt(zmq.RCVTIMEO, round(1e3 * TIMEOUT_S))
+        router = endpoint.router
+        await arrives(router)
+        num_sent = 0
+        while router._unread < 150_000:  # the loop gets no turn from here on, and nothing is tried again
+            router.send(1, step("a"))
+            num_sent += 1
+        for _ in range(num_sent - router._unread // len(CHUNK)):
+            late.recv()
+        for _ in range(10):
+            router.send(1, step("a"))
+        await never(router.recv(), 0.05)
+        context.destroy(linger=0)
+
+    on_stage(scene, tmp_path, max_queued_bytes=200_000)
 
 
 def test_what_a_client_leaves_unread_is_bounded_too_and_the_longest_stream_ends_first(tmp_path: Path) -> None:
@@ -250,18 +275,17 @@ def test_bytes_that_wait_are_bounded_for_each_client_and_in_all(tmp_path: Path) 
         router = endpoint.router
         async with dealer(endpoint) as one, dealer(endpoint) as two, dealer(endpoint) as three:
             for client in (one, two, three):
+                client.hold()  # the four arrive together
                 for index in range(4):
                     client.send(text(str(index)))
-            await asyncio.sleep(0.2)
-            first = await arrives(router)  # what has come by then was read from the socket
-            refused = 0
+            while len(router._clients) < 3:
+                await asyncio.sleep(0.001)
+                router._read(1)
+            assert 70_000 < router._waiting.budget.total < 75_000  # of one of them a single text
             for client in (one, two, three):
-                with contextlib.suppress(TimeoutError):
-                    while True:
-                        word = await asyncio.wait_for(client.recv(), 0.1)
-                        assert isinstance(word, Rejected) and "too much waits" in word.message
-                        refused += 1
-            assert first[1] == text("0") and refused >= 3
+                word = await asyncio.wait_for(client.recv(), TIMEOUT_S)
+                assert isinstance(word, Rejected) and "too much waits" in word.message
+            assert (await arrives(router))[1] == text("0")
 
     on_stage(scene, tmp_path, max_client_bytes=32_000, max_bytes=75_000)
 
@@ -295,7 +319,7 @@ def test_a_closed_connection_is_noticed_at_once_although_nothing_is_sent(tmp_pat
                 await arrives(endpoint.router)
             began = time.monotonic()
             assert await arrives(endpoint.router) == (2, GONE)
-            assert time.monotonic() - began < 0.2
+            assert time.monotonic() - began < AT_ONCE_S
             other.send(Ping(1.0))
             assert await arrives(endpoint.router) == (1, Ping(1.0))
             endpoint.router.send(1, Pong(1.0, True))
@@ -327,7 +351,7 @@ def test_a_killed_client_is_noticed_at_once_also_with_messages_under_way(tmp_pat
             process.wait()
             began = time.monotonic()
             assert await arrives(endpoint.router) == (1, GONE)
-            assert time.monotonic() - began < 0.2
+            assert time.monotonic() - began < AT_ONCE_S
 
     on_stage(scene, tmp_path)
 

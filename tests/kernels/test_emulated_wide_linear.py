@@ -1,0 +1,74 @@
+"""The kernel of many rows, wide_linear.cu, in the emulator against float32 products of the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from overlap_spec_kernels import silu_mul
+from overlap_spec_kernels.linear import wide_linear as wide
+from overlap_spec_kernels.linear.call import Call
+from support.cuda_emulator import CudaEmulator, guarded
+from torch import Tensor
+
+BFLOAT, HALF = torch.bfloat16, torch.float16
+ERROR = {BFLOAT: 4e-3, HALF: 6e-4}
+# (rows of x, rows of W, K): several rounds of tiles and more chunks than stages; fewer chunks, tiles hardly begun
+SIZES = [(300, 464, 320), (20, 240, 128)]
+
+
+@pytest.fixture
+def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    """In place of a GPU of two clusters."""
+    wide._kernel.cache_clear()
+    monkeypatch.setattr(wide, "num_multiprocessors", lambda device: 4)
+    cuda_emulator.install(monkeypatch, wide)
+    yield cuda_emulator
+    wide._kernel.cache_clear()
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    cut = wide.GATED
+    out = guarded(torch.full((x.shape[0], weight.shape[0] // 2), torch.nan, dtype=x.dtype))
+    cut.run(Call(x, weight, None, 0.0, True, out), cut.num_programs(weight, True))
+    return out
+
+
+def argmax(x: Tensor, weight: Tensor) -> Tensor:
+    cut = wide.ARGMAX
+    programs = cut.num_programs(weight, False)
+    best = guarded(torch.full((x.shape[0], programs), torch.nan)).t()
+    best_at = guarded(torch.full((x.shape[0], programs), -1, dtype=torch.int32)).t()
+    cut.run(Call(x, weight, None, 0.0, False, best=best, best_at=best_at), programs)
+    return best_at.gather(0, best.max(0).indices[None])[0].long()
+
+
+def drawn(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(size_n, size_k) * size_k**-0.5
+    return guarded(torch.randn(rows, size_k).to(dtype)), guarded(weight.to(dtype))
+
+
+CASES = [(0, size, dtype) for dtype in (BFLOAT, HALF) for size in SIZES]
+SEEDS = [*CASES, *((seed, SIZES[seed % 2], BFLOAT) for seed in range(1, 9))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
+def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x, weight = drawn(*size, dtype)
+    expected = silu_mul(x.float() @ weight.float().t())
+    emulator.seed, emulator.written_before = seed, [x]
+    actual = gated(x, weight)
+    assert float((actual.float() - expected).norm() / expected.norm()) < ERROR[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
+def test_argmax(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x, weight = drawn(*size, dtype)
+    logits = x.float() @ weight.float().t()
+    emulator.seed, emulator.written_before = seed, [x]
+    chosen = logits.gather(1, argmax(x, weight)[:, None])[:, 0]
+    best = logits.max(1).values
+    assert torch.all(best - chosen <= 1e-4 * best.abs())  # a near-tie may go either way

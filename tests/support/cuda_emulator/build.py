@@ -1,0 +1,83 @@
+"""Compiles a CUDA source for the emulator with the machine's C++ compiler, once for each content."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from support.cuda_emulator.translate import cluster_of, kernels, translated
+
+COMPILERS = ("g++", "c++", "clang++")
+_CPP = Path(__file__).parent / "cpp"
+# Fibers jump between stacks, which fortified jumps refuse. `and`, `or`, .. are names of instructions.
+_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-fno-operator-names", "-U_FORTIFY_SOURCE")
+_TIMEOUT_S = 240.0
+
+
+def compiler() -> str | None:
+    """The path of a C++ compiler."""
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
+def library(source: Path, defines: tuple[str, ...], headers: dict[str, str], cache: Path) -> ctypes.CDLL:
+    """The library of a source, compiled unless the cache has it. Raises: RuntimeError with the compiler's messages."""
+    texts = {path.name: path.read_text() for kind in ("*.cu", "*.cuh") for path in sorted(source.parent.glob(kind))}
+    texts |= headers
+    built = cache / f"{source.stem}-{_hash(source.name, defines, texts, _machine())}.so"
+    if not built.is_file():
+        units = {name: translated(text) for name, text in texts.items()}
+        units["unit.cpp"] = _unit(source.name, texts[source.name])
+        machine = _machine_object(cache)
+        _compile(units, [*(f"-D{define}" for define in defines), "-shared", "unit.cpp", str(machine)], built)
+    return ctypes.CDLL(str(built))
+
+
+def _unit(name: str, text: str) -> str:
+    """The source with a caller for each of its kernels, which takes pointers to the arguments."""
+    lines = ['#include "cuda.h"', f'#include "{name}"']
+    for kernel in kernels(text):
+        lines.append(f'extern "C" int emulated_cluster_{kernel}() {{ return {cluster_of(text)}; }}')
+        lines.append(f'extern "C" void emulated_{kernel}(void** arguments) {{ emulated_call({kernel}, arguments); }}')
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _machine() -> dict[str, str]:
+    """The emulator's own sources, and what else its libraries depend on."""
+    found = {path.name: path.read_text() for path in sorted(_CPP.iterdir())}
+    about = subprocess.run([str(compiler()), "--version"], capture_output=True, text=True, check=True).stdout
+    return found | {"compiler": about + repr(_FLAGS), "translate": (_CPP.parent / "translate.py").read_text()}
+
+
+def _machine_object(cache: Path) -> Path:
+    """The compiled part that all kernels share."""
+    built = cache / f"machine-{_hash(_machine())}.o"
+    if not built.is_file():
+        names = sorted(path.name for path in _CPP.glob("*.cpp"))
+        unit = "".join(f'#include "{name}"\n' for name in names)
+        _compile({"machine_unit.cpp": unit}, ["-c", "machine_unit.cpp"], built)
+    return built
+
+
+def _compile(files: dict[str, str], arguments: list[str], built: Path) -> None:
+    """Write the result under another name first: several processes may compile it at once."""
+    cache = built.parent
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".compiling-") as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text)
+        command = [str(compiler()), *_FLAGS, f"-I{_CPP}", *arguments, "-o", built.name]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        os.replace(Path(folder) / built.name, built)
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
