@@ -228,18 +228,22 @@ inline void any_panel(const Part& w, const Call& c, const Rounded& x, int64_t pa
     }
 }
 
+// The rows of x as a part needs them, in memory of this thread.
+inline const Rounded& rounded(const Part& w, int64_t columns, const Call& call) {
+    Rounded& x = Rounded::of_thread();
+    x.resize(call.rows, columns, w.group, w.bits == 8 ? -128 : w.least);
+    const auto round = [&](int64_t row) { x.round(row, call.x + row * call.stride, EXACT_INTEGERS); };
+    if (w.bits != 16) Team::of_process().run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
+    return x;
+}
+
 // One linear, part by part.
 inline void linear(const Matrix& matrix, const Call& call) {
     Team& team = Team::of_process();
     int64_t first = 0;
     for (int64_t p = 0; p < matrix.num_parts; p++) {
         const Part& w = matrix.parts[p];
-        Rounded& x = Rounded::of_thread();
-        x.resize(call.rows, matrix.columns, w.group, w.bits == 8 ? -128 : w.least);
-        if (w.bits != 16) {
-            const auto round = [&](int64_t row) { x.round(row, call.x + row * call.stride, EXACT_INTEGERS); };
-            team.run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
-        }
+        const Rounded& x = rounded(w, matrix.columns, call);
         const int64_t panels = call.gated ? w.panels / 2 : w.panels;
         team.run(panels, call.threads, [&](int64_t panel) { any_panel(w, call, x, panel, first); });
         first += w.rows;
