@@ -57,6 +57,20 @@ def test_product_and_gate(case: str) -> None:
             torch.testing.assert_close(found, gated, atol=4e-6 * float(expected.abs().max()) ** 2, rtol=0)
 
 
+@pytest.mark.parametrize("case", ["4 bits", "4 bits, offsets, groups of 16", "8 bits"])
+def test_groups_of_any_size(case: str) -> None:
+    """Each group of x has a scale of its own: what is tiny is lost only beside what is large in the same group."""
+    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), grouped_kernel())
+    wide = torch.cat([each.dequantised() for each in weight.parts]).double()
+    for size in (0.0, 1e-40, 1e-30, 1e-8, 1.0, 1e20):
+        x = size * torch.randn(2, weight.size_k)
+        x[:, :16] = 0.0
+        x[1, 32:48] *= 1e-9
+        expected = x.double() @ wide.t()
+        error = (fused_linear(x, weight).double() - expected).abs().max()
+        assert error <= 2e-6 * float(expected.abs().max()) + 1e-32
+
+
 @pytest.mark.parametrize("num_rows", [1, 4, 11])
 def test_largest_columns(num_rows: int) -> None:
     weight = GroupedWeight((part(200, 64, 8, 32, False, 3),), 64, grouped_kernel())
