@@ -32,15 +32,19 @@ def library(source: Path, defines: tuple[str, ...], headers: dict[str, str], cac
     built = cache / f"{source.stem}-{_hash(source.name, defines, texts, _machine())}.so"
     if not built.is_file():
         units = {name: translated(text) for name, text in texts.items()}
-        units["unit.cpp"] = _unit(source.name, texts[source.name])
+        units["unit.cpp"] = _unit(source.name, texts[source.name], defines)
         machine = _machine_object(cache)
-        _compile(units, [*(f"-D{define}" for define in defines), "-shared", "unit.cpp", str(machine)], built)
+        _compile(units, ["-shared", "unit.cpp", str(machine)], built)
     return ctypes.CDLL(str(built))
 
 
-def _unit(name: str, text: str) -> str:
-    """The source with a caller for each of its kernels, which takes pointers to the arguments."""
-    lines = ['#include "cuda.h"', f'#include "{name}"']
+def _unit(name: str, text: str, defines: tuple[str, ...]) -> str:
+    """The source with a caller for each of its kernels, which takes pointers to the arguments.
+
+    The kernel's defines come after the emulator's headers, which may use the same names.
+    """
+    defined = (f"#define {name} {value or 1}" for name, _, value in (define.partition("=") for define in defines))
+    lines = ['#include "cuda.h"', *defined, f'#include "{name}"']
     for kernel in kernels(text):
         lines.append(f'extern "C" int emulated_cluster_{kernel}() {{ return {cluster_of(text)}; }}')
         lines.append(f'extern "C" void emulated_{kernel}(void** arguments) {{ emulated_call({kernel}, arguments); }}')

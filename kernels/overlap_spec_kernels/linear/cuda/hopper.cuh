@@ -35,6 +35,11 @@ __device__ __forceinline__ void show_barriers_to_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Arrive at a barrier of this program. Writes before it are seen after a wait.
+__device__ __forceinline__ void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
+}
+
 __device__ __forceinline__ void expect(u64* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
 }
@@ -119,6 +124,22 @@ __device__ __forceinline__ void give_registers() {
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---- counters in global memory, by which programs wait for each other ----
+
+// Add one. Returns the count before. What the threads that met before this call have written is visible to those that
+// meet after a thread of theirs has read this count.
+__device__ __forceinline__ u32 count(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ u32 counted(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
 }
 
 // `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.
