@@ -9,7 +9,6 @@ from typing import Any
 
 import zmq
 
-import overlap_spec
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
 from overlap_spec.messages import (
@@ -30,12 +29,12 @@ from overlap_spec.messages import (
     Usage,
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
-from overlap_spec.tokenizer.codec import load_codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from support.memory_link import MemoryLink
+from support.small_tokenizers import smollm2
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 STEP_S = 0.002
 EOS = 2
 LIMITS = EngineLimits(max_len=4000, max_total_tokens=8000, max_running_requests=64, vocab_size=49152)
@@ -97,10 +96,9 @@ class Stage:
         self.endpoint = ClientEndpoint(context, self.link, f"ipc://{directory}/client.sock")
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler = EchoScheduler(self.inbox)
-        codec = load_codec(Path(overlap_spec.__file__).parent / "data" / "smollm2")
         checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)
         checks.admin_key = self.link.admin_key
-        self.service = TokenizerService(codec, checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
+        self.service = TokenizerService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
 
     def warm(self) -> None:
         self.inbox.send(LIMITS)

@@ -33,7 +33,7 @@ from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2
 
 LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 M = TypeVar("M")
 

@@ -16,7 +16,7 @@ from overlap_spec.tokenizer import lanes as lanes_module
 from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes
 from overlap_spec.tokenizer.prompts import MOST_TEXT, PromptReader
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
