@@ -81,6 +81,7 @@ class CudaKernel:
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(self._function, limit, shared))
+        self._clusters: dict[int, int] = {}  # that run at once, by their size
 
     def launch(self, programs: int, arguments: tuple[ctypes.Structure, ...]) -> None:
         """Launch as a dependent kernel: it begins while the previous one runs, and waits for it itself. Sync: never."""
@@ -88,6 +89,19 @@ class CudaKernel:
 
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         _checked(driver.cuLaunchKernelEx(self._config(programs), self._function, ctypes.addressof(pointers), 0))
+
+    def clusters_at_once(self, size: int) -> int:
+        """Number of clusters of so many programs that the device has room for."""
+        from cuda.bindings import driver
+
+        if size not in self._clusters:
+            config = self._config(size)
+            shape = driver.CUlaunchAttribute()
+            shape.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            shape.value.clusterDim.x, shape.value.clusterDim.y, shape.value.clusterDim.z = size, 1, 1
+            config.attrs, config.numAttrs = [shape], 1
+            self._clusters[size] = _checked(driver.cuOccupancyMaxActiveClusters(self._function, config))
+        return self._clusters[size]
 
     def _config(self, programs: int) -> Any:
         from cuda.bindings import driver

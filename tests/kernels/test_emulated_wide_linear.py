@@ -62,7 +62,7 @@ def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dt
     assert float((actual.float() - expected).norm() / expected.norm()) < ERROR[dtype]
 
 
-@pytest.mark.slow_but_every(16)
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
 def test_argmax(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight = drawn(*size, dtype)

@@ -65,7 +65,7 @@ def _machine_object(cache: Path) -> Path:
     if not built.is_file():
         names = sorted(path.name for path in _CPP.glob("*.cpp"))
         unit = "".join(f'#include "{name}"\n' for name in names)
-        _compile({"machine_unit.cpp": unit}, ["-O3", "-c", "machine_unit.cpp"], built)
+        _compile({"machine_unit.cpp": unit}, ["-c", "machine_unit.cpp"], built)
     return built
 
 

@@ -294,7 +294,7 @@ void mbarrier_init_shared(uint32_t address, uint32_t arrivals) {
 template <class T>
 void mbarrier_inval_shared(uint32_t address) {
     emulator::barrier_at(emulator::place(address));
-    emulator::current->program->barriers.erase(address);
+    emulator::forget_barrier(emulator::place(address));
 }
 template <class T, class State>
 void mbarrier_arrive_shared(State&&, uint32_t address, uint32_t count = 1) {
