@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.launch import assuming
 from overlap_spec_kernels.linear import packed_products as products
 from overlap_spec_kernels.linear.call import Addition, call_of
-from overlap_spec_kernels.linear.fragments import fragments_of, tiled
 from overlap_spec_kernels.linear.packed_products import PackedProducts
-from overlap_spec_kernels.linear.packing import Packing, dequantised, packed
+from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, packed
+from overlap_spec_kernels.nvrtc import compiled
 from support.cuda_emulator import CudaEmulator
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
+COMPILER = (
+    "needs NVRTC and its bindings, 100 MB that come with PyTorch for CUDA and not for a CPU: where the kernel can run, "
+    "this runs by itself; elsewhere, pip install cuda-bindings nvidia-cuda-nvrtc"
+)
 KINDS = {  # bits, columns and rows that share a scale, zero points, type of scales
     "fp8, rows": (8, 0, 1, False, torch.float32),
     "fp8, blocks": (8, 128, 128, False, torch.float32),
@@ -53,14 +59,8 @@ def weight_of(kind: str, size_n: int, size_k: int) -> Weight:
     zeros = (torch.randint(0, 16, (groups, size_n)) + 128).to(BFLOAT) if has_zeros else None
     part = 64 if group in (32, 64) else 128
     plain = Packing(scales.to(scale_type), zeros, bits, part, group, scale_rows)
-    in_rows = values if bits == 8 else packed(values, part)
-    matrix = dequantised(in_rows, plain, torch.float64)
-    if group:
-        by_row = plain.row_scales(size_n)
-        scales = tiled(by_row) if scale_rows == 1 else by_row[:, ::16].t()[:, :, None].repeat(1, 1, 4)
-        zeros = None if zeros is None else tiled(zeros)
-        plain = Packing(scales, zeros, bits, part, group)
-    return Weight(fragments_of(values, bits), plain, matrix)
+    data = values if bits == 8 else packed(values, part)
+    return Weight(*in_fragments(data, plain), dequantised(data, plain, torch.float64))
 
 
 def product(
@@ -103,13 +103,12 @@ CASES = [
 ]
 
 
-def some_cases(test: Callable[..., None]) -> Callable[..., None]:
-    """One is quick, a third of the others are slow, the rest full."""
-    marked = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}, {case.rows} rows")(test)
-    return pytest.mark.slow_but_every(len(CASES))(pytest.mark.full_but_every(3)(marked))
+NAMES = [f"{case.kind}, {case.rows} rows" for case in CASES]
 
 
-@some_cases
+@pytest.mark.slow_but_every(len(CASES))
+@pytest.mark.full_but_every(3)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_products(emulator: CudaEmulator, case: Case) -> None:
     """Results in 16 and 32 bits; sums with a residual, and what the norm after them needs."""
     weight, x = weight_of(case.kind, case.size_n, case.size_k), torch.randn(case.rows, case.size_k).to(BFLOAT)
@@ -124,7 +123,9 @@ def test_products(emulator: CudaEmulator, case: Case) -> None:
     assert not products.split_counters(x.device).any()
 
 
-@some_cases
+@pytest.mark.slow_but_every(len(CASES))
+@pytest.mark.full_but_every(3)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_gates(emulator: CudaEmulator, case: Case) -> None:
     """Rows of x that are scaled by a norm."""
     weight, values = weight_of(case.kind, case.size_n, case.size_k), torch.randn(case.rows, case.size_k).to(BFLOAT)
@@ -134,3 +135,62 @@ def test_gates(emulator: CudaEmulator, case: Case) -> None:
     emulator.seed, emulator.written_before = CASES.index(case), [values, squares]
     actual = product(case.cut, Normed(values, values, squares, 1e-5), weight, gated=True)
     assert_near(actual.values, F.silu(gate) * up)
+
+
+LLAMA_8B = {"qkv": (6144, 4096), "output": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, packing: Packing) -> PackedProducts | None:
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 132)  # as on an H200
+    (size_n, size_k), gated = LLAMA_8B[name], name == "gate, up"
+    x = torch.empty(rows, size_k, dtype=BFLOAT, device="meta")
+    weight = torch.empty(size_n, size_k * packing.bits // 8, dtype=torch.uint8, device="meta")
+    with assuming((9, 0)):
+        return products.packed_products_for(x, weight, gated, packing)
+
+
+def packing_of(kind: str, order: Order = Order.FRAGMENTS) -> Packing:
+    bits, group, scale_rows, has_zeros, scale_type = KINDS[kind]
+    scales = torch.empty(2, 2, 8, 2, dtype=scale_type, device="meta")
+    zeros = scales.to(BFLOAT) if has_zeros else None
+    return Packing(scales, zeros, bits, 128, group, scale_rows, order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [9, 17, 32, 33, 64, 96, 128])
+def test_most_multiprocessors_have_work_and_stages_have_room(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rows: int
+) -> None:
+    for name, (size_n, _) in LLAMA_8B.items():
+        cut = chosen(monkeypatch, name, rows, packing := packing_of(kind))
+        assert cut is not None
+        form = products.form_of(packing, name == "gate, up")
+        assert form is not None
+        columns = size_n // form.matrices
+        assert cut.rows >= rows and cut.busy(columns, 132) >= 0.85, name
+        assert cut.num_items(columns) * cut.cluster <= 132, "parts of K wait for each other"
+        assert cut.stages >= 3 and cut.shared_bytes(form) + (5 << 10) <= 228 << 10
+
+
+def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = packing_of("int4")
+    assert chosen(monkeypatch, "qkv", 8, packing) is None and chosen(monkeypatch, "qkv", 129, packing) is None
+    assert chosen(monkeypatch, "qkv", 32, packing_of("int4", Order.ROWS)) is None
+    assert chosen(monkeypatch, "qkv", 32, replace(packing, group=256)) is None
+    assert chosen(monkeypatch, "qkv", 32, replace(packing, scales=packing.scales.double())) is None
+    assert products.packed_products_for(torch.empty(32, 4096, dtype=BFLOAT), packing.scales, False, packing) is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_compiles(kind: str, gated: bool) -> None:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:  # bindings without a library
+        pytest.skip(COMPILER)
+    form = products.form_of(packing_of(kind), gated)
+    assert form is not None
+    cut = PackedProducts(32, 1, 3, per_sm=2) if gated else PackedProducts(128, 2, 3, cluster=2)
+    code = compiled(products.SOURCE, cut.defines(form), {"wgmma.h": products.wgmma_header(cut.rows)})
+    assert code.startswith(b"\x7fELF")

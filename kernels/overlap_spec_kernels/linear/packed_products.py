@@ -1,32 +1,38 @@
-"""The kernel of weights in fragment order for 9 to 128 rows of x, in CUDA C++: products of warpgroups.
+"""The kernel of quantised weights in fragment order for 9 to 128 rows of x, in CUDA C++: products of warpgroups.
 
 64 rows of W are the left operand of a product, converted in registers while the product before it runs, and all rows of
-x the right one. Activations are never quantised, and values of W are exact in bfloat16.
+x the right one. Warpgroups do not wait for each other, so that one multiplies while another one converts. (In Gluon all
+warps of a program wait for each other at every stage.)
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.launch import ceil_div, require
+from overlap_spec_kernels.launch import ceil_div
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
-from overlap_spec_kernels.linear.fragments import TILE_ROWS
-from overlap_spec_kernels.linear.packing import Packing
-from overlap_spec_kernels.nvrtc import CudaKernel, compiled, tensor_map
+from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
+from overlap_spec_kernels.linear.packing import Order, Packing
+from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
+_LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
+_PADDED_ROWS = (16, 32, 48, 64, 96, 128)
 _DEPTH = 128  # columns of K of a stage
-_TILE_COLUMNS = 64
-_BLOCK = 64  # columns of the result for which a kernel leaves a sum of squares
+_BLOCK = 64  # columns of the result for which the kernel leaves a sum of squares
+_GROUPS = (0, 32, 64, 128)
 _STAGED_BYTES = 2 * 16 * 68 * 4  # of a warpgroup's results on their way
-_SHARED_BYTES = 227 << 10  # most of a program
-_FIXED_BYTES = 8 << 10  # of which the kernel's own variables take less than this
+_SHARED_BYTES = 228 << 10  # of a multiprocessor
+_OWN_BYTES = 5 << 10  # most of a program's own variables, with what the system takes
+_MOST_STAGES = 8
+_LEAST_STAGES_OF_PART = 4  # of K
 _MOST_COUNTERS = 4096
 
 
@@ -56,21 +62,13 @@ class _Work(ctypes.Structure):
 
 
 class Form(NamedTuple):
-    """What of a weight's format the kernel is compiled for."""
+    """What of a weight the kernel is compiled for."""
 
     bits: int
     group: int
-    scale: str
+    scale: str  # `ScaleType` of packed_values.cuh
     zeros: bool
     gated: bool
-
-    @classmethod
-    def of(cls, packing: Packing, gated: bool) -> Form:
-        """Scales of groups are [O / 16, groups, 8, 2], those of blocks of rows [O / 16, groups, 4]."""
-        scale = _SCALES[packing.scales.dtype] if packing.group else "ROW_FLOAT32"
-        if packing.scales.dim() == 3:
-            scale = "BLOCK_FLOAT32"
-        return cls(packing.bits, packing.group, scale, packing.zeros is not None, gated)
 
     @property
     def matrices(self) -> int:
@@ -78,12 +76,24 @@ class Form(NamedTuple):
         return 2 if self.gated else 1
 
     @property
-    def scale_bytes(self) -> int:
-        """Of a group and a row of tiles, with its zero points."""
-        return {"ROW_FLOAT32": 0, "FLOAT32": 64, "BLOCK_FLOAT32": 16}.get(self.scale, 32) + 32 * self.zeros
+    def group_bytes(self) -> int:
+        """Of a group's scales and zero points, of 16 rows."""
+        return _SCALE_BYTES[self.scale] + 32 * self.zeros
 
 
-_SCALES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+_SCALE_BYTES = {"ROW_FLOAT32": 0, "FLOAT32": 64, "BFLOAT16": 32, "FLOAT16": 32, "BLOCK_FLOAT32": 16}
+_GROUP_SCALES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+
+
+def form_of(packing: Packing, gated: bool) -> Form | None:
+    """None for a weight that the kernel does not take."""
+    scale = _GROUP_SCALES.get(packing.scales.dtype)
+    if packing.group == 0 or packing.scale_rows > 1:
+        named = "BLOCK_FLOAT32" if packing.group else "ROW_FLOAT32"
+        scale = named if packing.scales.dtype == torch.float32 else None
+    if scale is None or packing.group not in _GROUPS:
+        return None
+    return Form(packing.bits, packing.group, scale, packing.zeros is not None, gated)
 
 
 class PackedProducts(NamedTuple):
@@ -111,6 +121,11 @@ class PackedProducts(NamedTuple):
         """Tiles of W times parts of K, of a cluster."""
         return ceil_div(ceil_div(size_n, self.columns), self.cluster) * self.splits
 
+    def busy(self, size_n: int, multiprocessors: int) -> float:
+        """The share of programs that have work, in twentieths."""
+        items, clusters = self.num_items(size_n), multiprocessors * self.per_sm // self.cluster
+        return round(20 * items / (ceil_div(items, clusters) * clusters)) / 20
+
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """`per_sm` programs per multiprocessor, or fewer if there are fewer tiles."""
         clusters = num_multiprocessors(weight.device) * self.per_sm // self.cluster
@@ -118,7 +133,8 @@ class PackedProducts(NamedTuple):
 
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
-        form = Form.of(packing, call.gated)
+        form = form_of(packing, call.gated)
+        assert form is not None
         parts = self.parts(call, form)
         arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
         self.kernel(form, call.x.device).launch(programs, arguments)
@@ -131,14 +147,12 @@ class PackedProducts(NamedTuple):
         """Of x, W, scales and zero points; what is not there, W's."""
         tiles, weight = self.columns // TILE_ROWS, call.weight.view(torch.int64)
         of_rows = weight.view(weight.shape[0] // TILE_ROWS, -1)
-        columns = _DEPTH // _TILE_COLUMNS * 16 * form.bits
+        columns = _DEPTH // TILE_COLUMNS * 16 * form.bits
         w_map = tensor_map(of_rows, tiles, columns, swizzle=0)
         groups = _DEPTH // form.group if form.group else 0
-        rest = [
-            tensor_map(each.flatten(1), tiles, groups * each[0, 0].numel(), swizzle=0) if each is not None else w_map
-            for each in (packing.scales if groups else None, packing.zeros)
-        ]
-        return tensor_map(call.x, self.rows // self.cluster, _TILE_COLUMNS), w_map, *rest
+        of_groups = (packing.scales if groups else None, packing.zeros)
+        rest = [w_map if each is None else _map_of_groups(each, tiles, groups) for each in of_groups]
+        return tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS), w_map, *rest
 
     def parts(self, call: Call, form: Form) -> Tensor | None:
         """Room for the sums of parts of K. Shapes: -> [tiles, splits, ..] f32."""
@@ -151,13 +165,13 @@ class PackedProducts(NamedTuple):
         """The other arguments."""
         size_n = num_columns(call.weight, call.gated)
         assert call.out is not None
-        residual = call.residual
+        residual, norm = call.residual, call.norm
         return _Work(
             out=call.out.data_ptr(),
             weighted=_address(call.weighted),
             sums=_address(call.sums),
             residual=_address(residual),
-            norm=None if call.norm is None else call.norm.weight.data_ptr(),
+            norm=None if norm is None else norm.weight.data_ptr(),
             squares=_address(call.squares),
             row_scales=None if packing.group else packing.scales.data_ptr(),
             parts=_address(parts),
@@ -196,11 +210,50 @@ class PackedProducts(NamedTuple):
 
     def stage_bytes(self, form: Form) -> int:
         """Of x, W, scales and zero points, in whole KiB."""
-        per_row_of_tiles = _DEPTH * TILE_ROWS * form.bits // 8
+        of_tiles = _DEPTH * TILE_ROWS * form.bits // 8
         if form.group:
-            per_row_of_tiles += _DEPTH // form.group * form.scale_bytes
-        num_bytes = self.rows * _DEPTH * 2 + form.matrices * self.columns // TILE_ROWS * per_row_of_tiles
+            of_tiles += _DEPTH // form.group * form.group_bytes
+        num_bytes = self.rows * _DEPTH * 2 + form.matrices * self.columns // TILE_ROWS * of_tiles
         return ceil_div(num_bytes, 1024) * 1024
+
+    def with_stages(self, form: Form) -> PackedProducts | None:
+        """As many stages as shared memory has room for; None if there is no room for two."""
+        room = _SHARED_BYTES // self.per_sm - _OWN_BYTES - self.warpgroups * _STAGED_BYTES
+        stages = min(room // self.stage_bytes(form), _MOST_STAGES)
+        return self._replace(stages=stages) if stages > 1 else None
+
+
+def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
+    """The division for these shapes; None where the kernel does not apply.
+
+    It is not measured yet: of the divisions that leave fewest multiprocessors idle, the one with the fewest parts of K.
+    """
+    num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
+    if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
+        return None
+    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return None
+    if size_n % TILE_ROWS or not runs_hopper(x.device):
+        return None
+    rows = next(rows for rows in _PADDED_ROWS if rows >= num_rows)
+    cuts = [PackedProducts(rows, blocks, 0, cluster=2).with_stages(form) for blocks in ((1,) if gated else (1, 2))]
+    multiprocessors = num_multiprocessors(x.device)
+    ways = [way for cut in cuts if cut for way in divisions(cut, size_n, x.shape[1], multiprocessors)]
+    return max(ways, key=lambda way: (way.busy(size_n, multiprocessors), -way.splits), default=None)
+
+
+def divisions(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> Iterator[PackedProducts]:
+    """The same with several numbers of parts of K, whose programs all run at once."""
+    yield cut
+    clusters = multiprocessors * cut.per_sm // cut.cluster
+    for splits in range(2, ceil_div(size_k, _DEPTH) // _LEAST_STAGES_OF_PART + 1):
+        if cut._replace(splits=splits).num_items(size_n) <= clusters:
+            yield cut._replace(splits=splits)
+
+
+def _map_of_groups(grouped: Tensor, tiles: int, groups: int) -> ctypes.Structure:
+    """For the groups of a stage. Shapes: grouped [O / 16, groups, ..]."""
+    return tensor_map(grouped.flatten(1), tiles, groups * grouped[0, 0].numel(), swizzle=0)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -241,8 +241,15 @@ struct Source {
     }
 };
 
+// The compiler computes with these sums after the waits before this only.
+__device__ __forceinline__ void settle(float (&sums)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // Put sums into units of the scale of the next group.
 __device__ __forceinline__ void rescale(float (&sums)[SUMS], Pair& scale, Pair next) {
+    settle(sums);
     float upper = __fdividef(scale.upper, next.upper), lower = __fdividef(scale.lower, next.lower);
 #pragma unroll
     for (int i = 0; i < SUMS; i += 4) {
@@ -301,6 +308,8 @@ __device__ __forceinline__ void multiply_item(
         read = &barriers->empty[place.stage];
     }
     wait_products<0>();
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) settle(sums.of[tile]);
     release(read);
 }
 
