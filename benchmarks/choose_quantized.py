@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, call_of
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, with_stages
+from overlap_spec_kernels.linear.call import Addition, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, with_stages
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -71,7 +71,11 @@ class Linear:
         """The same; the weight of the next launch comes into the L2 cache meanwhile."""
         call = call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
         following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
-        cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, following.data)
+        clusters = (
+            min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
+        )
+        ahead = Ahead(following.data, self.gated, clusters)
+        cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, ahead)
         assert call.out is not None
         return call.out
 

@@ -7,7 +7,7 @@ from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_
 from overlap_spec_kernels.linear import quantized
 from overlap_spec_kernels.linear.call import call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packed_stream import PackedStream
+from overlap_spec_kernels.linear.packed_stream import Ahead, PackedStream
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -132,8 +132,8 @@ def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int, ord
     not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="the kernel is for Hopper (sm_90a)"
 )
 @pytest.mark.parametrize("kind", ["fp8, rows", "int4"])
-@pytest.mark.parametrize(("rows", "size_k"), [(4, 4096), (8, 14336), (16, 14336)])
-def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int) -> None:
+@pytest.mark.parametrize(("rows", "size_k", "gated"), [(4, 4096, False), (8, 14336, True), (16, 14336, False)])
+def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int, gated: bool) -> None:
     """With every cluster size, in a graph; the next weight is only read."""
     weight, following = (weight_of(kind, 4096, size_k).in_fragments() for _ in range(2))
     x = torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
@@ -141,7 +141,7 @@ def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int
     assert isinstance(cut, PackedStream)
     call = call_of(x, weight.data, False, None, torch.float32, cut.block_n)
     assert call.out is not None
-    cut.run(call, cut.num_programs(weight.data, False), weight.packing, following.data)
+    cut.run(call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60))
     assert_near(call.out, x.double() @ matrix_of(weight).t())
     assert torch.equal(call.out, linear_logits(x, weight))
 

@@ -9,17 +9,6 @@ struct Work {
     int count, fault;
 };
 
-__device__ __forceinline__ void copy_run(char* target, const void* source, int bytes, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(target)),
-        "l"(source), "r"(bytes), "r"(shared(barrier))
-        : "memory");
-}
-
-__device__ __forceinline__ void arrive(u64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
-}
-
 // ---- a ring: out[32 w + i] = sum of x[.., 32 w + i], rows of 128 floats; after each row, the four warps add its sum ----
 
 enum RingFault {
@@ -42,7 +31,7 @@ __device__ __forceinline__ void copy_rows(const Work& work, char* rows, Ring& ri
         if (work.fault != NO_EMPTY_WAIT) wait(&ring.empty[stage], (round ^ 1 ^ (work.fault == WRONG_EMPTY_PARITY)) & 1);
         expect(&ring.full[stage], ROW + (work.fault == MORE_BYTES) * 16 - (work.fault == FEWER_BYTES) * 16);
         char* target = rows + stage * ROW + (work.fault == UNALIGNED_COPY) * 8 + (work.fault == COPY_BEYOND_END) * 64 * ROW;
-        copy_run(target, static_cast<const char*>(work.x) + i * ROW, ROW, &ring.full[stage]);
+        copy_bytes(shared(target), static_cast<const char*>(work.x) + i * ROW, ROW, shared(&ring.full[stage]));
     }
 }
 
@@ -96,13 +85,6 @@ __device__ __forceinline__ void multiply_8_bits(float (&sums)[4], const u32 (&a)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-__device__ __forceinline__ void multiply_16_bits(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 __device__ __forceinline__ void write_sums(float* out, const float (&sums)[4]) {
     int row = threadIdx.x / 4, column = threadIdx.x % 4 * 2;
     for (int i = 0; i < 4; ++i) out[(row + i / 2 * 8) * 8 + column + i % 2] = sums[i];
@@ -119,11 +101,11 @@ __device__ __forceinline__ void multiply_matrices(float* out, char* x, char* w, 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                  : "r"(shared(x) + lane % 16 * 32 + lane / 16 * 16));
-    multiply_16_bits(sums, a, b);
+    multiply16(sums, a, b);
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                  : "r"(shared(turned) + (lane % 8 + lane / 16 * 8) * 32 + lane / 8 % 2 * 16));
-    multiply_16_bits(of_turned, a, b);
+    multiply16(of_turned, a, b);
     write_sums(out, sums);
     write_sums(out + 128, of_turned);
     store_matrices(shared(turned) + lane % 16 * 32 + lane / 16 * 16, a[0], a[1], a[2], a[3]);  // x again
@@ -158,13 +140,7 @@ extern "C" __global__ void fragments_8_bits(const __grid_constant__ Work work) {
 
 // ---- a cluster: the first program's out[i] = sum over programs r of x[r, i], which the others send ----
 
-enum ClusterFault { NO_FIRST_MEETING = 1, NO_LAST_MEETING, NO_BYTES_WAIT, NO_SENT_WAIT };
-
-__device__ __forceinline__ u32 place_in(u32 rank, const void* pointer) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared(pointer)), "r"(rank));
-    return there;
-}
+enum ClusterFault { NO_FIRST_MEETING = 1, NO_LAST_MEETING, NO_BYTES_WAIT, NO_SENT_WAIT, READ_BEYOND_END };
 
 extern "C" __global__ void cluster_sums(const __grid_constant__ Work work) {
     __shared__ float sent[4][32];
@@ -176,10 +152,10 @@ extern "C" __global__ void cluster_sums(const __grid_constant__ Work work) {
         expect(&arrived, 4 * 32 * 4);
     }
     if (work.fault != NO_FIRST_MEETING) meet_cluster();
-    float value = static_cast<const float*>(work.x)[rank * 32 + i];
-    u32 target = place_in(0, &sent[rank][i]), target_stored = place_in(0, &stored[rank][i]);
+    float value = static_cast<const float*>(work.x)[rank * 32 + i + (work.fault == READ_BEYOND_END)];
+    u32 target = address_in(0, &sent[rank][i]), target_stored = address_in(0, &stored[rank][i]);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(target),
-                 "f"(value), "r"(place_in(0, &arrived))
+                 "f"(value), "r"(address_in(0, &arrived))
                  : "memory");
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(target_stored), "f"(value) : "memory");
     if (work.fault != NO_SENT_WAIT) meet_cluster();

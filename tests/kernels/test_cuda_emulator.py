@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from overlap_spec_kernels.linear.wide_linear import SOURCE as WIDE_LINEAR
-from support.cuda_emulator import CudaEmulator, EmulatorError, Kernel, tensor_map
+from support.cuda_emulator import CudaEmulator, EmulatorError, Kernel, guarded, tensor_map
 from support.cuda_emulator.translate import kernels, translated
 from torch import Tensor
 
@@ -36,7 +36,8 @@ class Cases:
         self._code = emulator.code(CASES, headers={"hopper.cuh": (WIDE_LINEAR.parent / "hopper.cuh").read_text()})
 
     def run(self, name: str, threads: int, x: Tensor, w: Tensor, out: int, *, fault: int = 0, seed: int = 0) -> Tensor:
-        result = torch.full((out,), torch.nan)
+        result = guarded(torch.full((out,), torch.nan))
+        x, w = guarded(x), guarded(w)
         work = Work(x.data_ptr(), w.data_ptr(), result.data_ptr(), x.shape[0], fault)
         kernel = Kernel(self._code, name)
         maps = (tensor_map(w, 16, 64),) if name == "register_products" else ()
@@ -98,6 +99,7 @@ class Cluster(IntEnum):
     NO_LAST_MEETING = 2
     NO_BYTES_WAIT = 3
     NO_SENT_WAIT = 4
+    READ_BEYOND_END = 5
 
 
 class Product(IntEnum):
@@ -141,6 +143,11 @@ def test_a_deadlock_tells_where_threads_wait(cases: Cases) -> None:
     assert "no thread can go on" in str(error.value)
     assert "warp 0, lanes 00000001: mbarrier at" in str(error.value)
     assert "lacks 1 of 5 arrivals" in str(error.value)
+
+
+def test_an_access_beyond_a_tensor_is_an_error(cases: Cases) -> None:
+    with pytest.raises(EmulatorError, match="there is no memory at"):
+        cases.cluster(Cluster.READ_BEYOND_END, 0)
 
 
 def test_matrices_of_16_bits(cases: Cases) -> None:

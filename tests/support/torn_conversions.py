@@ -21,10 +21,10 @@ def conversions_to_8_bits(sass: str) -> list[tuple[str, str]]:
 
 
 def torn_conversions(sass: str) -> list[tuple[str, str]]:
-    """Those whose upper half no conversion before them has written."""
-    written, torn = {"RZ"}, []
+    """Those whose upper half is neither zero nor a conversion before them."""
+    halves, torn = {"RZ"}, []
     for target, upper in conversions_to_8_bits(sass):
-        if upper not in written:
+        if upper not in halves:
             torn.append((target, upper))
-        written.add(target)
+        (halves.add if upper == "RZ" else halves.discard)(target)
     return torn

@@ -28,10 +28,21 @@ _MOST_REGISTERS = {16: 64, 8: 128}  # of a thread that hold x, by warps of a pro
 _CLUSTERS = (1, 2, 4, 8)
 _SHARED_BYTES = (227 << 10) - (2 << 10)  # of a multiprocessor, less barriers
 _STAGE_TILES = {4: 4, 8: 2}  # tiles of a warp in a stage, by bits of a value: 32 KiB for 16 warps
+_AHEAD_BYTES = 8 << 20  # that memory delivers while one kernel ends and the next begins
+_PIECE = 4096  # `PIECE` of packed_stream_ring.cuh
 _GROUPS = (0, 32, 64, 128)
 _ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
 _GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SCALE_BYTES = (0, 64, 32, 32, 16)  # of a group and 16 rows
+
+
+class _Ahead(ctypes.Structure):
+    """`Ahead` of packed_stream.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes")),
+    )
 
 
 class _Work(ctypes.Structure):
@@ -39,11 +50,30 @@ class _Work(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "zeros", "x", "squares", "residual", "norm")),
-        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums", "next")),
-        ("next_bytes", ctypes.c_longlong),
+        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums")),
+        ("ahead", _Ahead),
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
         ("eps", ctypes.c_float),
     )
+
+
+class Ahead(NamedTuple):
+    """A linear that comes next: the beginning of its weight, for each cluster, goes into the L2 cache meanwhile.
+
+    So memory is read while one kernel ends and the next begins.
+    """
+
+    weight: Tensor  # [O, bytes of a row] u8
+    gated: bool
+    clusters: int
+
+    def fields(self) -> _Ahead:
+        """For the kernel."""
+        items, halves = num_columns(self.weight, self.gated) // TILE_ROWS, 2 if self.gated else 1
+        row_bytes = TILE_ROWS * self.weight.shape[1]
+        least = items // self.clusters * row_bytes  # that a cluster takes of a half
+        num_bytes = min(_AHEAD_BYTES // self.clusters // halves, least) // _PIECE * _PIECE
+        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, num_bytes)
 
 
 class PackedStream(NamedTuple):
@@ -64,15 +94,15 @@ class PackedStream(NamedTuple):
         """Programs that would find work; fewer run if the device has room for fewer."""
         return num_columns(weight, gated) // TILE_ROWS * self.cluster
 
-    def run(self, call: Call, programs: int, packing: Packing, following: Tensor | None = None) -> None:
-        """Launch. `following`: the weight of the next linear, to bring into the L2 cache meanwhile. Sync: never."""
+    def run(self, call: Call, programs: int, packing: Packing, ahead: Ahead | None = None) -> None:
+        """Launch. Sync: never."""
         x, out = call.x, call.out
         assert out is not None
         norm = None if call.norm is None else call.norm.weight
         work = _Work(
             *map(_address, (call.weight, packing.scales, packing.zeros, x, call.squares, call.residual, norm)),
-            *map(_address, (out, call.weighted, call.sums, following)),
-            0 if following is None else following.nbytes,
+            *map(_address, (out, call.weighted, call.sums)),
+            _Ahead() if ahead is None else ahead.fields(),
             x.stride(0),
             0 if call.residual is None else call.residual.stride(0),
             num_columns(call.weight, call.gated),
