@@ -64,6 +64,7 @@ def test_a_verifier_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     assert greedy == "greedy tokens are the same: True"
 
 
+@pytest.mark.slow
 def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
     tiny_model: Path, tiny_flags: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from overlap_spec.config import EngineConfig
+from overlap_spec import hub
+from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.engine import Engine
 from overlap_spec.runtime import measured as measured_module
 from overlap_spec.runtime import openmp_spin as waiting
@@ -79,7 +80,13 @@ def test_of_rounds_that_disagree_the_shorter_spin_stands(monkeypatch: pytest.Mon
     assert choose_spin(2, lambda *_: None) == 1000
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.fixture
+def default_model(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found already: the cache of these tests is empty."""
+    monkeypatch.setattr(hub, "resolve_model", lambda *_: files)
+
+
+@pytest.mark.usefixtures("default_model")
 @pytest.mark.parametrize("name", USERS)
 def test_where_the_user_says_how_to_wait_nothing_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
@@ -88,6 +95,7 @@ def test_where_the_user_says_how_to_wait_nothing_is_measured(name: str, monkeypa
     assert settings.spin_count == 0
 
 
+@pytest.mark.usefixtures("default_model")
 def test_an_engine_on_a_cpu_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "choose_spin", lambda *_: 777)
     settings, _ = Engine(EngineConfig(device="cpu"))._resolve()
