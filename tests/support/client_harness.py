@@ -26,7 +26,6 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
     ToTokenizerFromClient,
-    Usage,
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.request_checks import RequestChecks
@@ -81,7 +80,7 @@ class EchoScheduler:
             step.uids.append(uid)
             step.tokens.append(run)
             step.finishes.append(Finish(FinishKind.LENGTH) if done == most else None)
-            step.usages.append(Usage(len(prompt), 0, done, done // 2))
+            step.verify_steps.append(done // 2)
             if done == most:
                 del self.running[uid]
         if step.uids:

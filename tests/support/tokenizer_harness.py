@@ -24,7 +24,6 @@ from overlap_spec.messages import (
     ToScheduler,
     ToSupervisor,
     ToTokenizer,
-    Usage,
 )
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
@@ -111,7 +110,8 @@ class Harness:
                 [uid for uid, _, _ in rows],
                 [tokens for _, tokens, _ in rows],
                 [finish for _, _, finish in rows],
-                [Usage(5, 2, len(tokens), 1) for _, tokens, _ in rows],
+                [1] * len(rows),
+                cached_tokens={uid: 2 for uid, *_ in rows},
             )
         )
 

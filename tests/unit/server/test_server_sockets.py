@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import uvloop
 from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.server.app import create_app
@@ -20,6 +21,7 @@ MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 HANG = json.dumps({"messages": [{"role": "user", "content": "one hang"}], "stream": True}).encode()
 SLEEP = json.dumps({"prompt": "sleep"}).encode()
 ABORT_S = 2.0  # what is aborted would run for ever, or for 5 s
+CONNECTIONS = 64
 STALL_S = 2.0  # measured 20 ms; a busy machine must not fail the test
 
 
@@ -31,6 +33,23 @@ async def serving(client: FakeClient) -> AsyncIterator[HttpServer]:
         yield server
     finally:
         await server.stop(1.0)
+
+
+def test_a_turn_of_a_busy_event_loop_accepts_many_connections() -> None:
+    """Turns take milliseconds while hundreds of streams are written: a request must not wait for one of its own."""
+
+    async def story() -> int:
+        async with serving(FakeClient()) as server:
+            clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(CONNECTIONS)]
+            turns = 0
+            while len(server._server.server_state.connections) < CONNECTIONS:
+                await asyncio.sleep(0)
+                turns += 1
+            for client in clients:
+                client.close()
+            return turns
+
+    assert uvloop.run(story()) <= CONNECTIONS // 4
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> float:
