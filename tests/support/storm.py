@@ -61,6 +61,7 @@ MUST_HAPPEN = (
     "narrow_steps",
     "device_ahead",
     "limited_steps",
+    "joined_steps",
     "steps_of_plain_requests",
     *CATCH_UPS,
     "decided_by_penalties",
