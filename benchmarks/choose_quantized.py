@@ -1,30 +1,32 @@
 """Times the linears of an 8B layer in 8 and 4 bits, cut up in several ways, against the time to read the weight.
 
     python benchmarks/choose_quantized.py --output benchmarks/results/choosing/quantized_h200.json
+    python benchmarks/choose_quantized.py --quick --rows 1 4 8 16
 
-`stream_of` and `tiles_of` (kernels/overlap_spec_kernels/linear/quantized_*.py) choose by this table. Every variant is a
-chain of launches in one CUDA graph, over weights that do not fit into the L2 cache, and its result is compared with the
-product of the dequantised weight. It needs a Hopper GPU.
+`stream_of` and `tiles_of` (kernels/overlap_spec_kernels/linear/quantized_*.py) choose by this table, and the order of
+weights on Hopper (`FRAGMENTS_ON_HOPPER` in quantized.py). Every variant is a chain of launches in one CUDA graph, over
+weights that do not fit into the L2 cache, and its result is compared with the product of the dequantised weight. It
+needs a Hopper GPU.
 """
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition
+from overlap_spec_kernels.linear.call import Addition, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, with_stages
 from overlap_spec_kernels.linear.packing import Packing, dequantised
-from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
 from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles
 from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report
 
-Cut = QuantizedStream | QuantizedTiles
 BFLOAT = torch.bfloat16
 FORMATS = {"fp8": (8, 0), "int4": (4, 128)}  # bits, columns that share a scale
 ROWS = (4, 16, 32, 64, 128)
@@ -53,9 +55,33 @@ class Linear:
         norm = Norm(torch.ones(self.size_n, device="cuda", dtype=BFLOAT), 1e-5)
         self.add = Addition(torch.randn(num_rows, self.size_n, device="cuda", dtype=BFLOAT), norm)
 
+    @cached_property
+    def in_fragments(self) -> list[QuantizedWeight]:
+        return [weight.in_fragments() for weight in self.weights]
+
+    def weights_for(self, cut: Cut) -> list[QuantizedWeight]:
+        """In the order that the kernel reads."""
+        return self.in_fragments if isinstance(cut, PackedStream) else self.weights
+
     def run(self, weight: QuantizedWeight, cut: Cut) -> Tensor:
         """As `fused_linear` and `linear_add` do it."""
         return weight.launch(cut, self.x, self.gated, self.add if self.adds else None, BFLOAT).values
+
+    def run_ahead(self, weight: QuantizedWeight, cut: PackedStream) -> Tensor:
+        """The same; the weight of the next launch comes into the L2 cache meanwhile."""
+        call = call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+        following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
+        clusters = (
+            min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
+        )
+        ahead = Ahead(following.data, self.gated, clusters)
+        cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, ahead)
+        assert call.out is not None
+        return call.out
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(weight): place for place, weight in enumerate(self.in_fragments)}
 
     def dense(self, weight: Tensor) -> None:
         """The same in 16 bits."""
@@ -79,7 +105,8 @@ class Linear:
             expected = torch.nn.functional.silu(gate) * up
         if self.adds:
             expected += self.add.residual.double()
-        return float((self.run(weight, cut).double() - expected).norm() / expected.norm())
+        found = self.run(self.weights_for(cut)[0], cut).double()
+        return float((found - expected).norm() / expected.norm())
 
 
 def streams(rows: int, linear: Linear) -> Iterator[QuantizedStream]:
@@ -113,32 +140,51 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
             yield QuantizedTiles(block_n, stages, count, warps, per_sm)
 
 
-def ways(rows: int, linear: Linear) -> list[Cut]:
-    """All that are tried."""
+def packed_streams(linear: Linear) -> Iterator[PackedStream]:
+    """Stages of other sizes, and half as many warps, which have twice as many columns each."""
+    weight = linear.in_fragments[0]
+    chosen = weight.cut(linear.rows, linear.gated)
+    if not isinstance(chosen, PackedStream):
+        return
+    fewer = [chosen._replace(tiles=chosen.tiles // 2)] if chosen.tiles > 1 else []
+    for cut in (chosen, *fewer, chosen._replace(warps=8, tiles=2 * chosen.tiles)):
+        if fits := with_stages(cut, linear.gated, weight.packing):
+            yield fits
+
+
+def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
+    """All that are tried; if quick, the one in row order that is chosen and those in fragment order."""
+    ours = list(packed_streams(linear)) if rows <= MOST_ROWS else []
+    if quick:
+        chosen = linear.weights[0].cut(linear.rows, linear.gated)
+        return [*ours, *([] if chosen is None else [chosen])]
     few = list(streams(rows, linear)) if rows <= 16 or linear.bits == 4 else []
-    return [*few, *(tiles(rows, linear) if linear.bits == 8 else ())]
+    return [*ours, *few, *(tiles(rows, linear) if linear.bits == 8 else ())]
 
 
-def compile_all(formats: list[str]) -> None:
+def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
     """Many at once, in processes."""
     with compiling_together(PROCESSES):
         for kind in formats:
             for name in SHAPES:
-                for rows in ROWS:
+                for rows in counts:
                     linear = Linear(name, kind, rows, copies=1)
-                    for cut in ways(rows, linear):
-                        linear.run(linear.weights[0], cut)
+                    for cut in ways(rows, linear, quick):
+                        if not isinstance(cut, PackedStream):
+                            linear.run(linear.weights[0], cut)
 
 
-def figures(name: str, kind: str, rows: int) -> dict[str, Any]:
+def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:
     """One linear with so many rows, in microseconds."""
     linear, tried = Linear(name, kind, rows), []
-    for cut in ways(rows, linear):
+    for cut in ways(rows, linear, quick):
         way: dict[str, Any] = {"kernel": type(cut).__name__, **cut._asdict()}
         try:
             error = linear.error(cut)
-            weights: list[Any] = linear.weights
+            weights: list[Any] = linear.weights_for(cut)
             way |= {"us": microseconds(partial(linear.run, cut=cut), weights), "error": round(error, 5)}
+            if isinstance(cut, PackedStream):
+                way |= {"ahead_us": microseconds(partial(linear.run_ahead, cut=cut), weights)}
             way |= {"wrong": True} if not error < ERROR else {}
         except Exception as failure:
             way |= {"us": float("inf"), "failed": str(failure).splitlines()[0][:120]}
@@ -168,7 +214,8 @@ def show(figure: dict[str, Any]) -> None:
     best = figure["ways"][0]["us"]
     share = figure["reading_us"] / best
     head = f"{figure['format']:5} {figure['linear']:9} {figure['rows']:4}  reads {figure['reading_us']:6.2f}"
-    print(f"{head}  bf16 {figure['bf16_us']:6.2f}  best {best:6.2f} ({share:.0%})", flush=True)
+    dense = f"  bf16 {figure['bf16_us']:6.2f}" if "bf16_us" in figure else ""
+    print(f"{head}{dense}  best {best:6.2f} ({share:.0%})", flush=True)
     for way in figure["ways"][:4] + [way for way in figure["ways"][4:] if "wrong" in way or "failed" in way]:
         print("        ", {key: value for key, value in way.items() if value is not False}, flush=True)
 
@@ -177,17 +224,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--quick", action="store_true", help="of kernels for row order, only the way that is chosen")
     arguments = parser.parse_args()
+    counts, quick = arguments.rows, arguments.quick
     try:
-        compile_all(arguments.formats)
+        compile_all(arguments.formats, counts, quick)
     except Exception as failure:
         print(f"compiling one after another: {failure!r}", flush=True)
     rows: list[dict[str, Any]] = []
-    dense = {(name, count): dense_figures(name, count) for name in SHAPES for count in ROWS}
-    for count in ROWS:
+    dense = {} if quick else {(name, count): dense_figures(name, count) for name in SHAPES for count in counts}
+    for count in counts:
         for kind in arguments.formats:
             for name in SHAPES:
-                figure = figures(name, kind, count) | {"bf16_us": dense[name, count]}
+                figure = figures(name, kind, count, quick)
+                figure |= {"bf16_us": dense[name, count]} if dense else {}
                 if figure["ways"]:
                     rows.append(figure)
                     show(figure)

@@ -36,6 +36,7 @@ from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import CpuFacts, Phase, StepPlan, StepResult, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ROLES, ActorContext
 from overlap_spec.runtime.machine import inspect
+from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import Worker
 
 WIDTH, PAGE_SIZE, PROMPT_TOKENS = 4, 16, 128
@@ -47,7 +48,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class PlayedStep:
     """A step that is done at a given time."""
 
-    def __init__(self, result: StepResult, done: float) -> None:
+    def __init__(self, result: StepResult, host: HostTimes, done: float) -> None:
+        self.host = host
         self._result = result
         self._done = done
 
@@ -81,13 +83,15 @@ class PlayedExecutor:
         self._rng = random.Random(0)
 
     def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> PlayedLaunch:
-        self._free = max(time.monotonic(), self._free) + self._step_s
+        now = time.monotonic()
+        self._free = max(now, self._free) + self._step_s
         is_decode = plan.phase is Phase.DECODE
         runs = [
             self._run(work.slot, self._rng.randint(1, WIDTH) if is_decode else int(work.next_token < 0))
             for work in plan.work
         ]
-        step = PlayedStep(StepResult(plan.step_id, runs, [WIDTH - 1] * len(runs), self._step_s), self._free)
+        result = StepResult(plan.step_id, runs, [WIDTH - 1] * len(runs), self._step_s)
+        step = PlayedStep(result, HostTimes(received, now), self._free)
         on_published(step)
         return PlayedLaunch(step)
 

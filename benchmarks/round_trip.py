@@ -43,6 +43,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import Worker
 
 WARM_STEPS, PROMPT_TOKENS = 50, 16
@@ -53,9 +54,9 @@ CASE, FIGURES = "case.json", "figures.json"
 class FakeStep:
     """A step that is done at a given time."""
 
-    def __init__(self, plan: StepPlan, launched: float, done: float) -> None:
+    def __init__(self, plan: StepPlan, host: HostTimes, done: float) -> None:
         self._plan = plan
-        self.launched = launched
+        self.host = host
         self.done = done
 
     def ready(self) -> bool:
@@ -89,7 +90,7 @@ class FakeExecutor:
     def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
         now = time.monotonic()
         self._free = max(now, self._free) + self._step_s
-        step = FakeStep(plan, now, self._free)
+        step = FakeStep(plan, HostTimes(received, now), self._free)
         if plan.phase is Phase.DECODE:
             self.decode_steps.append(step)
         on_published(step)
@@ -106,7 +107,7 @@ async def main(context: ActorContext) -> None:
     executor = FakeExecutor(case["step_us"] / 1e6)
     results = context.step_outlet("scheduler")
     Worker(executor, inbox, results, SpinPolicy(context.settings.spin_s)).run()  # a fake
-    (run_dir / FIGURES).write_text(json.dumps([(step.launched, step.done) for step in executor.decode_steps]))
+    (run_dir / FIGURES).write_text(json.dumps([(step.host.launch_begin, step.done) for step in executor.decode_steps]))
 
 
 def settings_for(batch: int, depth: int, spin: bool) -> Settings:

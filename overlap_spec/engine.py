@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from overlap_spec.client import AnyPrompt, Client
 from overlap_spec.client.answers import Delta
-from overlap_spec.config import EngineConfig, Settings, sets_thread_waiting
+from overlap_spec.config import EngineConfig, Settings
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve
@@ -220,13 +220,11 @@ class Engine:
     def _resolve(self) -> tuple[Settings, list[str]]:
         # Here, because a hub client is slow to import and no other process needs it.
         from overlap_spec import hub
-        from overlap_spec.runtime import machine, openmp_spin
+        from overlap_spec.runtime import machine
 
         files = hub.resolve_model(self.config, self.progress)
         settings, notes = resolve(self.config, files, machine.inspect(), self.keys)
         settings = replace(settings, trace_dir=self._trace_dir, watched=self._watched)
-        if settings.model.device == "cpu" and not sets_thread_waiting():
-            settings = replace(settings, spin_count=openmp_spin.choose_spin(settings.num_threads, self.progress))
         spec, said = hub.resolve_drafting(settings.spec, files, self.config, self.progress)
         return replace(settings, spec=spec), notes + said
 

@@ -1,5 +1,6 @@
 """Shared fixtures: the default model and its references, a tokenizer, where long runs leave their summaries."""
 
+import gc
 import json
 import os
 import re
@@ -59,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if given is not None and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its controller
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         config.pluginmanager.register(FileResults(Path(given), device, torch.get_num_threads()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports make a million objects that stay. The collector would walk through them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

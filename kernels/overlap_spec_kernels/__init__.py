@@ -9,7 +9,7 @@ from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decod
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
-from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
+from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttention, RowsArgument
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
@@ -19,6 +19,7 @@ from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, GroupedWeight
 from overlap_spec_kernels.linear.int8 import Int8Weight
+from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
@@ -87,7 +88,10 @@ __all__ = [
     "GroupedKernel",
     "GroupedPart",
     "GroupedWeight",
+    "HeadsArgument",
     "Int8Weight",
+    "LayerOnCpu",
+    "LayersOnCpu",
     "LinearOperand",
     "LogitRules",
     "NgramLimits",
@@ -97,6 +101,7 @@ __all__ = [
     "Normed",
     "RowAttention",
     "RowHistory",
+    "RowsArgument",
     "TokenRows",
     "TopTokens",
     "Published",

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels of a CPU with the machine's own compiler, at the first start, for its own processor.
 
-The library lies in the cache directory, under a name that tells source, compiler and processor. Where there is no
-compiler, there is no library, and callers do without these kernels.
+The library lies in the cache directory, under a name that tells source, headers beside it, compiler and processor.
+Where there is no compiler, there is no library, and callers do without these kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-w")
 TIMEOUT_S = 300.0
 
 
@@ -46,7 +46,8 @@ def _flags_of_processor() -> tuple[str, ...]:
 
 
 def _path(source: Path, compiler: str, flags: tuple[str, ...], cache: Path) -> Path:
-    about = source.read_bytes() + repr((_version(compiler), flags, _processor())).encode()
+    read = (source, *sorted(source.parent.glob("*.h")))
+    about = b"".join(path.read_bytes() for path in read) + repr((_version(compiler), flags, _processor())).encode()
     return cache / f"{source.stem}-{hashlib.sha256(about).hexdigest()[:16]}.so"
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 
 import torch
 from overlap_spec_kernels.launch import capability_of, runs_gluon
+from overlap_spec_kernels.linear.packing import Order
 from overlap_spec_kernels.nvrtc import runs_hopper
 
 from overlap_spec.models.layers.linear import AnyLinear
@@ -17,10 +18,12 @@ from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.worker.sizing.geometry import LoadedModels
 
 META = torch.device("meta")
-QUANTISED = (
-    "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers; more rows"
-    " dequantize, then a BLAS"
-)
+QUANTISED = {
+    Order.ROWS: "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers;"
+    " more rows dequantize, then a BLAS",
+    Order.FRAGMENTS: "up to 16 rows packed_stream (CUDA C++), dequantised in registers; more rows dequantize, then a"
+    " BLAS",
+}
 GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
 SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -32,10 +35,10 @@ def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
 
 
 def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
-    formats = Counter(map(_format, linears_in((models.target, models.proposer))))
-    for packing, count in formats.items():
+    formats = Counter((_format(each), _order(each)) for each in linears_in((models.target, models.proposer)))
+    for (packing, order), count in formats.items():
         if packing is not None:
-            yield f"{packing} ({count})", GROUPED if capability_of(META) is None else QUANTISED
+            yield f"{packing} ({count})", GROUPED if capability_of(META) is None else QUANTISED[order]
         elif capability_of(META) is None:
             yield f"{dtype} ({count})", "oneDNN or BLAS, the form that is fastest when timed at start"
         else:
@@ -50,6 +53,10 @@ def _format(linear: AnyLinear) -> str | None:
         return None
     packing = linear.operand.packing
     return f"{packing.bits} bits, " + (f"groups of {packing.group}" if packing.group else "a scale for each row")
+
+
+def _order(linear: AnyLinear) -> Order:
+    return linear.operand.packing.order if isinstance(linear, QuantizedLinear) else Order.ROWS
 
 
 def _dense(dtype: str) -> str:

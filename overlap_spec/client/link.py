@@ -40,12 +40,17 @@ def pack_ids(ids: Iterable[int], field: str = "prompt") -> bytes:
     return values.tobytes()
 
 
-def unpack_ids(packed: bytes) -> list[int]:
-    """Inverse of `pack_ids`. Raises: ValueError if the length is odd."""
+def id_array(packed: bytes) -> "array[int]":
+    """Packed token ids as 32-bit integers, with no object for each of them. Raises: ValueError if the length is odd."""
     values = array("i", packed)
     if sys.byteorder == "big":
         values.byteswap()
-    return values.tolist()
+    return values
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """Inverse of `pack_ids`. Raises: ValueError if the length is odd."""
+    return id_array(packed).tolist()
 
 
 @dataclass(frozen=True)

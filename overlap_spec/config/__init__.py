@@ -8,7 +8,6 @@ from overlap_spec.config.environment import (
     child_environment,
     forces_greedy_ngram,
     own_environment,
-    sets_thread_waiting,
     waiting_fact,
 )
 from overlap_spec.config.flags import DEFAULT_MODEL, DUMMY, EngineConfig
@@ -84,7 +83,6 @@ __all__ = [
     "forces_greedy_ngram",
     "is_own_method",
     "own_environment",
-    "sets_thread_waiting",
     "synthetic_acceptance",
     "waiting_fact",
 ]

@@ -5,6 +5,7 @@ import os
 from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
 
 PREFIX = "OVERLAP_SPEC"
+POLLS = 3000  # of libgomp's waiting threads before they sleep, 0.03 to 0.05 us each
 API_KEY, ADMIN_API_KEY = "API_KEY", "ADMIN_API_KEY"  # after the prefix
 KEY_NAMES = tuple(f"{PREFIX}_{name}" for name in (API_KEY, ADMIN_API_KEY))
 
@@ -12,15 +13,20 @@ KEY_NAMES = tuple(f"{PREFIX}_{name}" for name in (API_KEY, ADMIN_API_KEY))
 def child_environment(settings: Settings, role: str) -> dict[str, str]:
     """The environment of a child process. The user's own thread variables take precedence.
 
+    OpenMP's threads poll for a tenth of a millisecond, which is about as long as the worker pauses between two of their
+    loops, and then sleep. Always sleeping takes up to 0.4 ms a loop to wake them; polling for longer takes cores from
+    others, who make such threads wait in turn. Measuring either on a machine that is busy at that time is wrong later.
+
     Of torch's two BLAS interfaces, cuBLASLt chooses faster tiles for long rows of W at 256 rows of x, and nearly the
     same tiles elsewhere (benchmarks/results/choosing/wide_h200.txt, F). float32 keeps the interface it was tested with.
     """
     is_worker = role == "worker"
-    threads, spin = (settings.num_threads, settings.spin_count) if is_worker else (1, 0)
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(spin), "KMP_BLOCKTIME": str(min(spin, 1))}
+    threads = settings.num_threads if is_worker else 1
+    polls = POLLS if threads > 1 else 0
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(polls), "KMP_BLOCKTIME": str(min(polls, 1))}
     return {
         **({"TORCH_BLAS_PREFER_CUBLASLT": "1"} if is_worker and settings.model.dtype != "float32" else {}),
-        **({} if sets_thread_waiting() else waiting),  # all of them or none, because they override each other
+        **({} if _sets_thread_waiting() else waiting),  # all of them or none, because they override each other
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         **{name: value for name, value in os.environ.items() if not name.startswith(KEY_NAMES)},
@@ -29,7 +35,7 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
     }
 
 
-def sets_thread_waiting() -> bool:
+def _sets_thread_waiting() -> bool:
     """True if the user has set how OpenMP's threads wait for work."""
     return any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"))
 

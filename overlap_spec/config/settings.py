@@ -294,7 +294,6 @@ class Settings(Struct, frozen=True):
     log_level: str
     num_threads: int  # compute threads of the worker; every other process has one
     threads_given: bool = False  # the user gave `num_threads`; otherwise the worker may choose fewer
-    spin_count: int = 0  # polls of a waiting thread of the worker before it sleeps (`runtime/openmp_spin.py`)
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
     logit_processor: str | None = None  # MODULE:NAME, which the worker imports

@@ -47,7 +47,7 @@ class FinishKind(enum.StrEnum):
     ABORT = "abort"
 
 
-class Finish(msgspec.Struct, frozen=True, array_like=True):
+class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How a request ended, and on what: a stop string, a stop token's id, or nothing."""
 
     kind: FinishKind
@@ -67,7 +67,7 @@ class Phases(msgspec.Struct, frozen=True, array_like=True):
     detokenize_s: float  # seconds of all its steps: tokens to text, and the search for stops
 
 
-class Usage(msgspec.Struct, frozen=True, array_like=True):
+class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Running counts of one request, in tokens, except `spec_verify_ct` (decode steps that it took part in)."""
 
     prompt_tokens: int

@@ -2,8 +2,8 @@
 
 import enum
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,7 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
+INTEGER = "a 64-bit integer"
 MOST_SECONDS = 10_000_000  # of a time limit
 
 
@@ -133,8 +134,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 ANY_TERMS = Terms()
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's.
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's, and defaults do not travel.
 
     `max_new_tokens=None` means up to the model's context, and 0 that only the prompt is computed; `seed=None` means the
     engine draws one.
@@ -173,9 +174,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.grammar is not None:
             self._check_grammar(self.grammar)
-        for field, value, ok, want in self._ranges():
-            if not ok:
-                raise RequestError(field, f"{field} must be {want}, got {value!r}")
+        for rule in SAMPLING_RULES:
+            if not rule.holds(self):
+                value = getattr(self, rule.field) if rule.shown is None else rule.shown(self)
+                raise RequestError(rule.field, f"{rule.field} must be {rule.want}, got {value!r}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             most = self.max_new_tokens
             raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {most} new tokens")
@@ -194,61 +196,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             if given:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which may allow nothing else")
 
-    def _list_ranges(self) -> Iterator[tuple[str, object, bool, str]]:
-        bias, allowed, words = self.logit_bias, self.allowed_token_ids, self.bad_words
-        yield ("logit_bias", f"{len(bias)} of them", len(bias) <= MAX_BIASES, f"at most {MAX_BIASES} biases")
-        fits = all(0 <= token < MOST and -100 <= value <= 100 for token, value in bias.items())
-        yield ("logit_bias", bias, fits, "token ids >= 0, with a bias in [-100, 100] each")
-        fits = allowed is None or (len(allowed) > 0 and all(0 <= token < MOST for token in allowed))
-        yield ("allowed_token_ids", allowed, fits, "at least one token id, each >= 0")
-        yield ("bad_words", f"{len(words)} of them", len(words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} words")
-        yield ("bad_words", words, all(word.strip() for word in words), "words that are not blank")
-        tokens, most = self.bad_word_ids, MAX_WORD_TOKENS
-        fits = len(tokens) <= 2 * MAX_BAD_WORDS and all(1 <= len(ids) <= most and min(ids) >= 0 for ids in tokens)
-        yield ("bad_word_ids", tokens, fits, f"at most {2 * MAX_BAD_WORDS} words of 1 to {most} token ids")
-
-    def _ranges(self) -> tuple[tuple[str, object, bool, str], ...]:
-        least, most = self.min_new_tokens, self.max_new_tokens
-        keep = self.truncate_prompt_tokens
-        integers = {"max_new_tokens": most, "min_new_tokens": least, "top_k": self.top_k, "seed": self.seed}
-        return (
-            *self._list_ranges(),
-            *((name, value, -MOST <= (value or 0) < MOST, "a 64-bit integer") for name, value in integers.items()),
-            ("max_new_tokens", most, most is None or most >= 0, "at least 0"),
-            ("min_new_tokens", least, least >= 0, "at least 0"),
-            (
-                "temperature",
-                self.temperature,
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "a finite number >= 0",
-            ),
-            ("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            ("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "in (0, 2]"),
-            (
-                "stop",
-                self.stop,
-                len(self.stop) <= MAX_STOP_STRINGS and all(self.stop),
-                f"at most {MAX_STOP_STRINGS} non-empty strings",
-            ),
-            (
-                "stop_regex",
-                self.stop_regex,
-                len(self.stop_regex) <= MAX_STOP_STRINGS and all(self.stop_regex),
-                f"at most {MAX_STOP_STRINGS} non-empty patterns",
-            ),
-            ("truncate_prompt_tokens", keep, keep is None or -1 <= keep < MOST and keep != 0, "-1 or at least 1"),
-            (
-                "stop_token_ids",
-                self.stop_token_ids,
-                len(self.stop_token_ids) <= MAX_STOP_IDS // 2 and all(0 <= i < MOST for i in self.stop_token_ids),
-                f"at most {MAX_STOP_IDS // 2} token ids >= 0",
-            ),
-        )
-
     @property
     def greedy(self) -> bool:
         """True if every token is the argmax; the bound is SGLang's."""
@@ -265,6 +212,102 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def biases_logits(self) -> bool:
         """True if tokens have a bias, or only some are allowed."""
         return bool(self.logit_bias) or self.allowed_token_ids is not None
+
+
+class SamplingRule(NamedTuple):
+    """What a parameter must be. `shown`: what an error shows of it, unless that is its value."""
+
+    field: str
+    holds: Callable[[SamplingParams], bool]
+    want: str
+    shown: Callable[[SamplingParams], object] | None = None
+
+
+# Every request is checked where it enters a process, so a rule that is kept must cost next to nothing.
+SAMPLING_RULES = (
+    SamplingRule(
+        "logit_bias",
+        lambda asked: len(asked.logit_bias) <= MAX_BIASES,
+        f"at most {MAX_BIASES} biases",
+        lambda asked: f"{len(asked.logit_bias)} of them",
+    ),
+    SamplingRule(
+        "logit_bias",
+        lambda asked: (
+            not asked.logit_bias or all(0 <= i < MOST and -100 <= bias <= 100 for i, bias in asked.logit_bias.items())
+        ),
+        "token ids >= 0, with a bias in [-100, 100] each",
+    ),
+    SamplingRule(
+        "allowed_token_ids",
+        lambda asked: (
+            asked.allowed_token_ids is None
+            or (len(asked.allowed_token_ids) > 0 and all(0 <= i < MOST for i in asked.allowed_token_ids))
+        ),
+        "at least one token id, each >= 0",
+    ),
+    SamplingRule(
+        "bad_words",
+        lambda asked: len(asked.bad_words) <= MAX_BAD_WORDS,
+        f"at most {MAX_BAD_WORDS} words",
+        lambda asked: f"{len(asked.bad_words)} of them",
+    ),
+    SamplingRule(
+        "bad_words",
+        lambda asked: not asked.bad_words or all(word.strip() for word in asked.bad_words),
+        "words that are not blank",
+    ),
+    SamplingRule(
+        "bad_word_ids",
+        lambda asked: (
+            not asked.bad_word_ids
+            or (
+                len(asked.bad_word_ids) <= 2 * MAX_BAD_WORDS
+                and all(1 <= len(ids) <= MAX_WORD_TOKENS and min(ids) >= 0 for ids in asked.bad_word_ids)
+            )
+        ),
+        f"at most {2 * MAX_BAD_WORDS} words of 1 to {MAX_WORD_TOKENS} token ids",
+    ),
+    SamplingRule("max_new_tokens", lambda asked: -MOST <= (asked.max_new_tokens or 0) < MOST, INTEGER),
+    SamplingRule("min_new_tokens", lambda asked: -MOST <= asked.min_new_tokens < MOST, INTEGER),
+    SamplingRule("top_k", lambda asked: -MOST <= asked.top_k < MOST, INTEGER),
+    SamplingRule("seed", lambda asked: -MOST <= (asked.seed or 0) < MOST, INTEGER),
+    SamplingRule("max_new_tokens", lambda asked: (asked.max_new_tokens or 0) >= 0, "at least 0"),
+    SamplingRule("min_new_tokens", lambda asked: asked.min_new_tokens >= 0, "at least 0"),
+    SamplingRule("temperature", lambda asked: 0 <= asked.temperature < math.inf, "a finite number >= 0"),
+    SamplingRule("top_k", lambda asked: asked.top_k == -1 or asked.top_k >= 1, "-1 or at least 1"),
+    SamplingRule("top_p", lambda asked: 0 < asked.top_p <= 1, "in (0, 1]"),
+    SamplingRule("min_p", lambda asked: 0 <= asked.min_p <= 1, "in [0, 1]"),
+    SamplingRule("presence_penalty", lambda asked: -2 <= asked.presence_penalty <= 2, "in [-2, 2]"),
+    SamplingRule("frequency_penalty", lambda asked: -2 <= asked.frequency_penalty <= 2, "in [-2, 2]"),
+    SamplingRule("repetition_penalty", lambda asked: 0 < asked.repetition_penalty <= 2, "in (0, 2]"),
+    SamplingRule(
+        "stop",
+        lambda asked: not asked.stop or (len(asked.stop) <= MAX_STOP_STRINGS and all(asked.stop)),
+        f"at most {MAX_STOP_STRINGS} non-empty strings",
+    ),
+    SamplingRule(
+        "stop_regex",
+        lambda asked: not asked.stop_regex or (len(asked.stop_regex) <= MAX_STOP_STRINGS and all(asked.stop_regex)),
+        f"at most {MAX_STOP_STRINGS} non-empty patterns",
+    ),
+    SamplingRule(
+        "truncate_prompt_tokens",
+        lambda asked: (
+            asked.truncate_prompt_tokens is None
+            or (-1 <= asked.truncate_prompt_tokens < MOST and asked.truncate_prompt_tokens != 0)
+        ),
+        "-1 or at least 1",
+    ),
+    SamplingRule(
+        "stop_token_ids",
+        lambda asked: (
+            not asked.stop_token_ids
+            or (len(asked.stop_token_ids) <= MAX_STOP_IDS // 2 and all(0 <= i < MOST for i in asked.stop_token_ids))
+        ),
+        f"at most {MAX_STOP_IDS // 2} token ids >= 0",
+    ),
+)
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase, Usage
+from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase
 from overlap_spec.messages.health import DraftFigures
 from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
@@ -276,18 +276,20 @@ class TokenDeltas(Message, frozen=True):
     """What one step committed, in columns. The scheduler's finishes are provisional: stop strings come later.
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
-    `step_id` is 0 for an abort, which is no step's. `verified`: by uid, of the requests that report it.
-    So are packed log-probs, of tokens that were cut too; those of a prompt come by chunks, before its request's row.
+    `step_id` is 0 for an abort, which is no step's. `verify_steps` counts each request's so far. `verified`: by uid, of
+    the requests that report it. So are packed log-probs, of tokens that were cut too; those of a prompt come by chunks,
+    before its request's row. `cached_tokens`: by uid, of requests whose prompt's last chunk was in the step.
     """
 
     uids: list[int]
     tokens: list[list[int]]
     finishes: list[Finish | None]
-    usages: list[Usage]
+    verify_steps: list[int]
     step_id: int = 0
     verified: dict[int, Verified] = {}
     log_probs: dict[int, bytes] = {}
     prompt_log_probs: dict[int, bytes] = {}
+    cached_tokens: dict[int, int] = {}
 
 
 class Started(Message, frozen=True):

@@ -5,6 +5,7 @@ and rises after a preemption.
 """
 
 from collections.abc import Iterable
+from operator import attrgetter, sub
 
 from overlap_spec.messages import Admit
 from overlap_spec.scheduler.limits import Limits
@@ -16,6 +17,7 @@ INITIAL_RATIO = 0.7
 MIN_RATIO = 0.14 * INITIAL_RATIO
 DECAY_STEPS = 600  # decode steps from the initial ratio down to the least
 MAX_GROWTH = 4096  # tokens: no running request is expected to add more than this soon
+LIMIT, TOKENS = attrgetter("committed_limit"), attrgetter("tokens")
 STEPS_AHEAD = 20  # after a preemption, every remaining request must have room for this many more tokens
 
 
@@ -86,6 +88,9 @@ class Admission:
 
     def _growth(self, newcomer: Request) -> float:
         """Tokens that the running requests and this one are expected to add."""
-        left = min(newcomer.committed_limit - len(newcomer.tokens), MAX_GROWTH)
-        others = [each.committed_limit - len(each.tokens) for each in self._queues.running]
-        return (left + sum([most if most < MAX_GROWTH else MAX_GROWTH for most in others])) * self.ratio.value
+        requests = [newcomer, *self._queues.running]
+        left = list(map(sub, map(LIMIT, requests), map(len, map(TOKENS, requests))))
+        if max(left) > MAX_GROWTH:
+            left = [min(most, MAX_GROWTH) for most in left]
+        total: int = sum(left)
+        return total * self.ratio.value

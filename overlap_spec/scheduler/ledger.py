@@ -12,6 +12,7 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 
 import logging
 from collections.abc import Sequence
+from operator import attrgetter
 
 from overlap_spec.messages import (
     NO_TOKEN,
@@ -42,6 +43,9 @@ NOT_FINITE_HERE = (
     "request %d: the logits after %d tokens are NaN or infinite in a step with guesses, which may be theirs; they are"
     " computed again, and nothing is guessed for this request any more"
 )
+
+UID, TOKENS, VERIFY_STEPS = attrgetter("uid"), attrgetter("tokens"), attrgetter("verify_steps")
+IS_REPORTED = attrgetter("is_reported")
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +107,13 @@ class Ledger:
         if reason is AbortReason.STOP_STRING:
             return None
         self._counters.aborted += 1
-        return TokenDeltas([uid], [[]], [request.finish], [request.usage])
+        return TokenDeltas([uid], [[]], [request.finish], [request.verify_steps], cached_tokens=_cached([request]))
 
     def _floor(self, step: Step) -> float | None:
         """Seconds that a decode step takes at least; None where chunks are in it."""
         if step.plan.phase is Phase.PREFILL or step.plan.joined:
             return None
-        context = sum([len(request.tokens) for request in step.requests])
+        context = sum(map(len, map(TOKENS, step.requests)))
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)
 
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
@@ -117,7 +121,7 @@ class Ledger:
         was_drafted, self._drafts = self._drafts and width > 1, width > 1
         self._widths.observe(step.requests, result, width if was_drafted else 0)
         self._counters.step_width = width
-        requests, gained = _unfinished(step.requests, result)
+        requests, gained = _gaining(step.requests, self._queues.leaving, result)
         self._counters.verified(requests, gained, was_drafted)
         if self._speculative:
             for request in requests:
@@ -130,8 +134,7 @@ class Ledger:
         self._commit(requests, gained.tokens, deltas, verifies=width > 1)
         for request in step.requests:
             request.pending_min -= 1
-            request.pending_max -= width
-            request.in_flight -= 1  # last: until here the step holds slot and pages
+            request.pending_max -= width  # last: until here the step holds slot and pages
             if not request.running:
                 self._queues.step_settled(request)
 
@@ -146,12 +149,14 @@ class Ledger:
         for request, end in rows:
             request.prefilled_len = end
             request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
+        deltas.cached_tokens.update(_cached(requests))
         self._commit(requests, first.tokens, deltas)
         for request, end in rows:
             if end == request.target:
                 request.pending_min -= 1
                 request.pending_max -= 1
-            request.in_flight -= 1
+            else:
+                request.pending_chunks -= 1
             if request.running:
                 self._queues.memory.share(request)
             else:
@@ -165,32 +170,39 @@ class Ledger:
         `verifies`: the step had windows with guesses.
         """
         assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
-        kept, finishes = deltas.tokens, deltas.finishes
-        broken: list[Request] = []
-        for request, run in zip(requests, runs, strict=True):
-            tokens, finish = request.tokens, None
-            if is_cut_short := run[-1] == NO_TOKEN:
-                run = run[:-1]
-            if len(run) >= request.committed_limit - len(tokens) or not request.stop_ids.isdisjoint(run):
-                run, finish = _cut(request, run)
+        ending: list[int] = []
+        for row, (request, run) in enumerate(zip(requests, runs, strict=True)):
+            tokens = request.tokens
             tokens.fromlist(run)
-            kept.append(run)
-            finishes.append(finish)
-            if is_cut_short and finish is None:
-                broken.append(request)
-        self._counters.generation_tokens += sum(map(len, kept))
-        deltas.uids.extend([each.uid for each in requests])
-        deltas.usages.extend([each.usage for each in requests])
-        if any(finishes):
-            for request, finish in zip(requests, finishes, strict=True):
-                if finish is not None:
-                    request.finish = finish
-                    self._queues.close(request)
+            if len(tokens) >= request.committed_limit or not request.stops_at.isdisjoint(run):
+                ending.append(row)
+        deltas.uids.extend(map(UID, requests))
+        deltas.tokens.extend(runs)
+        deltas.finishes.extend([None] * len(requests))
+        deltas.verify_steps.extend(map(VERIFY_STEPS, requests))
+        broken = [requests[row] for row in ending if self._take_back(requests[row], row, deltas)]
+        self._counters.generation_tokens += sum(map(len, deltas.tokens))
         for request in broken:
             if verifies:
                 self._compute_again(request)
             else:
                 self._fail(request)
+
+    def _take_back(self, request: Request, row: int, deltas: TokenDeltas) -> bool:
+        """Take back what a request does not keep of its run, and finish it if it ends there.
+
+        Returns whether it goes on although the target could draw no token.
+        """
+        run = deltas.tokens[row]
+        del request.tokens[-len(run) :]
+        is_cut_short = run[-1] == NO_TOKEN
+        kept, finish = _cut(request, run[:-1] if is_cut_short else run)
+        request.tokens.fromlist(kept)
+        deltas.tokens[row], deltas.finishes[row] = kept, finish
+        if finish is not None:
+            request.finish = finish
+            self._queues.close(request)
+        return is_cut_short and finish is None
 
     def _compute_again(self, request: Request) -> None:
         """Let a request whose logits are not finite begin again where its output ends, without guesses.
@@ -215,13 +227,26 @@ class Ledger:
         log.error("request %d: %s", request.uid, text)
 
 
-def _unfinished(requests: Sequence[Request], result: StepResult) -> tuple[Sequence[Request], StepResult]:
-    """The requests that gain something, and their rows. One without a run was left out: its grammar was late."""
-    runs = zip(requests, result.tokens, strict=True)
-    rows = [row for row, (request, run) in enumerate(runs) if run and request.finish is None and not request.is_broken]
-    if len(rows) == len(requests):
+def _gaining(
+    requests: Sequence[Request], leaving: Sequence[Request], result: StepResult
+) -> tuple[Sequence[Request], StepResult]:
+    """The requests that gain something, and their rows.
+
+    One that has ended, or begins again, is leaving. One without a run was left out: its grammar was late.
+    """
+    lost = [each for each in leaving if each.finish is not None or each.is_broken]
+    without = {requests.index(each) for each in lost if each in requests}
+    if not all(result.tokens):
+        without.update(row for row, run in enumerate(result.tokens) if not run)
+    if not without:
         return requests, result
+    rows = [row for row in range(len(requests)) if row not in without]
     return [requests[row] for row in rows], rows_of(result, rows)
+
+
+def _cached(requests: Sequence[Request]) -> dict[int, int]:
+    """How much of each prompt was found in the cache."""
+    return {request.uid: max(0, request.cached_tokens) for request in requests}
 
 
 def _pass_on(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
@@ -232,7 +257,7 @@ def _pass_on(requests: Sequence[Request], result: StepResult, deltas: TokenDelta
 
 def _report(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
     """What the step verified, of requests that report it. A prefill step verifies nothing."""
-    if not any([request.is_reported for request in requests]):
+    if not any(map(IS_REPORTED, requests)):
         return
     for request, run, num_proposed in zip(requests, result.tokens, result.num_proposed, strict=True):
         if request.is_reported and run[0] != NO_TOKEN:
@@ -244,6 +269,6 @@ def _cut(request: Request, run: list[int]) -> tuple[list[int], Finish | None]:
     position = len(request.tokens)
     room = request.committed_limit - position
     for i, token in enumerate(run[:room]):
-        if token in request.stop_ids and position + i >= request.stop_from:
+        if token in request.stops_at and position + i >= request.stop_from:
             return run[: i + 1], Finish(FinishKind.STOP, token)
     return (run[:room], Finish(FinishKind.LENGTH)) if len(run) >= room else (run, None)

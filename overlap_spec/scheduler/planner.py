@@ -11,6 +11,7 @@ catches up when it is wider than that, or when a slot's deferred rows would beco
 
 from dataclasses import dataclass
 from dataclasses import replace as replace_step
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -24,6 +25,8 @@ from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.policy import FixedWidth
+
+DECODE_WORK = attrgetter("decode_work")
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class Planner:
             request.cached_tokens = request.cached_len
             self.counters.admitted(request)
         request.planned_len = end
-        request.in_flight += 1
+        request.pending_chunks += not completes
         if completes:  # exactly one token follows; the pages for it are there since the request was placed
             self._queues.unfinished.remove(request)
             request.pending_min += 1
@@ -197,29 +200,36 @@ class Planner:
     def _windows(self, width: int) -> tuple[list[SlotWork], list[Request]]:
         """What a decode step of this width does, by slot. This loop and the ledger's take most of a step's time."""
         page_size, reach = self.limits.page_size, 2 * width  # this step's window, and the one proposed after it
-        work: list[SlotWork] = []
+        candidates = self._beyond_prompts()
         requests: list[Request] = []
+        grown: dict[int, SlotWork] = {}  # by row
         short = False
-        for request in tuple(self._queues.running):
-            if request.planned_len < request.target or not request.running:
-                continue  # still in prefill, or preempted by this call
-            committed, pending = len(request.tokens), request.pending_min
+        for request in candidates:
+            committed, pending, most = len(request.tokens), request.pending_min, request.pending_max
             if committed + pending >= request.committed_limit:
                 continue  # its steps in flight finish it
-            slot_work = request.decode_work
-            upto = committed + request.pending_max + reach
-            if upto > len(request.pages) * page_size:
-                new_pages = [] if short else self._grow(request, upto)
+            if committed + most + reach > len(request.pages) * page_size:
+                new_pages = [] if short else self._grow(request, committed + most + reach)
+                while candidates and not candidates[-1].running:
+                    candidates.pop()  # preempted for it, the youngest first
                 if not new_pages:
                     short = True
                     continue
-                slot_work = SlotWork(request.slot, new_pages)
-            request.in_flight += 1
+                grown[len(requests)] = SlotWork(request.slot, new_pages)
             request.pending_min = pending + 1
-            request.pending_max += width
-            work.append(slot_work)
+            request.pending_max = most + width
             requests.append(request)
+        work = list(map(DECODE_WORK, requests))
+        for row, slot_work in grown.items():
+            work[row] = slot_work
         return work, requests
+
+    def _beyond_prompts(self) -> list[Request]:
+        """The running requests whose prompts are planned, oldest first."""
+        running = self._queues.running
+        if not self._queues.unfinished:
+            return running.copy()
+        return [request for request in running if request.planned_len == request.target]
 
     def _catches_up(self, requests: list[Request], width: int) -> bool:
         """Whether the draft must absorb deferred rows before a step of this width."""
@@ -234,7 +244,7 @@ class Planner:
     def _make_room(self, request: Request, count: int) -> bool:
         """Preempt the youngest until `count` pages are free. False if that takes a step, or preempts the request."""
         queues, memory = self._queues, self._queues.memory
-        while memory.num_available < count:
+        while len(memory.pool.free) < count and memory.num_available < count:
             if memory.num_available + sum(len(other.pages) for other in queues.leaving) >= count:
                 return False  # pages are freed when steps in flight settle
             if queues.running == [request]:

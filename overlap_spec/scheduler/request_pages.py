@@ -14,6 +14,8 @@ from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.prefix_cache import Match, PrefixCache
 from overlap_spec.scheduler.requests import Request
 
+MOST_AHEAD, SHARE_AHEAD = 64, 128  # cached pages evicted before they are needed: one by one costs more than together
+
 
 class PageBorrower(Protocol):
     """Uses pages for as long as no request needs them."""
@@ -45,6 +47,7 @@ class RequestPages:
         self.cache = cache
         self.borrower: PageBorrower = NoBorrower()
         self._limits = limits
+        self._evicted_ahead = min(MOST_AHEAD, limits.num_pages // SHARE_AHEAD)
 
     @property
     def num_available(self) -> int:
@@ -139,7 +142,7 @@ class RequestPages:
     def _take(self, count: int) -> list[int]:
         short = count - len(self.pool.free)
         if short > 0:
-            self.cache.evict(short)
+            self.cache.evict(short + self._evicted_ahead)
         while count > len(self.pool.free) and self.borrower.num_pages:
             self.borrower.give_back()
         return self.pool.take(count)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Admit, Finish, ResetSlot, Resumed, SamplingParams, SlotWork, StepPlan, Usage
+from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, SamplingParams, SlotWork, StepPlan
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -39,9 +39,9 @@ class Request:
     """State of one request. `order`: among those that have ever run, its rank by when it began; 0: it has not yet."""
 
     __slots__ = (
-        "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "in_flight",
-        "most_steps", "node", "num_shared", "order", "pages", "passed", "pending_max", "pending_min", "planned_len",
-        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stop_ids", "target", "tokens",
+        "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "most_steps",
+        "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
+        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stops_at", "target", "tokens",
         "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain", "is_reported",
     )  # fmt: skip
 
@@ -52,16 +52,16 @@ class Request:
         self.tokens = unpack_tokens(admit.prompt)  # prompt, then output: everything known to be committed
         self.prompt_len = len(self.tokens)
         self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
-        self.stop_ids = frozenset(admit.stop_ids)
+        self.stops_at = frozenset((*admit.stop_ids, NO_TOKEN))
         self.stop_from = self.prompt_len + admit.sampling.min_new_tokens
         asked = admit.sampling.speculative
         self.most_steps = asked.num_steps  # guesses in a row; None: as many as the engine has
         self.is_limited = asked.num_steps is not None  # it is to be speculated for less than the engine can
         self.is_plain = asked.num_steps == 0  # nothing is guessed for it
-        self.draft_class = _draft_class(admit.sampling)
+        self.draft_class = None if self.is_plain else _draft_class(admit.sampling)
         self.is_reported = asked.is_reported  # its steps report what they verified
         self.finish: Finish | None = None
-        self.verify_steps = 0  # of speculation
+        self.verify_steps = 0  # of speculation: 0 without it, as in SGLang
         # Rows of the prompt after which log-probs are still to come: scored_len, .., prompt_len - 2.
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
@@ -70,8 +70,9 @@ class Request:
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
         if admit.resumed is not None:
             self._resume(admit.resumed)
-        # Steps in flight: how many, and how many tokens they commit at least and at most.
-        self.in_flight = 0
+        # Steps in flight: chunks that no token follows; and how many tokens the others commit at least, one each, and
+        # at most.
+        self.pending_chunks = 0
         self.pending_min = 0
         self.pending_max = 0
         self.vacate(root)
@@ -88,7 +89,7 @@ class Request:
         sampling = self.admit.sampling
         speculative = replace(sampling.speculative, num_steps=0)
         self.admit = replace(self.admit, sampling=replace(sampling, speculative=speculative))
-        self.most_steps, self.is_limited, self.is_plain = 0, True, True
+        self.most_steps, self.is_limited, self.is_plain, self.draft_class = 0, True, True, None
 
     def vacate(self, root: Node) -> None:
         """Forget slot and pages: back to the state of a request that waits."""
@@ -105,6 +106,11 @@ class Request:
         self.decode_work = SlotWork(slot=-1)
         self.deferred = 0  # draft rows left unabsorbed after the last planned step
         self.unabsorbed = 0  # the same after the last settled one
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that hold its slot and pages."""
+        return self.pending_chunks + self.pending_min
 
     @property
     def reserved_len(self) -> int:
@@ -136,12 +142,6 @@ class Request:
             sampling = replace(sampling, grammar=replace(sampling.grammar, text=""))  # the worker has it
             grammar = self.uid
         return ResetSlot(sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len, grammar)
-
-    @property
-    def usage(self) -> Usage:
-        """Running counts; verify steps are 0 without speculation, as in SGLang."""
-        cached = self.cached_tokens if self.cached_tokens > 0 else 0
-        return Usage(self.prompt_len, cached, len(self.tokens) - self.prompt_len, self.verify_steps)
 
 
 @dataclass(frozen=True, slots=True)

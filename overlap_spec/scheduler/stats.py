@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from overlap_spec.messages import DraftState, Stats, StepResult
 from overlap_spec.scheduler.draft_health import ClassCounts, DraftHealth
@@ -20,6 +21,8 @@ from overlap_spec.scheduler.requests import DRAFT_CLASSES, Request
 REPORT_S = 1.0
 LOG_S = 5.0  # between log lines while there is work
 LOG_IDLE_S = 1.0  # between a log line and the one that is written when work ends
+
+DRAFT_CLASS = attrgetter("draft_class")
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +72,9 @@ class Counters:
 
         `was_drafted`: the step before has asked the draft for guesses. A draft whose logits are NaN has none to give.
         """
-        classes = [request.draft_class for request in requests]
-        rows = zip(classes, map(len, result.tokens), result.num_proposed, strict=True)
-        counted = Counter(rows)
-        if any([request.is_plain for request in requests]):
-            of_all = zip(requests, classes, result.tokens, result.num_proposed, strict=True)
-            counted = Counter([(name, len(run), asked) for each, name, run, asked in of_all if not each.is_plain])
-        for (index, length, num_proposed), count in counted.items():
+        for (index, length, num_proposed), count in _counted(requests, result).items():
+            if index is None:
+                continue
             self.runs[length] += count
             self.proposed_tokens += num_proposed * count
             self.drafts += count if num_proposed else 0
@@ -282,6 +281,15 @@ class Reporter:
 
     def _interval(self, now: float) -> Interval:
         return Interval(now, self._counters.copy(), self._counters)
+
+
+def _counted(requests: Sequence[Request], result: StepResult) -> dict[tuple[int | None, int, int], int]:
+    """How many rows there are of each class of requests, length of the run and number of guesses."""
+    lengths, classes, asked = map(len, result.tokens), set(map(DRAFT_CLASS, requests)), set(result.num_proposed)
+    if len(classes) == len(asked) == 1:  # as a rule; numbers are counted much faster than tuples
+        (index,), (num_proposed,) = classes, asked
+        return {(index, length, num_proposed): count for length, count in Counter(lengths).items()}
+    return Counter(zip(map(DRAFT_CLASS, requests), lengths, result.num_proposed, strict=True))
 
 
 def _ratio(amount: float, of: float) -> float:

@@ -18,6 +18,9 @@ from overlap_spec.server.http_protocol import protocol_factory
 
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
+# Connections that one turn of the event loop accepts. uvloop accepts one for each listening socket, and with hundreds
+# of streams a turn takes milliseconds.
+ACCEPTS = 16
 POLL_S = 0.01
 LAST_MOMENTS_S = 1.0  # for answers that were cut off to end
 
@@ -41,23 +44,25 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = _Server(self._config)
-        self._socket: socket.socket | None = None
+        self._sockets: list[socket.socket] = []
         self._serving: asyncio.Task[None] | None = None
 
     @property
     def port(self) -> int:
         """The port in use; the one asked for, unless that was 0."""
-        assert self._socket is not None, "not started"
-        port: int = self._socket.getsockname()[1]
+        assert self._sockets, "not started"
+        port: int = self._sockets[0].getsockname()[1]
         return port
 
     async def start(self) -> None:
         """Bind, listen and return once connections are accepted."""
-        self._socket = _bind(*self._address)
-        self._serving = asyncio.create_task(self._server.serve([self._socket]))
+        bound = _bind(*self._address)
+        self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTS - 1))]
+        self._serving = asyncio.create_task(self._server.serve(self._sockets))
         while not self._server.started:
             if self._serving.done():
-                self._socket.close()
+                for each in self._sockets:
+                    each.close()
                 self._serving.result()
             await asyncio.sleep(POLL_S)
 

@@ -5,6 +5,7 @@ tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.ji
 
 import functools
 import json
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -51,7 +52,7 @@ class Codec(Protocol):
         """Parts of a long text that may be encoded one by one, without special tokens; one part if it has none."""
         ...
 
-    def with_special_tokens(self, ids: list[int]) -> list[int]:
+    def with_special_tokens(self, ids: "array[int]") -> "array[int]":
         """The ids of a text with the tokens that `encode` would add to it."""
         ...
 
@@ -121,11 +122,11 @@ class TextCodec:
     def pieces(self, text: str) -> Iterator[str]:
         return self._pieces.of(text)
 
-    def with_special_tokens(self, ids: list[int]) -> list[int]:
+    def with_special_tokens(self, ids: "array[int]") -> "array[int]":
         probe = self.encode("x", False)
         framed = self.encode("x", True)
         begin = next(at for at in range(len(framed)) if framed[at : at + len(probe)] == probe)
-        return framed[:begin] + ids + framed[begin + len(probe) :]
+        return array("i", framed[:begin]) + ids + array("i", framed[begin + len(probe) :])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
@@ -184,7 +185,7 @@ class IdsOnly:
     def pieces(self, text: str) -> NoReturn:
         raise _no_tokenizer("prompt")
 
-    def with_special_tokens(self, ids: list[int]) -> NoReturn:
+    def with_special_tokens(self, ids: "array[int]") -> NoReturn:
         raise _no_tokenizer("prompt")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:

@@ -31,8 +31,9 @@ class Lanes:
     def __init__(self, budget: ByteBudget[int]) -> None:
         self._budget = budget
         num_cores = len(os.sched_getaffinity(0))
-        self._long = ThreadPoolExecutor(min(MOST_THREADS, max(1, num_cores // 2)), "encode")
-        self._very_long = ThreadPoolExecutor(min(MOST_THREADS, max(1, num_cores // 4)), "encode-long")
+        self._num_threads = [min(MOST_THREADS, max(1, num_cores // share)) for share in (2, 4)]  # long, very long
+        self._long = ThreadPoolExecutor(self._num_threads[0], "encode")
+        self._very_long = ThreadPoolExecutor(self._num_threads[1], "encode-long")
 
     @contextmanager
     def holding(self, client: int, num_chars: int) -> Iterator[None]:
@@ -44,6 +45,10 @@ class Lanes:
             yield
         finally:
             self._budget.give(client, num_chars)
+
+    def num_threads(self, num_chars: int) -> int:
+        """How many threads there are for a text of so many characters."""
+        return self._num_threads[num_chars > VERY_LONG]
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
         """Do work on a text of so many characters.

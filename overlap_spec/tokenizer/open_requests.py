@@ -40,6 +40,13 @@ class OpenRequest:
         if self.phases is not None:
             self.phases.started()
 
+    def count(self, cached_tokens: int | None, verify_steps: int) -> None:
+        """Note what a row counts beside its tokens. The cached ones come with the first."""
+        assert self.output is not None
+        before = self.usage
+        cached = before.cached_tokens if cached_tokens is None else cached_tokens
+        self.usage = Usage(before.prompt_tokens, cached, self.output.num_tokens, verify_steps)
+
     def opened(self, text: str) -> str:
         """The next text of the answer, after what it opens with."""
         opening, self.opening = self.opening, ""

@@ -1,20 +1,25 @@
 """Turns the three kinds of prompt into token ids, long ones in a thread.
 
 A text that cannot fit is refused before it is encoded or waits. A long one is encoded in pieces, if its tokenizer
-allows that (`pieces.py`): it takes little memory, and ends with its request.
+allows that (`pieces.py`), several at once where there are threads for it: it takes little memory, and ends with its
+request. What a conversation's turn before had of them is not encoded again.
 """
 
+import asyncio
+from array import array
 from functools import partial
+from itertools import islice
 
 import msgspec
 
-from overlap_spec.client.link import unpack_ids
+from overlap_spec.client.link import id_array
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes, give_memory_back
+from overlap_spec.tokenizer.pieces import KnownPieces
 from overlap_spec.tokenizer.request_checks import check_ids
 
 UNTRUSTED = (
@@ -36,8 +41,9 @@ class PromptReader:
         self._codec = codec
         self._trusts_templates = trusts_templates
         self._lanes = Lanes(ByteBudget(MOST_OF_CLIENT, MOST_IN_ALL))
+        self._known = KnownPieces()
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0) -> list[int]:
+    async def encode(self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0) -> "array[int]":
         """Token ids of a prompt. `must_fit`: into the context, as a whole.
 
         Raises: RequestError; Overloaded if too much of this client, or of all, waits to be encoded.
@@ -50,9 +56,10 @@ class PromptReader:
             self._check_size("prompt", prompt.text, must_fit)
         if size <= LONG:
             text, special = self._text_of(prompt, add_special_tokens, must_fit)
-            return self._codec.encode(text, special)
+            return array("i", self._codec.encode(text, special))
         with self._lanes.holding(client, size):
-            text, special = await self._lanes.run(size, partial(self._text_of, prompt, add_special_tokens, must_fit))
+            read = partial(self._text_of, prompt, add_special_tokens, must_fit)
+            text, special = read() if isinstance(prompt, TextPrompt) else await self._lanes.run(size, read)
             return await self._encode_long(text, special)
 
     async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int) -> str:
@@ -67,15 +74,29 @@ class PromptReader:
         """Drop what waits."""
         self._lanes.close()
 
-    async def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = []
+    async def _encode_long(self, text: str, add_special_tokens: bool) -> "array[int]":
+        pieces, ids = self._codec.pieces(text), array("i")
         try:
-            for piece in self._codec.pieces(text):
-                ids += await self._lanes.run(len(text), partial(self._codec.encode, piece, False))
+            while batch := list(islice(pieces, self._lanes.num_threads(len(text)))):
+                for encoded in await self._encode_pieces(batch, len(text)):
+                    ids += encoded
         finally:
             if len(text) > GIVE_BACK:
                 give_memory_back()
         return self._codec.with_special_tokens(ids) if add_special_tokens else ids
+
+    async def _encode_pieces(self, pieces: list[str], num_chars: int) -> "list[array[int]]":
+        """Ids of a few pieces of a text of so many characters, those that are new encoded side by side."""
+        known = [self._known.get(piece) for piece in pieces]
+        new = [piece for piece, ids in zip(pieces, known, strict=True) if ids is None]
+        encoded = iter(await asyncio.gather(*[self._lanes.run(num_chars, partial(self._encode, each)) for each in new]))
+        found = [next(encoded) if ids is None else ids for ids in known]
+        for piece, ids in zip(pieces, found, strict=True):
+            self._known.put(piece, ids)
+        return found
+
+    def _encode(self, piece: str) -> "array[int]":
+        return array("i", self._codec.encode(piece, False))
 
     def _text_of(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool, must_fit: bool) -> tuple[str, bool]:
         """The text, and whether special tokens are to be added: a chat template writes its own."""
@@ -115,8 +136,8 @@ def is_long(prompt: Prompt) -> bool:
     return not isinstance(prompt, TokenPrompt) and size_of(prompt) > LONG
 
 
-def _unpack(field: str, packed: bytes) -> list[int]:
+def _unpack(field: str, packed: bytes) -> "array[int]":
     try:
-        return unpack_ids(packed)
+        return id_array(packed)
     except ValueError as error:
         raise RequestError(field, f"{field}: {len(packed)} bytes are no whole number of int32 token ids") from error

@@ -2,9 +2,11 @@
 
 import hmac
 import random
+from array import array
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
@@ -97,7 +99,7 @@ class RequestChecks:
         return ids
 
 
-def truncated(ids: list[int], sampling: SamplingParams, limits: EngineLimits) -> list[int]:
+def truncated(ids: "array[int]", sampling: SamplingParams, limits: EngineLimits) -> "array[int]":
     """The end of the prompt that the request keeps."""
     keep = sampling.truncate_prompt_tokens
     if keep is None:
@@ -159,9 +161,18 @@ def _check_log_probs(asked: LogProbParams, prompt_len: int, vocab_size: int) -> 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises: RequestError naming `field` if an id is outside the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+    if not ids:
+        return
+    least, most = _extremes(ids) if isinstance(ids, array) else (min(ids), max(ids))
+    if least < 0 or most >= vocab_size:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def _extremes(ids: "array[int]") -> tuple[int, int]:
+    """The least and the largest id of a prompt, which may be long."""
+    values = np.frombuffer(ids, ids.typecode)
+    return int(values.min()), int(values.max())
 
 
 def _settle_length(sampling: SamplingParams, prompt_len: int, limits: EngineLimits) -> int:

@@ -1,14 +1,7 @@
 """A client's message of one step, row by row."""
 
-from overlap_spec.messages import Finish, LogProbs, TextDeltas, Usage
+from overlap_spec.messages import Finish, LogProbs, TextDeltas
 from overlap_spec.tokenizer.open_requests import OpenRequest
-
-
-def counted(usage: Usage, num_tokens: int) -> Usage:
-    """The scheduler's counts, with the completion tokens that are left after a cut."""
-    if usage.completion_tokens == num_tokens:
-        return usage
-    return Usage(usage.prompt_tokens, usage.cached_tokens, num_tokens, usage.spec_verify_ct)
 
 
 def add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:

@@ -69,7 +69,7 @@ from overlap_spec.tokenizer.queue_bound import QueueBound
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
-from overlap_spec.tokenizer.rows import add_log_probs, add_row, counted
+from overlap_spec.tokenizer.rows import add_log_probs, add_row
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
 
@@ -199,7 +199,7 @@ class TokenizerService:
                 self._keep(request, request.transcript, run, piece)
             if request.replay is not None:
                 request.replay.output.extend(piece.token_ids)
-            request.usage = counted(run.usage(len(piece.token_ids)), request.output.num_tokens)
+            request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])

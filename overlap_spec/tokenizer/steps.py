@@ -8,33 +8,33 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from overlap_spec.messages import Finish, TokenDeltas, Usage, Verified
+from overlap_spec.messages import Finish, TokenDeltas, Verified
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """One step's part of a run. `usage`: counts after it."""
+    """One step's part of a run. `verify_steps`: of the request after it."""
 
     step_id: int
     num_tokens: int
-    usage: Usage
+    verify_steps: int
 
 
-class Run(msgspec.Struct):
+class Run(msgspec.Struct, gc=False):
     """The tokens that steps added to one request; the finish is the last step's."""
 
     tokens: list[int]
     finish: Finish | None
     parts: list[Part]
 
-    def usage(self, num_served: int) -> Usage:
-        """Counts after the step that committed the last of so many tokens; after the last step, if all are served."""
+    def verify_steps(self, num_served: int) -> int:
+        """Up to the step that committed the last of so many tokens; up to the last step, if all are served."""
         left = num_served
         if left < len(self.tokens):
             for part in self.parts:
                 left -= part.num_tokens
                 if left <= 0:
-                    return part.usage
-        return self.parts[-1].usage
+                    return part.verify_steps
+        return self.parts[-1].verify_steps
 
     def by_step(self, served: list[int]) -> Iterator[tuple[int, list[int]]]:
         """The served tokens of each step, with its id."""
@@ -53,6 +53,7 @@ class Gains(msgspec.Struct):
     verified: dict[int, Verified]
     log_probs: dict[int, bytes]
     prompt_log_probs: dict[int, bytes]
+    cached_tokens: dict[int, int]
 
 
 def joined(steps: Sequence[TokenDeltas]) -> Iterator[Gains]:
@@ -68,9 +69,10 @@ def joined(steps: Sequence[TokenDeltas]) -> Iterator[Gains]:
 
 
 def _of_one(step: TokenDeltas) -> Gains:
-    rows = zip(step.uids, step.tokens, step.finishes, step.usages, strict=True)
-    runs = {uid: Run(tokens, finish, [Part(step.step_id, len(tokens), usage)]) for uid, tokens, finish, usage in rows}
-    return Gains(step.step_id, runs, dict(step.verified), dict(step.log_probs), dict(step.prompt_log_probs))
+    rows = zip(step.uids, step.tokens, step.finishes, step.verify_steps, strict=True)
+    runs = {uid: Run(tokens, finish, [Part(step.step_id, len(tokens), count)]) for uid, tokens, finish, count in rows}
+    of_uids = dict(step.verified), dict(step.log_probs), dict(step.prompt_log_probs), dict(step.cached_tokens)
+    return Gains(step.step_id, runs, *of_uids)
 
 
 def _reports_again(gains: Gains, step: TokenDeltas) -> bool:
@@ -81,8 +83,8 @@ def _reports_again(gains: Gains, step: TokenDeltas) -> bool:
 def _join(gains: Gains, step: TokenDeltas) -> None:
     gains.step_id = step.step_id
     runs = gains.runs
-    for uid, tokens, finish, usage in zip(step.uids, step.tokens, step.finishes, step.usages, strict=True):
-        part = Part(step.step_id, len(tokens), usage)
+    for uid, tokens, finish, verify_steps in zip(step.uids, step.tokens, step.finishes, step.verify_steps, strict=True):
+        part = Part(step.step_id, len(tokens), verify_steps)
         run = runs.get(uid)
         if run is None:
             runs[uid] = Run(tokens, finish, [part])
@@ -91,6 +93,7 @@ def _join(gains: Gains, step: TokenDeltas) -> None:
             run.finish = finish
             run.parts.append(part)
     gains.verified |= step.verified
+    gains.cached_tokens |= step.cached_tokens
     for uid, records in step.log_probs.items():
         gains.log_probs[uid] = gains.log_probs.get(uid, b"") + records
     for uid, records in step.prompt_log_probs.items():

@@ -23,6 +23,7 @@ from support.attention_cases import (
     rare,
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.poisoned_memory import NANS, poison_shared_memory
 from torch import Tensor
 
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]
@@ -58,6 +59,15 @@ def test_shapes(case: Case) -> None:
     inputs = decode_inputs(case.heads, case.width, LENGTHS, case.page_size, case.dtype)
     for num_programs in (None, 1, 1024):
         check(inputs, num_programs)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 5, 16, 64])
+def test_shared_memory_full_of_nan(num_requests: int) -> None:
+    for width, page_size in ((1, 16), (3, 1), (4, 16), (5, 64)):
+        lengths = [300, *torch.randint(400, (num_requests - 1,)).tolist()]
+        for heads in (HeadShape(6, 2, 128), HeadShape(3, 1, 64)):
+            poison_shared_memory(NANS["of all bits"])
+            check(decode_inputs(heads, width, lengths, page_size, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,6 +29,7 @@ from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, LLAMA, SMOL, Case, decode_twin, name
 from support.eight_bits import E4M3, E5M2, answers, assert_close_in_8_bits, in_8_bits
+from support.poisoned_memory import NANS, poison_shared_memory
 from support.ring import RingConfig
 
 from overlap_spec.tokenizer.codec import TextCodec
@@ -76,6 +77,17 @@ def test_decode(case: Case, kv_dtype: torch.dtype) -> None:
     inputs = decode_inputs(case.heads, case.width, LENGTHS, case.page_size, case.dtype)
     for num_programs in (None, 1, 1024):
         check(inputs, kv_dtype, num_programs)
+
+
+@FORMATS
+@pytest.mark.parametrize("num_requests", [1, 2, 5, 16, 64, 130])
+def test_shared_memory_full_of_nan(num_requests: int, kv_dtype: torch.dtype) -> None:
+    """And tiles that are filled in part. Of 130 requests, the number of the last ones is NaN as a value of 8 bits."""
+    for width, page_size in ((1, 16), (3, 1), (4, 16), (5, 64)):
+        lengths = [300, *torch.randint(400, (num_requests - 1,)).tolist()]
+        for heads, value in zip((HeadShape(6, 2, 128), HeadShape(3, 1, 64)), NANS.values(), strict=True):
+            poison_shared_memory(value)
+            check(decode_inputs(heads, width, lengths, page_size, BFLOAT), kv_dtype)
 
 
 @FORMATS

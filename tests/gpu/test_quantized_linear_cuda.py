@@ -4,12 +4,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_logits
+from overlap_spec_kernels.linear import quantized
+from overlap_spec_kernels.linear.call import call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of
+from overlap_spec_kernels.linear.packed_stream import Ahead, PackedStream
+from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
+from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
+from overlap_spec_kernels.nvrtc import runs_hopper
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
+ON_HOPPER = pytest.mark.skipif(
+    not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))),
+    reason="only kernels for Hopper (sm_90a) multiply by weights in fragment order",
+)
 KINDS = {  # bits, columns and rows that share a scale, zero points, type of scales
     "fp8, rows": (8, 0, 1, False, torch.float32),
     "fp8, blocks": (8, 128, 128, False, torch.float32),
@@ -34,6 +43,10 @@ def weight_of(kind: str, size_n: int, size_k: int) -> QuantizedWeight:
     return QuantizedWeight(data, Packing(scales, zeros, bits, part, group, scale_rows), BFLOAT, scratch)
 
 
+def in_order(weight: QuantizedWeight, order: Order) -> QuantizedWeight:
+    return weight.in_fragments() if order is Order.FRAGMENTS else weight
+
+
 def matrix_of(weight: QuantizedWeight) -> Tensor:
     return dequantised(weight.data, weight.packing, torch.float64)
 
@@ -47,9 +60,11 @@ def assert_near(actual: Tensor, expected: Tensor, error: float = 6e-3) -> None:
     ("kind", "size_n", "size_k"),
     [*((kind, 384, 640) for kind in KINDS), ("fp8, rows", 6144, 4096), ("int4", 4096, 14336)],
 )
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("rows", [1, 9, 17, 64, 100, 200])
-def test_products(kind: str, rows: int, size_n: int, size_k: int) -> None:
-    weight, x = weight_of(kind, size_n, size_k), torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
+def test_products(kind: str, rows: int, order: Order, size_n: int, size_k: int) -> None:
+    weight = in_order(weight_of(kind, size_n, size_k), order)
+    x = torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
     expected = x.double() @ matrix_of(weight).t()
     assert_near(fused_linear(x, weight), expected)
     assert_near(linear_logits(x, weight), expected)
@@ -66,18 +81,20 @@ def test_products(kind: str, rows: int, size_n: int, size_k: int) -> None:
     assert_near(total.normalised(), wanted)
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scratch_matrix_has_the_values_rounded(kind: str) -> None:
-    weight = weight_of(kind, 384, 640)
+def test_a_scratch_matrix_has_the_values_rounded(kind: str, order: Order) -> None:
+    weight = in_order(weight_of(kind, 384, 640), order)
     out = torch.empty(384, 640, dtype=BFLOAT, device="cuda")
     dequantize(weight.data, weight.packing, out)
     assert torch.equal(out, dequantised(weight.data, weight.packing, torch.float32).to(BFLOAT))
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [8, 32])
-def test_a_row_does_not_depend_on_the_others(kind: str, rows: int) -> None:
-    x, weight = torch.randn(rows, 640, device="cuda", dtype=BFLOAT), weight_of(kind, 2048, 640)
+def test_a_row_does_not_depend_on_the_others(kind: str, rows: int, order: Order) -> None:
+    x, weight = torch.randn(rows, 640, device="cuda", dtype=BFLOAT), in_order(weight_of(kind, 2048, 640), order)
     together = fused_linear(x, weight)
     for row in (0, 5, rows - 1):
         mixed = torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
@@ -85,12 +102,13 @@ def test_a_row_does_not_depend_on_the_others(kind: str, rows: int) -> None:
         assert torch.equal(fused_linear(mixed, weight)[row], together[row])
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [4, 32])
-def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int) -> None:
+@pytest.mark.parametrize("rows", [4, 16, 32])
+def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int, order: Order) -> None:
     """Linears that may each begin before the one before it has ended, and must not read too early."""
     x = torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
-    weights = [weight_of(kind, 640, 640) for _ in range(20)]
+    weights = [in_order(weight_of(kind, 640, 640), order) for _ in range(20)]
 
     def forward(waits: bool) -> Tensor:
         y = x
@@ -108,3 +126,35 @@ def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int) -> 
         x.normal_()
         graph.replay()
         assert torch.equal(result, forward(waits=True))
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="the kernel is for Hopper (sm_90a)"
+)
+@pytest.mark.parametrize("kind", ["fp8, rows", "int4"])
+@pytest.mark.parametrize(("rows", "size_k", "gated"), [(4, 4096, False), (8, 14336, True), (16, 14336, False)])
+def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int, gated: bool) -> None:
+    """With every cluster size, in a graph; the next weight is only read."""
+    weight, following = (weight_of(kind, 4096, size_k).in_fragments() for _ in range(2))
+    x = torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
+    cut = weight.cut(x, False)
+    assert isinstance(cut, PackedStream)
+    call = call_of(x, weight.data, False, None, torch.float32, cut.block_n)
+    assert call.out is not None
+    cut.run(call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60))
+    assert_near(call.out, x.double() @ matrix_of(weight).t())
+    assert torch.equal(call.out, linear_logits(x, weight))
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))),
+    reason="fragment order is for Hopper (sm_90a)",
+)
+@pytest.mark.parametrize("fragments", [False, True])
+def test_the_order_of_a_loaded_weight(fragments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", fragments)
+    weight = weight_of("int4", 384, 640).in_order_of_device()
+    assert weight.packing.order is (Order.FRAGMENTS if fragments else Order.ROWS)
+    x = torch.randn(5, 640, device="cuda", dtype=BFLOAT)
+    assert isinstance(weight.cut(x, False), PackedStream if fragments else QuantizedStream)
+    assert_near(fused_linear(x, weight), x.double() @ matrix_of(weight).t())

@@ -12,6 +12,7 @@ from overlap_spec_kernels.attention.decode_attention import DecodeScratch
 from overlap_spec_kernels.attention.tree_attention import tree_attention, tree_attention_reference
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, GROUPS, HALF, LLAMA, LONG, LONG_LENGTHS, SMOL, Case, name
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.poisoned_memory import NANS, poison_shared_memory
 from torch import Tensor
 
 PREFIXES = [300, 0, 15, 1, 17, 16, 700]
@@ -75,6 +76,14 @@ def test_tiles(case: Case) -> None:
     inputs = tree_inputs(case.heads, case.width, min(case.width + 3, 64), PREFIXES, case.page_size, case.dtype)
     for num_programs in (None, 1, 1024):
         check(inputs, num_programs)
+
+
+@pytest.mark.parametrize(("heads", "width"), [(SMOL, 16), (LLAMA, 32), (LLAMA, 8)])
+@pytest.mark.parametrize("num_requests", [1, 8, 33])
+def test_shared_memory_full_of_nan(num_requests: int, heads: HeadShape, width: int) -> None:
+    prefixes = torch.randint(600, (num_requests,)).tolist()
+    poison_shared_memory(NANS["of all bits"])
+    check(tree_inputs(heads, width, width + 5, prefixes, 16, BFLOAT, spare_pages=100))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])

@@ -109,7 +109,7 @@ async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change,
         await ring.idle()
         masking = ring.executor.masking
         assert masking is not None
-        async with asyncio.timeout(5):  # the last message to the worker is on its way
+        async with asyncio.timeout(30):  # the last message to the worker is on its way
             while len(masking.grammars):
                 await asyncio.sleep(0.005)
         return ring.auditor.report()

@@ -111,7 +111,7 @@ def test_a_flush_reaches_the_log(codec: TextCodec) -> None:
             await ring.ask(prompt_of(1, 30), GREEDY)
             assert await heard(ring) > 100
             ring.clients.said.put_nowait((CLIENT, Flush("flush")))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while await heard(ring):
                     await asyncio.sleep(0.01)
             again = await ring.ask(prompt_of(1, 30), GREEDY)

@@ -9,7 +9,7 @@ import torch
 from overlap_spec_kernels import silu_mul
 from overlap_spec_kernels.linear import wide_linear as wide
 from overlap_spec_kernels.linear.call import Call
-from support.cuda_emulator import CudaEmulator
+from support.cuda_emulator import CudaEmulator, guarded
 from torch import Tensor
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
@@ -30,7 +30,7 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     cut = wide.GATED
-    out = torch.full((x.shape[0], weight.shape[0] // 2), torch.nan, dtype=x.dtype)
+    out = guarded(torch.full((x.shape[0], weight.shape[0] // 2), torch.nan, dtype=x.dtype))
     cut.run(Call(x, weight, None, 0.0, True, out), cut.num_programs(weight, True))
     return out
 
@@ -38,22 +38,22 @@ def gated(x: Tensor, weight: Tensor) -> Tensor:
 def argmax(x: Tensor, weight: Tensor) -> Tensor:
     cut = wide.ARGMAX
     programs = cut.num_programs(weight, False)
-    best = torch.full((x.shape[0], programs), torch.nan).t()
-    best_at = torch.full_like(best, -1, dtype=torch.int32)
+    best = guarded(torch.full((x.shape[0], programs), torch.nan)).t()
+    best_at = guarded(torch.full((x.shape[0], programs), -1, dtype=torch.int32)).t()
     cut.run(Call(x, weight, None, 0.0, False, best=best, best_at=best_at), programs)
     return best_at.gather(0, best.max(0).indices[None])[0].long()
 
 
 def drawn(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, size_k).to(dtype), (torch.randn(size_n, size_k) * size_k**-0.5).to(dtype)
+    weight = torch.randn(size_n, size_k) * size_k**-0.5
+    return guarded(torch.randn(rows, size_k).to(dtype)), guarded(weight.to(dtype))
 
 
-CASES = [(0, size, dtype) for dtype in (BFLOAT, HALF) for size in SIZES]
-SEEDS = [*CASES, *((seed, SIZES[seed % 2], BFLOAT) for seed in range(1, 9))]
+CASES = [(0, SIZES[0], HALF), *((seed, SIZES[seed % 2], BFLOAT) for seed in range(5))]
 
 
-@pytest.mark.slow_but_every(16)
-@pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "size", "dtype"), CASES)
 def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight = drawn(*size, dtype)
     expected = silu_mul(x.float() @ weight.float().t())
@@ -62,8 +62,8 @@ def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dt
     assert float((actual.float() - expected).norm() / expected.norm()) < ERROR[dtype]
 
 
-@pytest.mark.slow_but_every(16)
-@pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "size", "dtype"), CASES[1:4])
 def test_argmax(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight = drawn(*size, dtype)
     logits = x.float() @ weight.float().t()

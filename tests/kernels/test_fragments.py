@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from overlap_spec_kernels import fused_linear
+from overlap_spec_kernels.linear import quantized
 from overlap_spec_kernels.linear.fragments import fits_tiles, fragments_of, tiled, untiled, values_of
-from overlap_spec_kernels.linear.packing import dequantised, fits_fragments, in_fragments, in_rows
+from overlap_spec_kernels.linear.packing import Order, dequantised, fits_fragments, in_fragments, in_rows
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
@@ -90,3 +92,39 @@ def test_what_cannot_lie_in_fragment_order() -> None:
     weight = weight_of(KINDS["fp8, blocks"], torch.float64)
     assert not fits_fragments((168, 256), weight.packing) and not fits_fragments((160, 192), weight.packing)
     assert not fits_fragments(weight.shape, replace(weight.packing, scale_rows=8))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_weight_in_fragment_order_computes_the_same(name: str) -> None:
+    """By its twin; rows of it stay in fragment order where they fit it."""
+    weight, x = weight_of(KINDS[name], torch.float64), torch.randn(3, KINDS[name].size_k, dtype=torch.float64)
+    tiles = weight.in_fragments()
+    assert tiles.shape == weight.shape
+    assert torch.equal(fused_linear(x, tiles), fused_linear(x, weight))
+    assert torch.equal(fused_linear(x, tiles, gated=True), fused_linear(x, weight, gated=True))
+    for ids, order in ((slice(16, 32), Order.FRAGMENTS), (torch.tensor([3, 1, 30]), Order.ROWS)):
+        some = tiles.rows(ids)
+        assert some.packing.order is order
+        assert torch.equal(fused_linear(x, some), fused_linear(x, weight)[:, ids])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_order_of_a_loaded_weight(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row order, unless a constant says otherwise and the device, the type and the shape allow it."""
+    made = weight_of(KINDS[name])
+    packing = made.packing
+    zeros = None if packing.zeros is None else packing.zeros.to(device)
+    there = replace(packing, scales=packing.scales.to(device), zeros=zeros)
+    weight = replace(made, data=made.data.to(device), packing=there)
+    monkeypatch.setattr(quantized, "runs_hopper", lambda device: True)
+    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", False)
+    assert weight.in_order_of_device() is weight
+    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", True)
+    found, expected = weight.in_order_of_device(), made.in_fragments()
+    assert found.packing.order is Order.FRAGMENTS and found.num_bytes == expected.num_bytes
+    assert found.packing.scales.shape == expected.packing.scales.shape
+    assert replace(weight, dtype=torch.float32).in_order_of_device().packing.order is Order.ROWS
+    assert weight.rows(slice(0, 8)).in_order_of_device().packing.order is Order.ROWS
+    monkeypatch.setattr(quantized, "runs_hopper", lambda device: False)
+    assert weight.in_order_of_device() is weight

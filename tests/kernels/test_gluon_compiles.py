@@ -7,6 +7,7 @@ import pytest
 import triton
 from overlap_spec_kernels.attention import _decode_attention_8bit, _decode_attention_gluon, _tree_attention_gluon
 from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
+from support.torn_conversions import conversions_to_8_bits, torn_conversions
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -51,7 +52,10 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "WARPS": 8, "KEYS": 16, "STAGES": 3, "COMBINED": 16},
     "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},
 }
+EIGHT_BITS_8B = ATTENTIONS["8B"] | {"KEYS": 32, "E4M3": True}
 EIGHT_BITS: dict[str, dict[str, Any]] = {
+    "8B, several requests": EIGHT_BITS_8B,
+    "8B, e5m2, page size 1": EIGHT_BITS_8B | {"WIDTH": 3, "PAGE_SIZE": 1, "READ_BEFORE_WAIT": False, "E4M3": False},
     "8B, one request": ATTENTIONS["8B, one request"] | {"KEYS": 32, "KEYS_PER_SPLIT": 256, "E4M3": True},
     "SmolLM2, e5m2": ATTENTION | {"STAGES": 4, "E4M3": False},
 }
@@ -69,6 +73,12 @@ TREES: dict[str, dict[str, Any]] = {
 
 def assembly(module: Any, name: str, constants: dict[str, Any], num_warps: int) -> str:
     """PTX of a kernel in bfloat16, with the alignments that its launch has."""
+    text: str = compiled(module, name, constants, num_warps)["ptx"]
+    return text
+
+
+def compiled(module: Any, name: str, constants: dict[str, Any], num_warps: int) -> Any:
+    """By the name of the stage: PTX, SASS and others."""
     function = vars(module)[name].compiled
     signature = {argument: type_of(argument, constants) for argument in function.arg_names}
     aligned = [i for i, (argument, kind) in enumerate(signature.items()) if kind == "i32" and "num" not in argument]
@@ -79,8 +89,7 @@ def assembly(module: Any, name: str, constants: dict[str, Any], num_warps: int) 
         constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned + pointers},
     )
-    text: str = triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm["ptx"]
-    return text
+    return triton.compile(source, target=HOPPER, options={"num_warps": num_warps}).asm
 
 
 def type_of(argument: str, constants: dict[str, Any]) -> str:
@@ -126,10 +135,19 @@ def test_attention(name: str) -> None:
 def test_attention_to_8_bits(name: str) -> None:
     """Operands come from shared memory as 16-bit matrices do, and a register is widened by two conversions."""
     constants = EIGHT_BITS[name]
-    ptx = assembly(_decode_attention_8bit, "decode_attention_8bit_kernel", constants, constants["WARPS"])
+    stages = compiled(_decode_attention_8bit, "decode_attention_8bit_kernel", constants, constants["WARPS"])
+    ptx = stages["ptx"]
     check(ptx)
+    assert conversions_to_8_bits(stages["sass"]) and not torn_conversions(stages["sass"])
     assert "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx and "ld.shared.b8" not in ptx
     assert ("cvt.rn.f16x2.e4m3x2" in ptx) == constants["E4M3"]
+
+
+def test_torn_conversions_are_found() -> None:
+    lower = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R30, R30, R85, RZ ;"
+    both = "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R22, R25.reuse, R84, R30.reuse ;"
+    assert not torn_conversions(f"{lower}\n{both}")
+    assert torn_conversions(both) == torn_conversions(f"{both}\n{lower}") == [("R22", "R30")]
 
 
 @pytest.mark.slow_but_every(2)

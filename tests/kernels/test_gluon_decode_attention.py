@@ -99,20 +99,26 @@ def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize(("length", "num_splits"), [(300, 1), (300, 4), (17, 2), (0, 1)])
+@pytest.mark.parametrize(
+    ("lengths", "num_splits"),
+    [([300], 1), ([300], 4), ([17], 2), ([0], 1), ([300, 0, 129], 3)],
+    ids=["300", "300 in 4 splits", "17", "0", "several"],
+)
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[3]], ids=name)
-def test_keys_of_8_bits(gpu: Hopper, case: Case, length: int, num_splits: int, kv_dtype: torch.dtype) -> None:
+def test_keys_of_8_bits(gpu: Hopper, case: Case, lengths: list[int], num_splits: int, kv_dtype: torch.dtype) -> None:
     """Written rows are the twin's, and attended to as they are rounded, like all others."""
-    inputs = in_8_bits(decode_inputs(case.heads, case.width, [length], case.page_size, case.dtype), kv_dtype, SCALES)
+    inputs = in_8_bits(decode_inputs(case.heads, case.width, lengths, case.page_size, case.dtype), kv_dtype, SCALES)
     out, k_cache, v_cache = decode_twin(inputs, SCALES)
-    num_programs = 2 * num_splits * case.heads.num_kv_heads
+    num_programs = max(2, len(lengths)) * num_splits * case.heads.num_kv_heads
     scratch = DecodeScratch.allocate(case.heads.head_dim, torch.device("cpu"), num_programs)
+    scratch.outputs.fill_(torch.nan)
     *tensors, scale = inputs
     actual = op(*tensors, scratch, scale, scales=SCALES)
     assert gpu.kernels == ["decode_attention_8bit_kernel"]
     torch.testing.assert_close(actual.float(), out, **CLOSE[case.dtype])
     assert_close_in_8_bits(inputs.k_cache, k_cache)
     assert_close_in_8_bits(inputs.v_cache, v_cache)
+    assert not scratch.counters.any()
 
 
 def test_one_long_request_of_8_bits(gpu: Hopper) -> None:

@@ -112,3 +112,8 @@ def test_a_library_is_compiled_once(tmp_path: Path) -> None:
     assert compiled_library(source, tmp_path).seven() == 7 and built.stat().st_mtime_ns == written
     source.write_text('extern "C" int seven() { return 8; }')
     assert compiled_library(source, tmp_path).seven() == 8, "another source is another library"
+    (tmp_path / "small.h").write_text("#define SEVEN 7")
+    source.write_text('#include "small.h"\nextern "C" int seven() { return SEVEN; }')
+    assert compiled_library(source, tmp_path).seven() == 7
+    (tmp_path / "small.h").write_text("#define SEVEN 9")
+    assert compiled_library(source, tmp_path).seven() == 9, "so is another header"

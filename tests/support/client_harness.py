@@ -9,7 +9,6 @@ from typing import Any
 
 import zmq
 
-import overlap_spec
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
 from overlap_spec.messages import (
@@ -27,15 +26,14 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
     ToTokenizerFromClient,
-    Usage,
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
-from overlap_spec.tokenizer.codec import load_codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from support.memory_link import MemoryLink
+from support.small_tokenizers import smollm2
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 STEP_S = 0.002
 EOS = 2
 LIMITS = EngineLimits(max_len=4000, max_total_tokens=8000, max_running_requests=64, vocab_size=49152)
@@ -82,7 +80,7 @@ class EchoScheduler:
             step.uids.append(uid)
             step.tokens.append(run)
             step.finishes.append(Finish(FinishKind.LENGTH) if done == most else None)
-            step.usages.append(Usage(len(prompt), 0, done, done // 2))
+            step.verify_steps.append(done // 2)
             if done == most:
                 del self.running[uid]
         if step.uids:
@@ -97,10 +95,9 @@ class Stage:
         self.endpoint = ClientEndpoint(context, self.link, f"ipc://{directory}/client.sock")
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler = EchoScheduler(self.inbox)
-        codec = load_codec(Path(overlap_spec.__file__).parent / "data" / "smollm2")
         checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)
         checks.admin_key = self.link.admin_key
-        self.service = TokenizerService(codec, checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
+        self.service = TokenizerService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
 
     def warm(self) -> None:
         self.inbox.send(LIMITS)

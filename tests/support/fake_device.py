@@ -378,13 +378,15 @@ class Bench:
     def _receive(self, message: ToTokenizer) -> None:
         match message:
             case TokenDeltas():
-                rows = (message.uids, message.tokens, message.finishes, message.usages)
+                rows = (message.uids, message.tokens, message.finishes, message.verify_steps)
                 assert len(message.uids) == len(set(message.uids)) > 0
-                for uid, tokens, finish, usage in zip(*rows, strict=True):
+                for uid, tokens, finish, verify_steps in zip(*rows, strict=True):
                     assert uid not in self.finishes and uid not in self.closed, "a row of a closed request"
                     self.tokens[uid] += tokens
-                    self.usages[uid] = usage
-                    assert usage.completion_tokens == len(self.tokens[uid])
+                    admit, cached = self.admits[uid], message.cached_tokens.get(uid)
+                    before = self.usages.get(uid) or Usage(len(admit.prompt) // 4, 0, 0, 0)
+                    cached = before.cached_tokens if cached is None else cached
+                    self.usages[uid] = Usage(before.prompt_tokens, cached, len(self.tokens[uid]), verify_steps)
                     if finish is not None:
                         self.finishes[uid] = finish
             case Refused():

@@ -24,7 +24,6 @@ from overlap_spec.messages import (
     ToScheduler,
     ToSupervisor,
     ToTokenizer,
-    Usage,
 )
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.request_checks import RequestChecks
@@ -33,7 +32,7 @@ from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2
 
 LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 M = TypeVar("M")
 
@@ -111,7 +110,8 @@ class Harness:
                 [uid for uid, _, _ in rows],
                 [tokens for _, tokens, _ in rows],
                 [finish for _, _, finish in rows],
-                [Usage(5, 2, len(tokens), 1) for _, tokens, _ in rows],
+                [1] * len(rows),
+                cached_tokens={uid: 2 for uid, *_ in rows},
             )
         )
 

@@ -94,7 +94,12 @@ def decode_attention_8bit_kernel(
         k_ptr = qkv_ptr + (first_row + m) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * HEAD
         new_k = _load_rotated(k_ptr, cos_sin_ptr + (num_cached + m) * HEAD, new_live, HEAD)
         new_v = _load_heads(k_ptr + NUM_KV_HEADS * HEAD, new_live, HEAD)
-        new_k, new_v = _packed(new_k, inverse_k, E4M3, pairs), _packed(new_v, inverse_v, E4M3, pairs)
+        new = gl.arange(0, 16, gl.SliceLayout(1, pairs))
+        new_live = (new < WIDTH) & is_last
+        new_k, new_v = (
+            _packed(new_k, inverse_k, new_live, E4M3, pairs),
+            _packed(new_v, inverse_v, new_live, E4M3, pairs),
+        )
         k_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_k)
         v_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_v)
         q_even, q_odd = _operand(q_even, 0, mma), _operand(q_odd, 0, mma)
@@ -103,9 +108,8 @@ def decode_attention_8bit_kernel(
         even = gl.zeros([WARPS, 16, PAIRS], gl.float32, mma)
         odd = gl.zeros([WARPS, 16, PAIRS], gl.float32, mma)
         if is_last:
-            new = gl.arange(0, 16, gl.SliceLayout(1, pairs))
             _write_cache(
-                new_k, new_v, k_pairs_ptr, v_pairs_ptr, table_row_ptr, num_cached + new, new < WIDTH, NUM_KV_HEADS,
+                new_k, new_v, k_pairs_ptr, v_pairs_ptr, table_row_ptr, num_cached + new, new_live, NUM_KV_HEADS,
                 PAGE_SIZE
             )  # fmt: skip
             even, odd, highest, denominator = _attend_to_new(
@@ -138,13 +142,21 @@ def _in_float16(x: gl.tensor) -> gl.tensor:
 
 
 @GluonKernel
-def _packed(x: gl.tensor, inverse_scale: float, E4M3: gl.constexpr, pairs: gl.constexpr) -> gl.tensor:
-    """Pairs of 8 bits, the even column's in the low ones: scaled, clamped, rounded. Shapes: [n, m] -> [n, m / 2]."""
+def _packed(
+    x: gl.tensor, inverse_scale: float, live: gl.tensor, E4M3: gl.constexpr, pairs: gl.constexpr
+) -> gl.tensor:  # fmt: skip
+    """Pairs of 8 bits, the even column's in the low ones: scaled, clamped, rounded; zero in rows that are not live.
+
+    The zeros are put in after the conversion: of two equal conversions that fill a register, ptxas 12.8 and 12.9 lose
+    the upper half, which becomes what lies in another register. As a V that may be NaN, whatever its weight.
+    Shapes: x [n, m], live [n] -> [n, m / 2].
+    """
     even, odd = _columns(x.to(gl.float32) * inverse_scale, pairs)
     convert: gl.constexpr = (
         "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;" if E4M3 else "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;"
     )
-    return gl.inline_asm_elementwise(convert, "=h,f,f", [even, odd], dtype=gl.int16, is_pure=True, pack=1)
+    packed = gl.inline_asm_elementwise(convert, "=h,f,f", [even, odd], dtype=gl.int16, is_pure=True, pack=1)
+    return gl.where(gl.expand_dims(live, 1), packed, 0)
 
 
 @GluonKernel

@@ -260,8 +260,6 @@ def _ring_for(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, rows: int, num_requ
     if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:  # one thread copies 16 bytes
         return None
     head_dim, in_8_bits = k_cache.shape[3], k_cache.dtype != qkv.dtype
-    if in_8_bits and num_requests > 1:  # not exact yet for several requests
-        return None
     ring = (_RINGS_8BIT if in_8_bits else _RINGS).get(head_dim)
     deep = _DEEP_RINGS_8BIT if in_8_bits else _DEEP_RINGS
     return deep.get(head_dim, ring) if (in_8_bits or rows == 16) and num_requests == 1 else ring

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require, runs_triton
+from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _BLOCK_N = 8
 _BLOCK_RUNS = 4
+_BLOCK_TILES = 4
 
 
 def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
@@ -29,7 +31,9 @@ def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
     if not runs_triton(out):
         out.copy_(dequantize_reference(data, packing, out.dtype))
         return
-    require(packing.order is Order.ROWS, "packing", "row order")
+    if packing.order is Order.FRAGMENTS:
+        _dequantize_tiles(data, packing, out)
+        return
     num_bytes = packing.part * packing.bits // 8
     _dequantize_kernel[(ceil_div(size_n, _BLOCK_N), ceil_div(size_k // packing.part, _BLOCK_RUNS))](
         data,
@@ -49,6 +53,26 @@ def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
         BYTES=num_bytes,
         BLOCK_N=_BLOCK_N,
         BLOCK_RUNS=_BLOCK_RUNS,
+        num_warps=4,
+    )
+
+
+def _dequantize_tiles(data: Tensor, packing: Packing, out: Tensor) -> None:
+    """`dequantize` of a weight in fragment order."""
+    tiles, columns = out.shape[0] // TILE_ROWS, out.shape[1] // TILE_COLUMNS
+    _dequantize_tiles_kernel[(tiles, ceil_div(columns, _BLOCK_TILES))](
+        data,
+        packing.scales,
+        packing.scales if packing.zeros is None else packing.zeros,
+        out,
+        out.shape[1],
+        BITS=packing.bits,
+        GROUP=packing.group,
+        BLOCKS=packing.scale_rows > 1,
+        ZEROS=packing.zeros is not None,
+        ZERO_POINT=ZERO,
+        BIAS=BIASED,
+        BLOCK_K=_BLOCK_TILES * TILE_COLUMNS,
         num_warps=4,
     )
 
@@ -86,3 +110,37 @@ def _dequantize_kernel(
             value -= ZERO_POINT
         scale = tl.load(scales_ptr + group * scale_stride + n // SCALE_ROWS, mask=live, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * (num_runs * PART) + k, value * scale, mask=live)
+
+
+@TritonKernel
+def _dequantize_tiles_kernel(
+    data_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor, size_k: int,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program for 16 rows and BLOCK_K columns. The names are those of fragments.py."""
+    tile = tl.program_id(0)
+    row = tl.arange(0, 16)[:, None]
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    live = (k < size_k) & (row < 16)
+    i, high, part = row // 8 + k % 16 // 8 * 2, k % 2, k % 64 // 16
+    lane = row % 8 * 4 + k % 8 // 2
+    begin = tile.to(tl.int64) * (16 * size_k * BITS // 8) + k // 64 * (128 * BITS)
+    if BITS == 8:
+        place = part // 2 * 512 + lane * 16 + part % 2 * 8 + i // 2 * 4 + high * 2 + 1 - i % 2
+        value = tl.load(data_ptr + begin + place, mask=live, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        data = tl.load(data_ptr + begin + lane * 16 + part * 4 + high * 2 + i // 2, mask=live, other=0)
+        value = ((data >> (i % 2 * 4).to(tl.uint8)) & 15).to(tl.float32)
+    n = tile * 16 + row
+    if GROUP > 0:
+        group = tile * (size_k // GROUP) + k // GROUP
+        place = group * 4 if BLOCKS else group * 16 + row % 8 * 2 + row // 8
+        scale = tl.load(scales_ptr + place, mask=live, other=0.0).to(tl.float32)
+        if ZEROS:
+            value -= tl.load(zeros_ptr + place, mask=live, other=0.0).to(tl.float32) - BIAS
+    else:
+        scale = tl.load(scales_ptr + n).to(tl.float32)
+    if BITS == 4 and not ZEROS:
+        value -= ZERO_POINT
+    tl.store(out_ptr + n.to(tl.int64) * size_k + k, value * scale, mask=live)

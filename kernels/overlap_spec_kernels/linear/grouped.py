@@ -2,8 +2,10 @@
 
     W[o, i] = scale[o, g] * values[o, i] + offset[o, g]        g = i / group
 
-This is what a .gguf file stores, kept as it is: no value is rounded again. Sums are float32, x is not quantised, and a
-row's result does not depend on the other rows of x, to the bit. A weight in bfloat16 is kept in 16 bits.
+This is what a .gguf file stores, kept as it is: no value is rounded again. x is a float32, or where the processor is
+faster with integers, one of 24 bits with a scale for each group (`cpu/fixed_point.h`): either way a group's sum is as
+exact as float32 is. A row's result does not depend on the other rows of x, to the bit. A weight in bfloat16 is kept in
+16 bits.
 """
 
 from __future__ import annotations
@@ -24,9 +26,7 @@ from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 
-LANES = 16  # rows of W in a vector of the kernel
-PANEL = 64  # rows of W that the kernel takes at a time
-NIBBLES = 8  # in 32 bits
+PANEL = 64  # rows of W that the kernel takes at a time, in four vectors
 SOURCE = Path(__file__).parent.parent / "cpu" / "decoder_layer.cpp"
 
 
@@ -37,7 +37,7 @@ class _Part(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
+        ("panels", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("bits", ctypes.c_int32),
         ("least", ctypes.c_int32),
@@ -46,46 +46,61 @@ class _Part(ctypes.Structure):
     )
 
 
+class MatrixArgument(ctypes.Structure):
+    """`Matrix` of the C++ source; it keeps its parts."""
+
+    _fields_ = (("parts", ctypes.POINTER(_Part)), ("num_parts", ctypes.c_int64), ("columns", ctypes.c_int64))
+
+
+class NormArgument(ctypes.Structure):
+    """`Norm` of the C++ source."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
 class GroupedKernel:
     """The compiled kernel, and that of attention, which is in the same library."""
 
     def __init__(self, cache: Path) -> None:
         """Compile it, unless `cache` has it. Raises: NoLibraryError."""
-        library = compiled_library(SOURCE, cache)
-        self.reads_half = bool(library.reads_half())
-        self.attention = RowAttention(library)
+        self.library = compiled_library(SOURCE, cache)
+        self.reads_half = bool(self.library.reads_half())
+        self.attention = RowAttention(self.library)
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        self._linear = library.grouped_linear
-        of_sum = (pointer, size, pointer, ctypes.c_float, pointer)
-        self._linear.argtypes = [pointer, size, pointer, size, size, size, pointer, size, number, number, *of_sum]
-        self._linear.restype = None
+        of_rows = (pointer, pointer, size, size, pointer, size)
+        self._linear, self._sum = self.library.grouped_linear, self.library.grouped_sum
+        self._linear.argtypes = [*of_rows, number, number]
+        self._sum.argtypes = [*of_rows, number, pointer, size, pointer, pointer]
+        self._linear.restype = self._sum.restype = None
 
     def product(self, weight: GroupedWeight, x: Tensor, gated: bool) -> Tensor:
         """Shapes: x [T, I] f32 -> [T, O], or [T, O / 2] if gated."""
         out = x.new_empty((x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]))
-        self._linear(*_arguments(weight, x, out, gated), None, 0, None, 0.0, None)
+        self._linear(*_arguments(weight, x, out), gated, torch.get_num_threads())
         return out
 
     def sum(self, weight: GroupedWeight, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
         """`residual + x W^T`, and its norm. Shapes: x [T, I] f32, residual [T, O]."""
         out, normed = x.new_empty((2, *residual.shape)).unbind(0)
-        of_norm = (norm.weight.data_ptr(), norm.eps, normed.data_ptr())
-        self._linear(*_arguments(weight, x, out, False), residual.data_ptr(), residual.stride(0), *of_norm)
+        added = (residual.data_ptr(), residual.stride(0))
+        of_norm = NormArgument(norm.weight.data_ptr(), norm.eps)
+        arguments = _arguments(weight, x, out)
+        self._sum(*arguments, torch.get_num_threads(), *added, ctypes.byref(of_norm), normed.data_ptr())
         return Normed(out, normed)
 
 
-def _arguments(weight: GroupedWeight, x: Tensor, out: Tensor, gated: bool) -> tuple[Any, ...]:
+def _arguments(weight: GroupedWeight, x: Tensor, out: Tensor) -> tuple[Any, ...]:
     """The first arguments of the kernel."""
-    of_x = (x.data_ptr(), x.shape[0], x.stride(0), x.shape[1])
-    return weight.table, len(weight.parts), *of_x, out.data_ptr(), out.shape[1], gated, torch.get_num_threads()
+    of_x = (x.data_ptr(), x.shape[0], x.stride(0))
+    return ctypes.byref(weight.matrix), *of_x, out.data_ptr(), out.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedPart:
-    """Rows of W in one format, in the kernel's layout: 16 of them side by side."""
+    """Rows of W in one format, in the kernel's layout: 64 of them side by side."""
 
-    values: Tensor  # [blocks, I, 16] i8 or bf16; of 4 bits [blocks, I / 8, 16] i32
-    scales: Tensor | None  # [blocks, I / group, 16] f16 or f32; None: bfloat16
+    values: Tensor  # [panels, I / 4, 64] i32 of 4 bytes, [panels, I / 8, 64] i32 of 8 nibbles, or [panels, I, 64] bf16
+    scales: Tensor | None  # [panels, I / group, 64] f16 or f32; None: bfloat16
     offsets: Tensor | None  # like scales
     num_rows: int
     bits: int
@@ -101,12 +116,12 @@ class GroupedPart:
         both = [part for part in (scales, offsets) if part is not None]
         narrow = halves and all(torch.equal(part.half().float(), part) for part in both)
         scales, offsets = (
-            None if part is None else _in_blocks(part.half() if narrow else part.float()) for part in (scales, offsets)
+            None if part is None else _in_panels(part.half() if narrow else part.float()) for part in (scales, offsets)
         )
-        laid_out = _in_blocks(values - least if bits == 4 else values)
+        laid_out = _in_panels(values - least if bits == 4 else values)
         group = size_k if scales is None else size_k // scales.shape[1]
-        if bits == 4:
-            laid_out = _nibbles_packed(laid_out)
+        if bits < 16:
+            laid_out = _packed(laid_out, bits)
         return cls(laid_out, scales, offsets, num_rows, bits, least, group)
 
     @classmethod
@@ -114,10 +129,9 @@ class GroupedPart:
         cls, num_rows: int, size_k: int, bits: int, group: int, scales: Tensor, offsets: Tensor | None
     ) -> GroupedPart:
         """One without values, on the device `meta`, with scales in 16 bits. Shapes: scales, offsets [O, I / group]."""
-        blocks = (num_rows + -num_rows % PANEL) // LANES
-        kind, size = (torch.int32, size_k // NIBBLES) if bits == 4 else (torch.int8, size_k)
-        values = scales.new_empty(blocks, size, LANES, dtype=kind)
-        per_group = scales.new_empty(blocks, size_k // group, LANES, dtype=torch.float16)
+        panels = -(-num_rows // PANEL)
+        values = scales.new_empty(panels, size_k * bits // 32, PANEL, dtype=torch.int32)
+        per_group = scales.new_empty(panels, size_k // group, PANEL, dtype=torch.float16)
         return cls(
             values,
             per_group,
@@ -135,7 +149,8 @@ class GroupedPart:
 
     def unpacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Values, scales and offsets by row. Shapes: [O, I] i8 or bf16, [O, I / group] f32."""
-        values = _nibbles_unpacked(self.values) + self.least if self.bits == 4 else self.values
+        values = _unpacked(self.values, self.bits) if self.bits < 16 else self.values
+        values = values + self.least if self.bits == 4 else values
         parts = (values, self.scales, self.offsets)
         rows = [None if part is None else part.transpose(1, 2).flatten(0, 1)[: self.num_rows] for part in parts]
         scales, offsets = (None if part is None else part.float() for part in rows[1:])
@@ -171,11 +186,11 @@ class GroupedWeight(LinearOperand):
     parts: tuple[GroupedPart, ...]
     size_k: int
     kernel: GroupedKernel | None
-    table: ctypes.Array[_Part] = field(init=False, repr=False, compare=False)
+    matrix: MatrixArgument = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        described = [part.described() for part in self.parts]
-        object.__setattr__(self, "table", (_Part * len(described))(*described))
+        parts = [part.described() for part in self.parts]
+        object.__setattr__(self, "matrix", MatrixArgument((_Part * len(parts))(*parts), len(parts), self.size_k))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -185,6 +200,11 @@ class GroupedWeight(LinearOperand):
     def num_bytes(self) -> int:
         """Memory that it takes."""
         return sum(tensor.nbytes for part in self.parts for tensor in part.tensors)
+
+    @property
+    def halves(self) -> bool:
+        """Whether the kernel can take it for two matrices, of a gate and what it multiplies."""
+        return len(self.parts) == 1 and self.shape[0] % (2 * PANEL) == 0
 
     def rows(self, ids: Tensor | slice) -> GroupedWeight:
         """Some rows of W, which is a single part: a copy."""
@@ -203,8 +223,7 @@ class GroupedWeight(LinearOperand):
         return self.product(x)
 
     def gated(self, x: Tensor | Normed) -> Tensor:
-        is_whole = len(self.parts) == 1 and self.shape[0] % (2 * PANEL) == 0
-        if self.kernel is None or not is_whole:
+        if self.kernel is None or not self.halves:
             return silu_mul(self.product(x))
         return self.kernel.product(self, normalised(x), True)
 
@@ -218,22 +237,26 @@ def grouped_linear_reference(x: Tensor, weight: GroupedWeight) -> Tensor:
     return torch.cat([F.linear(x, part.dequantised()) for part in weight.parts], dim=1)
 
 
-def _in_blocks(rows: Tensor) -> Tensor:
-    """Shapes: [O, n] -> [blocks, n, 16], O filled up with zeros to a multiple of 64."""
+def _in_panels(rows: Tensor) -> Tensor:
+    """Shapes: [O, n] -> [panels, n, 64], O filled up with zeros to a multiple of 64."""
     padded = F.pad(rows, (0, 0, 0, -len(rows) % PANEL))
-    return padded.view(-1, LANES, rows.shape[1]).transpose(1, 2).contiguous()
+    return padded.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()
 
 
-def _nibbles_packed(values: Tensor) -> Tensor:
-    """Shapes: [blocks, I, 16] of 0..15 -> [blocks, I / 8, 16] i32."""
-    groups = values.unflatten(1, (-1, NIBBLES)).int()
-    packed: Tensor = groups[:, :, 0].clone()
-    for place in range(1, NIBBLES):
-        packed |= groups[:, :, place] << 4 * place
+def _packed(values: Tensor, bits: int) -> Tensor:
+    """Bytes of four columns, or of eight: the second four are the high nibbles. Shapes: [panels, I, 64] -> i32."""
+    columns = values.unflatten(1, (-1, 32 // bits)).int()
+    packed: Tensor = torch.zeros_like(columns[:, :, 0])
+    for place, shift in enumerate(_shifts(bits)):
+        packed |= (columns[:, :, place] & ((1 << bits) - 1)) << shift
     return packed
 
 
-def _nibbles_unpacked(packed: Tensor) -> Tensor:
-    """Shapes: [blocks, I / 8, 16] i32 -> [blocks, I, 16] i8."""
-    shifts = torch.arange(0, 4 * NIBBLES, 4, dtype=torch.int32)[:, None]
-    return ((packed[:, :, None] >> shifts) & 15).flatten(1, 2).to(torch.int8)
+def _unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The reverse; bytes have a sign. Shapes: -> [panels, I, 64] i8."""
+    columns = packed[:, :, None] >> torch.tensor(_shifts(bits), dtype=torch.int32)[:, None]
+    return (columns & ((1 << bits) - 1)).flatten(1, 2).to(torch.int8)
+
+
+def _shifts(bits: int) -> list[int]:
+    return [8 * place + high for high in range(0, 8, bits) for place in range(4)]

@@ -104,6 +104,8 @@ def fits_fragments(shape: tuple[int, int], packing: Packing) -> bool:
 def in_fragments(data: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
     """A weight in fragment order, which it must fit. Shapes: data [O, bytes of a row] u8."""
     assert packing.order is Order.ROWS
+    if data.is_meta:
+        return data, _without_values(packing, data.shape[0] // TILE_ROWS)
     values = data if packing.bits == 8 else unpacked(data, packing.part)
     scales = packing.scales
     if packing.group:
@@ -111,6 +113,16 @@ def in_fragments(data: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
         scales = scales if packing.scale_rows == 1 else scales[:, :, 0].repeat(1, 1, 2)
     zeros = None if packing.zeros is None else tiled(packing.zeros)
     return fragments_of(values, packing.bits), replace(packing, scales=scales, zeros=zeros, order=Order.FRAGMENTS)
+
+
+def _without_values(packing: Packing, tiles: int) -> Packing:
+    """`in_fragments` by hand: to move values of `meta`, torch would load a compiler, which takes seconds."""
+    scales, zeros = packing.scales, packing.zeros
+    if packing.group:
+        scales = scales.new_empty((tiles, len(scales), *((8, 2) if packing.scale_rows == 1 else (4,))))
+    if zeros is not None:
+        zeros = zeros.new_empty((tiles, len(zeros), 8, 2))
+    return replace(packing, scales=scales, zeros=zeros, order=Order.FRAGMENTS)
 
 
 def in_rows(data: Tensor, packing: Packing) -> tuple[Tensor, Packing]:

@@ -1,8 +1,14 @@
 """A weight in 8 or 4 bits, and the choice of the kernel that multiplies by it.
 
+    in row order
     quantized_stream.py   few rows of x: W streams through shared memory, and becomes bfloat16 in registers
     quantized_tiles.py    9 to 128 rows of x, 8 bits, a scale for each row: the same, with products of warpgroups
-    dequantize.py         many rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
+
+    in fragment order
+    packed_stream.py      up to 16 rows of x: W streams through shared memory, x stays in registers
+
+    in both
+    dequantize.py         more rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
 
 All compute the same function up to rounding: activations are never quantised.
 """
@@ -20,15 +26,23 @@ from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.operand import LinearOperand
-from overlap_spec_kernels.linear.packing import Packing, dequantised
+from overlap_spec_kernels.linear.packed_stream import PackedStream, packed_stream_for, takes_weight
+from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, fits_fragments, in_fragments, in_rows
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
 from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles, tiles_of
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
+from overlap_spec_kernels.nvrtc import runs_hopper
 
+# Whether weights that are loaded on a Hopper GPU are put into fragment order. It waits for a measurement there
+# (benchmarks/choose_quantized.py); until then those of benchmarks/results/choosing/quantized_h200.json hold.
+FRAGMENTS_ON_HOPPER = False
 MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
 _WHOLE_ROWS = 32  # scales of groups are copied 16 bytes at a time, those of gate and up apart
+
+
+Cut = QuantizedTiles | QuantizedStream | PackedStream
 
 
 @dataclass(slots=True)
@@ -63,8 +77,24 @@ class QuantizedWeight(LinearOperand):
         return self.data.nbytes + self.packing.scales.nbytes + (0 if zeros is None else zeros.nbytes)
 
     def rows(self, ids: Tensor | slice) -> QuantizedWeight:
-        """Some rows of W: a view for a slice, a copy for [N] i64."""
+        """Some rows of W: a view for a slice, a copy for [N] i64 and in fragment order, where they stay if they fit."""
+        if self.packing.order is Order.FRAGMENTS:
+            data, packing = in_rows(self.data, self.packing)
+            some = replace(self, data=data, packing=packing).rows(ids)
+            return some.in_fragments() if fits_fragments(some.shape, some.packing) else some
         return replace(self, data=self.data[ids], packing=self.packing.rows(ids, self.shape[0]))
+
+    def in_fragments(self) -> QuantizedWeight:
+        """The same weight in fragment order, which it must fit."""
+        data, packing = in_fragments(self.data, self.packing)
+        return replace(self, data=data, packing=packing)
+
+    def in_order_of_device(self) -> QuantizedWeight:
+        """The same weight in the order of the kernels that multiply by it fastest where it is."""
+        if not (FRAGMENTS_ON_HOPPER and self.dtype == torch.bfloat16 and runs_hopper(self.data.device)):
+            return self
+        fits = fits_fragments(self.shape, self.packing) and takes_weight(self.shape, self.packing)
+        return self.in_fragments() if fits else self
 
     def check(self, x: Tensor) -> None:
         data = self.data
@@ -95,8 +125,10 @@ class QuantizedWeight(LinearOperand):
             return out.values
         return quantized_logits_reference(x, self) if self._is_twin(x) else self._dense().logits(x)
 
-    def cut(self, x: Tensor, gated: bool) -> QuantizedTiles | QuantizedStream | None:
-        """How a kernel divides the linear; None where none applies."""
+    def cut(self, x: Tensor, gated: bool) -> Cut | None:
+        """How a kernel of the weight's order divides the linear; None where none applies."""
+        if self.packing.order is Order.FRAGMENTS:
+            return packed_stream_for(x, self.data, gated, self.packing)
         if x.dtype != torch.bfloat16 or not runs_gluon(x.device) or x.stride(0) % 8:
             return None
         if self.packing.group and self.shape[0] % _WHOLE_ROWS:
@@ -107,7 +139,7 @@ class QuantizedWeight(LinearOperand):
 
     def launch(
         self,
-        cut: QuantizedTiles | QuantizedStream,
+        cut: Cut,
         x: Tensor | Normed,
         gated: bool,
         add: Addition | None,

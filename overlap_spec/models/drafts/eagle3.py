@@ -19,8 +19,9 @@ from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, T
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
+from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
+from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.work import ForwardWork, total_work
@@ -93,7 +94,7 @@ class Eagle3Head:
         self.draft_vocab_size = len(weights.target_ids)
         self.target_ids = weights.target_ids
         self._weights = weights
-        self._attention = attention
+        self._run_layers = LayerRun(weights.layers, weights.norm, attention)
 
     def fuse(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, Hd]."""
@@ -103,7 +104,7 @@ class Eagle3Head:
         """Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd], before the final norm. Sync: never on CUDA."""
         weights = self._weights
         x = Normed(features, weights.inputs(tokens, features))
-        output, _ = run_layers(x, weights.layers, weights.norm, self._attention, rows)
+        output, _ = self._run_layers(x, rows)
         return output
 
     def enter(self, output: Tensor) -> Normed:

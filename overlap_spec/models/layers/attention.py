@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from overlap_spec_kernels import (
     DecodeScratch,
+    HeadsArgument,
     RowAttention,
     chunk_attention,
     decode_attention,
@@ -102,6 +103,19 @@ class PagedAttention:
     def windows(self) -> tuple[int | None, ...]:
         """By layer: keys that a row attends to, its own included; None: all."""
         return tuple(layer.window for layer in self._layers)
+
+    @property
+    def page_size(self) -> int:
+        """Places of a page."""
+        return self._layers[0].k_cache.shape[1]
+
+    def heads_on_cpu(self, index: int) -> HeadsArgument | None:
+        """Layer `index` for a CPU's kernel; None if that does not attend here."""
+        layer, kernel = self._layers[index], self._choice.of_rows
+        caches, shape = (layer.k_cache, layer.v_cache), layer.shape
+        if kernel is None or not kernel.takes(shape.head_dim, layer.k_cache):
+            return None
+        return HeadsArgument.of(layer.cos_sin, *caches, shape.num_heads, shape.scale, layer.window)
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """Writes the rows' K/V into the cache of layer `index`, and attends.

@@ -100,7 +100,8 @@ def _without_values(parts: Sequence[StoredWeight], forms: LinearForms, bias: Ten
     data = whole.values.new_empty((rows, columns * first.bits // 8))
     zeros = None if whole.zeros is None else whole.zeros.new_empty(whole.zeros.shape, dtype=torch.bfloat16)
     packing = Packing(whole.scales, zeros, first.bits, part, first.group, scale_rows)
-    return QuantizedLinear(QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, columns))), bias)
+    weight = QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, columns)))
+    return QuantizedLinear(weight.in_order_of_device(), bias)
 
 
 def take_matrix(checkpoint: Weights, name: str, shape: Shape) -> Tensor:

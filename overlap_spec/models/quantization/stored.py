@@ -53,7 +53,7 @@ class StoredWeight:
         return dtype == torch.bfloat16 and part is not None and self.shape[0] % 32 == 0 and runs_gluon(device)
 
     def operand(self, dtype: torch.dtype, scratch: Scratch | None = None) -> QuantizedWeight:
-        """The weight in the layout of the kernels. `scratch`: see `QuantizedWeight`."""
+        """The weight in the layout of its device's kernels. `scratch`: see `QuantizedWeight`."""
         scales, zeros, group = self.scales, self.zeros, self.group
         if self.bits == 4 and group == 0:  # the kernels know groups of 4 bits only
             group = 128 if self.shape[1] % 128 == 0 else 64
@@ -65,7 +65,7 @@ class StoredWeight:
         data = self.values if self.bits == 8 else packed(self.values, part)
         biased = None if zeros is None else (zeros.to(torch.int16) + BIASED).to(torch.bfloat16).contiguous()
         packing = Packing(scales.contiguous(), biased, self.bits, part, group, self.scale_rows)
-        return QuantizedWeight(data.contiguous(), packing, dtype, scratch)
+        return QuantizedWeight(data.contiguous(), packing, dtype, scratch).in_order_of_device()
 
     def _row_scales(self) -> Tensor:
         """Shapes: -> [groups, O]."""

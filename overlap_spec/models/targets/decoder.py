@@ -10,8 +10,9 @@ from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.decoder import DecoderLayer, run_layers
+from overlap_spec.models.layers.decoder import DecoderLayer
 from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import ForwardWork, count_bytes, total_work
@@ -78,22 +79,14 @@ class DecoderTarget:
         self.hidden_size = weights.hidden_size
         self.vocab_size = weights.vocab_size
         self._weights = weights
-        self._attention = attention
-        self._aux_layers = frozenset(aux_layers)
+        self._run_layers = LayerRun(weights.layers, weights.norm, attention, frozenset(aux_layers))
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Run all layers. Shapes: tokens [T] i64. Sync: never on CUDA."""
         weights = self._weights
         embedded = weights.layers[0].input_norm.enter(self.embed(tokens))
-        final, aux_hidden = run_layers(
-            embedded,
-            weights.layers,
-            weights.norm,
-            self._attention,
-            rows,
-            aux_layers=self._aux_layers,
-            read_before_wait=True,  # the embedding's lookup is an ordinary launch: what was written before it is there
-        )
+        # The embedding's lookup is an ordinary launch: what was written before it is there.
+        final, aux_hidden = self._run_layers(embedded, rows, read_before_wait=True)
         aux = torch.cat(aux_hidden, dim=1) if aux_hidden else final.values.new_empty(len(tokens), 0)
         return TargetOutput(final, aux)
 

@@ -5,6 +5,7 @@ look like guesses that failed. A step is no wider than the limits of its request
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -14,6 +15,7 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.width.policy import WidthPolicy
 
+IS_LIMITED = attrgetter("is_limited")
 COLUMNS = (  # by slot
     *("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns"),
     *("log_probs", "prompt_log_probs"),
@@ -59,7 +61,7 @@ class BatchWidths:
         runs = result.tokens
         if asked and not self._is_self_drafting and 0 in result.num_proposed:
             result = _with_wrong_guesses(result, asked)
-        if all(runs) and not any([request.is_limited for request in requests]):
+        if all(runs) and not any(map(IS_LIMITED, requests)):
             self.policy.observe(result)
         elif rows := [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]:
             self.policy.observe(rows_of(result, rows))

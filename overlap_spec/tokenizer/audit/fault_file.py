@@ -63,7 +63,7 @@ class FaultFile:
             "faults": [msgspec.structs.asdict(fault) for fault in faults],
             "prompt_ids": unpack_ids(admit.prompt),
             "output_ids": transcript.output.tolist(),
-            "sampling": msgspec.to_builtins(admit.sampling),
+            "sampling": msgspec.structs.asdict(admit.sampling),
             "stop_ids": list(admit.stop_ids),
             "step_ids": [step_id for step_id, _ in transcript.steps],
             "step_tokens": [count for _, count in transcript.steps],

@@ -57,7 +57,7 @@ def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
         return models
     width, threads, given = settings.spec.width, settings.num_threads, settings.threads_given
     kept = settings.model.keeps_integers
-    of = (settings.model.files.config, settings.spec.method, width, threads, given, settings.spin_count, kept)
+    of = (settings.model.files.config, settings.spec.method, width, threads, given, kept)
     counts = [threads] if given else thread_counts(threads)
     choice = once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
     use_threads(choice.threads)

@@ -57,17 +57,21 @@ def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> S
 def what_they_depend_on(settings: Settings) -> object:
     """Every setting that the time of a step may depend on; some others are among them."""
     model, spec = settings.model, msgspec.structs.replace(settings.spec, draft_path=None)
-    sizes = (model.dtype, model.max_len, settings.cache.page_size, settings.num_threads, settings.spin_count)
-    of = model.files.config, sizes, spec, settings.scheduler, settings.attention
-    return of if model.device == "cpu" else (*of, settings.graph_batch_sizes, _device_and_kernels())
+    sizes = (model.dtype, model.max_len, settings.cache.page_size, settings.num_threads)
+    of = model.files.config, sizes, spec, settings.scheduler, settings.attention, _kernels()
+    return of if model.device == "cpu" else (*of, settings.graph_batch_sizes, _device_and_compilers())
 
 
-def _device_and_kernels() -> tuple[str, ...]:
-    """The GPU, and what runs on it."""
+def _kernels() -> str:
+    """A digest of their sources."""
     package = Path(overlap_spec_kernels.__file__).parent
-    sources = (path for suffix in ("*.py", "*.cu") for path in sorted(package.rglob(suffix)))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return torch.cuda.get_device_name(), digest, *(version(name) for name in ("torch", "triton") if find_spec(name))
+    sources = (path for kind in ("py", "cu", "cpp", "h") for path in sorted(package.rglob(f"*.{kind}")))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def _device_and_compilers() -> tuple[str, ...]:
+    """The GPU, and what makes kernels for it."""
+    return torch.cuda.get_device_name(), *(version(name) for name in ("torch", "triton") if find_spec(name))
 
 
 def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:

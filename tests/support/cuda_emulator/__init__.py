@@ -9,7 +9,8 @@ or, to run a module that launches through nvrtc.py as it is: `cuda_emulator.inst
     translate   CUDA C++ to C++; inline PTX becomes calls, so a kernel's own wrappers of PTX are what runs
     build       the machine's C++ compiler, with a cache
     launch      launches, tensor maps
-    cpp/        the machine: machine.h first, scheduler, memory, warps, copies; cuda.h, ptx*.h: the language
+    guarded     tensors beyond whose end is no memory
+    cpp/        the machine: machine.h first, scheduler, memory, warps, copies, launch; cuda.h, ptx*.h: the language
 
 A kernel that needs another instruction gets a C++ error that names it: add it to `cpp/ptx*.h` under that name.
 
@@ -25,14 +26,16 @@ start of a copy. A seed decides which thread goes on, and makes some warps and p
 - wgmma with A described or in registers: the sums are NaN until the wait, operands in shared memory are read at any
   point before it, and a product begins when all four warps have issued it.
 - `griddepcontrol.wait`: tensors of `written_before` are NaN until then.
+- Global memory: what is beyond the end of a tensor that was made by `guarded` is not there.
 - A deadlock, or an end with copies or products under way, is an error that names where each warp waits.
 
 **Not modelled.** The order of plain loads and stores (a missing fence, a missing fence.proxy.async): a thread's plain
 accesses between two waits happen at once. Whether a warp is converged at `.aligned` instructions. Registers of A that
-are overwritten during a product. Bounds of global memory, banks, caches, speed, numbers of registers. Sums are rounded
-in another order than a GPU's; __expf and __fdividef are exact.
+are overwritten during a product. Banks, caches, speed, numbers of registers. Sums are rounded in another order than a
+GPU's; __expf and __fdividef are exact.
 """
 
+from support.cuda_emulator.guarded import guarded
 from support.cuda_emulator.launch import CudaEmulator, EmulatorError, Kernel, tensor_map
 
-__all__ = ["CudaEmulator", "EmulatorError", "Kernel", "tensor_map"]
+__all__ = ["CudaEmulator", "EmulatorError", "Kernel", "guarded", "tensor_map"]

@@ -91,6 +91,8 @@ class Kernel:
         run = self.code.emulator_run
         run.restype = ctypes.c_char_p
         error = run(ctypes.byref(_Launch(*given, ctypes.addressof(before), len(copies))))
+        for tensor, values in zip(written_before, final, strict=True):  # a launch that failed may not have written them
+            tensor.copy_(values)
         if error is not None:
             raise EmulatorError(f"{self.name}, seed {seed}: {error.decode()}")
 
@@ -105,6 +107,7 @@ class CudaEmulator:
     """Compiles into a cache; stands in for the GPU of a kernel's Python module."""
 
     cache: Path
+    multiprocessors: int = 4
     seed: int = 0  # of launches by a module
     written_before: list[Tensor] = field(default_factory=list)  # of launches by a module
 
@@ -127,6 +130,9 @@ class CudaEmulator:
 
             def __init__(self, code: ctypes.CDLL, name: str, threads: int, shared: int) -> None:
                 self._kernel, self._threads, self._shared = Kernel(code, name), threads, shared
+
+            def clusters_at_once(self, size: int) -> int:
+                return max(emulator.multiprocessors // size, 1)
 
             def launch(self, programs: int, arguments: tuple[ctypes.Structure, ...]) -> None:
                 self._kernel.launch(

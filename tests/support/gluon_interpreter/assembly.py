@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from triton import language as tl
 
-from support.gluon_interpreter.tensors import Array, Tensor
+from support.gluon_interpreter.tensors import Array, Tensor, poison
 
 
 def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[Any], pack: int) -> list[Tensor]:
@@ -40,12 +40,17 @@ def is_of_8_bits(args: Sequence[Tensor], dtype: Any) -> bool:
 
 
 def of_8_bits(asm: str, args: Sequence[Tensor], dtype: Any) -> Tensor | tuple[Tensor, ...]:
-    """What such assembly is for: two floats to one pair, the first in the low bits; or pairs to their two columns."""
+    """What such assembly is for: two floats to one pair, the first in the low bits; or pairs to their two columns.
+
+    Where both pairs of a register are the same conversion, the second becomes NaN, as `torn_conversions` explains.
+    """
     narrow = torch.float8_e4m3fn if "e4m3" in asm else torch.float8_e5m2
     if dtype == tl.int16:
         low_high = torch.from_numpy(np.stack([tensor.data for tensor in args], axis=-1))
         bound = torch.finfo(narrow).max
         pairs = low_high.clamp(-bound, bound).to(narrow).view(torch.int16)[..., 0]
+        same = (low_high[..., ::2, :] == low_high[..., 1::2, :]).all(-1)
+        pairs[..., 1::2].masked_fill_(same, poison(dtype))
         return Tensor(pairs.numpy(), dtype, args[0].layout)
     octets = np.ascontiguousarray(args[0].data).view(np.uint8).reshape(*args[0].shape, 2)
     columns = torch.from_numpy(octets).view(narrow).float().numpy()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.client_harness import LIMITS, Stage, with_engine
+from support.client_harness import LIMITS, TIMEOUT_S, Stage, with_engine
 
 from overlap_spec.client import Client
 from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
@@ -22,7 +22,7 @@ def most(tokens: int, **sampling: Any) -> SamplingParams:
 def test_a_stream_adds_up_to_the_whole_answer(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         async with stage.client() as client:
-            await client.wait_ready(5)
+            await client.wait_ready(TIMEOUT_S)
             ids = await client.tokenize("Hello wide world 🦙")
             deltas = [delta async for delta in client.generate("Hello wide world 🦙", most(len(ids)))]
             assert "".join(delta.text for delta in deltas) == "Hello wide world 🦙"
@@ -60,25 +60,25 @@ def test_many_requests_at_once_keep_apart(tmp_path: Path) -> None:
     with_engine(story, tmp_path)
 
 
-async def break_out(client: Client) -> None:
+async def break_out(client: Client, stage: Stage) -> None:
     async for _ in client.generate("for ever", most(3000)):
         break
 
 
-async def close_it(client: Client) -> None:
+async def close_it(client: Client, stage: Stage) -> None:
     async with aclosing(client.generate("for ever", most(3000))) as deltas:
         await anext(deltas)
 
 
-async def raise_inside(client: Client) -> None:
+async def raise_inside(client: Client, stage: Stage) -> None:
     with pytest.raises(ZeroDivisionError):
         async for _ in client.generate("for ever", most(3000)):
             raise ZeroDivisionError
 
 
-async def cancel_the_task(client: Client) -> None:
+async def cancel_the_task(client: Client, stage: Stage) -> None:
     task = asyncio.create_task(client.complete("for ever", most(3000)))
-    await asyncio.sleep(0.05)
+    await stage.until(lambda: bool(stage.scheduler.running))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -88,10 +88,10 @@ async def cancel_the_task(client: Client) -> None:
 def test_leaving_the_loop_aborts_the_request_at_once(tmp_path: Path, leave: Any) -> None:
     async def story(stage: Stage) -> None:
         async with stage.client() as client:
-            await leave(client)
+            await leave(client, stage)
             began = time.monotonic()
             await stage.until(lambda: bool(stage.scheduler.aborted))
-            assert time.monotonic() - began < 0.2
+            assert time.monotonic() - began < TIMEOUT_S / 10
             assert stage.scheduler.aborted[0].reason is AbortReason.REQUESTED
             assert (await client.complete("still here", most(2))).text == "still here"
 
@@ -198,7 +198,7 @@ def test_wait_ready_waits_for_a_warm_engine(tmp_path: Path) -> None:
             with pytest.raises(Overloaded, match="still starting"):
                 await client.complete("too early")
             stage.warm()
-            await client.wait_ready(5)
+            await client.wait_ready(TIMEOUT_S)
             assert (await client.ping()).ready is True
 
     with_engine(story, tmp_path, warm=False)
@@ -219,7 +219,7 @@ def test_an_engine_that_stops_says_so(tmp_path: Path) -> None:
             running = asyncio.create_task(client.complete("for ever", most(3000)))
             await stage.until(lambda: bool(stage.scheduler.running))
             stage.inbox.send(Shutdown(drain=True))
-            await asyncio.sleep(0.02)
+            await stage.until(lambda: stage.service._checks.draining)
             with pytest.raises(Overloaded, match="shutting down"):
                 await client.complete("late")
             stage.inbox.send(Shutdown(drain=False))

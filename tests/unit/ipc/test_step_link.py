@@ -93,7 +93,7 @@ def test_a_reader_meets_every_message_of_both_ways(tmp_path: Path, loop: str, sp
                 for way in (link.steps, link.others):
                     sender = threading.Timer(0.0005 * (uid % 3), way.send, (abort(uid),))
                     sender.start()
-                    assert await asyncio.wait_for(link.inbox.recv(), 5) == abort(uid)
+                    assert await asyncio.wait_for(link.inbox.recv(), 20) == abort(uid)
                     sender.join()
 
     LOOPS[loop](scenario())
@@ -109,7 +109,7 @@ def test_a_cancelled_reader_loses_nothing(tmp_path: Path) -> None:
                 waiting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await waiting
-                assert await asyncio.wait_for(link.inbox.recv(), 5) == abort(uid)
+                assert await asyncio.wait_for(link.inbox.recv(), 20) == abort(uid)
 
     asyncio.run(scenario())
 
@@ -232,8 +232,9 @@ def test_a_reader_does_not_poll_after_a_message_that_nothing_follows_on(tmp_path
                 assert await link.inbox.recv() == message
                 counts.append(spin.renewed)
             link.others.send(abort(2))
-            await asyncio.sleep(0.05)
-            assert link.inbox.drain() == [abort(2)]
+            while not (drained := link.inbox.drain()):
+                await asyncio.sleep(0.001)
+            assert drained == [abort(2)]
             link.others.send(abort(3))
             assert await link.inbox.recv() == abort(3)
         assert [*counts, spin.renewed] == [1, 1, 1, 2, 3]
@@ -267,9 +268,12 @@ def test_a_reader_polls_while_its_patience_lasts_and_then_sleeps(tmp_path: Path,
 
             monkeypatch.setattr(link.inbox, "_poll", counted)
             monkeypatch.setattr(link.inbox, "_readable", noted)
-            for _ in range(2):
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(link.inbox.recv(), 0.05)
+            for number in (1, 2):
+                waiting = asyncio.create_task(link.inbox.recv())
+                while len(polls_before_sleep) < number:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.02)
+                waiting.cancel()
             assert polls_before_sleep[0] in range(15, 25)
             assert polls in range(30, 50), "a connection that comes may wake it, but not to poll again"
 

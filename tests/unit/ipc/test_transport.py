@@ -62,7 +62,7 @@ def test_a_sleeping_reader_is_woken_by_every_message(tmp_path: Path, loop: str) 
                 waiting = asyncio.create_task(inbox.recv())
                 await asyncio.sleep(0)
                 outlet.send(abort(uid))
-                assert await asyncio.wait_for(waiting, 5) == abort(uid)
+                assert await asyncio.wait_for(waiting, 20) == abort(uid)
 
     LOOPS[loop](scenario())
 
@@ -77,7 +77,7 @@ def test_a_cancelled_reader_loses_nothing(tmp_path: Path) -> None:
                 waiting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await waiting
-                assert await asyncio.wait_for(inbox.recv(), 5) == abort(uid)
+                assert await asyncio.wait_for(inbox.recv(), 20) == abort(uid)
 
     asyncio.run(scenario())
 
@@ -113,7 +113,7 @@ def test_a_message_of_another_link_is_refused(tmp_path: Path) -> None:
         with link(tmp_path, ToWorker) as (inbox, outlet):
             outlet.send(abort(1))
             with pytest.raises(msgspec.ValidationError, match="Invalid value 'Abort'"):
-                await asyncio.wait_for(inbox.recv(), 5)
+                await asyncio.wait_for(inbox.recv(), 20)
 
     asyncio.run(scenario())
 
@@ -143,7 +143,7 @@ def test_messages_leave_after_close(tmp_path: Path) -> None:
         inbox: ZmqInbox[Any] = ZmqInbox(context, address, ToScheduler)
         dying = threading.Thread(target=die)
         dying.start()
-        assert await asyncio.wait_for(inbox.recv(), 5) == abort(7)
+        assert await asyncio.wait_for(inbox.recv(), 20) == abort(7)
         dying.join()
         inbox.close()
         context.term()

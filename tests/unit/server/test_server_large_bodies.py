@@ -65,7 +65,7 @@ def test_other_requests_go_on_while_a_large_body_is_parsed_and_checked(monkeypat
     def slow_parse(body: bytes) -> Any:
         assert threading.current_thread() is not threading.main_thread() or len(body) < 1000
         if len(body) > LARGE_BODY_BYTES:
-            assert release.wait(5.0)
+            assert release.wait(60.0)
         return parse(body)
 
     monkeypatch.setattr(bodies, "_parse", slow_parse)
@@ -84,10 +84,10 @@ def test_other_requests_go_on_while_a_large_body_is_parsed_and_checked(monkeypat
 
 
 def test_many_lists_are_refused_before_they_are_made() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(Problem, match="input_ids: at most"):
         bodies._checked_apart(NESTED, {}, lambda fields: fields)
-    assert time.perf_counter() - began < 1.0  # measured 60 ms; made and checked they take 2.2 s
+    assert time.process_time() - began < 1.0  # measured 60 ms; made and checked they take 2.2 s
     bodies._check_nesting(json.dumps({"text": "[" * 1_000_000, "a": 'b"[' * 100_000}).encode())
     assert gc.isenabled()
 

@@ -36,15 +36,15 @@ def test_bad_ones_are_refused() -> None:
 
 def test_the_time_that_a_grammar_may_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        rules = checks(timeout_s=0.05)
+        rules = checks(timeout_s=0.1)
         monkeypatch.setattr(rules._grammars._compiler, "compile", lambda grammar: time.sleep(0.3))
         ticks = 0
         checking = asyncio.create_task(rules.check_grammar(GOOD))
         while not checking.done():
             await asyncio.sleep(0.005)
             ticks += 1
-        with pytest.raises(RequestError, match=r"grammar took more than 0.05 s to compile"):
+        with pytest.raises(RequestError, match=r"grammar took more than 0.1 s to compile"):
             checking.result()
-        assert ticks >= 3, "the loop was held up"
+        assert ticks >= 2, "the loop was held up"
 
     asyncio.run(check())

@@ -13,10 +13,11 @@ from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, TextPrompt
 from overlap_spec.tokenizer import lanes as lanes_module
-from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes
+from overlap_spec.tokenizer.lanes import LONG, MOST_THREADS, VERY_LONG, Lanes
+from overlap_spec.tokenizer.pieces import PIECE
 from overlap_spec.tokenizer.prompts import MOST_TEXT, PromptReader
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_shorter_prompts_do_not_wait_for_longer_ones(reader: PromptReader) -> No
         await asyncio.sleep(0)
         for size in (LONG, LONG + 1, VERY_LONG):
             assert len(await reader.encode(TextPrompt("a " * (size // 2)), True, must_fit=False)) > 100
-        waiting = asyncio.create_task(reader.encode(TextPrompt("a " * VERY_LONG), True, must_fit=False))
+        waiting = asyncio.create_task(reader.encode(TextPrompt("b " * VERY_LONG), True, must_fit=False))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         release.set()
@@ -106,8 +107,56 @@ def test_a_long_text_ends_with_its_request(reader: PromptReader, monkeypatch: py
         await asyncio.gather(*tasks, return_exceptions=True)
         so_far = len(encoded)
         await asyncio.sleep(0.05)
-        assert len(encoded) <= so_far + 1
+        assert len(encoded) <= so_far + MOST_THREADS
         assert reader._lanes._budget.total == 0
+
+    run(story)
+
+
+def test_a_turn_of_a_conversation_encodes_what_is_new(reader: PromptReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, encoded = smollm2(), list[str]()
+    encode = codec.encode
+
+    def note(text: str, special: bool) -> list[int]:
+        encoded.append(text)
+        return encode(text, special)
+
+    monkeypatch.setattr(codec, "encode", note)
+
+    async def story() -> None:
+        messages: list[dict[str, str]] = []
+        for turn in range(4):
+            said = f"{turn} words of this turn, and what was said before is new to no one.\n" * 100
+            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": "Yes."}]
+            prompt = ChatPrompt(list(messages))
+            encoded.clear()
+            ids = await reader.encode(prompt, True, must_fit=False)
+            assert ids.tolist() == encode(codec.render(prompt), False)
+            assert sum(map(len, encoded)) < len(said) + PIECE + 100
+
+    run(story)
+
+
+def test_pieces_are_encoded_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four threads meet in `encode`: one after another they would not get past it."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
+    codec, meeting = smollm2(), threading.Barrier(4, timeout=TIMEOUT_S / 2)
+    encode = codec.encode
+
+    def meet(text: str, special: bool) -> list[int]:
+        meeting.wait()
+        return encode(text, special)
+
+    monkeypatch.setattr(codec, "encode", meet)
+
+    async def story() -> None:
+        reader = PromptReader(codec, trusts_templates=False)
+        text = "".join(f"word {number} and more " for number in range(8 * PIECE // 16))[: 8 * PIECE - 200]
+        assert len(list(codec.pieces(text))) == 8
+        for _ in range(2):  # the second time nothing meets: all is known
+            ids = await reader.encode(TextPrompt(text, False), True, must_fit=False)
+            assert ids.tolist() == encode(text, False)
+        reader.close()
 
     run(story)
 

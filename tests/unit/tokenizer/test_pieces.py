@@ -1,6 +1,7 @@
 """A text that is cut has the token ids of the whole one; and which tokenizers leave which texts whole."""
 
 import random
+from array import array
 
 import pytest
 from support.small_tokenizers import byte_fallback_tokenizer, smollm2
@@ -9,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from overlap_spec.tokenizer import pieces as pieces_module
 from overlap_spec.tokenizer.chat_template import NoChatTemplate
 from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.tokenizer.pieces import CUT, PATTERNS, PIECE, Pieces, keeps_all_text
+from overlap_spec.tokenizer.pieces import CUT, PATTERNS, PIECE, KnownPieces, Pieces, keeps_all_text
 
 PARTS = [
     *("a", "word", "I'll", "don't", "s", "x1", "12345", "é", "e\u0301", "字", "مرحبا", "\U0001f600", "\u00a0", "\x85"),
@@ -57,9 +58,23 @@ def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyP
         assert "".join(cut) == text
         ids = [token for piece in cut for token in codec.encode(piece, False)]
         assert ids == codec.encode(text, False)
-        assert codec.with_special_tokens(ids) == codec.encode(text, True)
+        assert codec.with_special_tokens(array("i", ids)).tolist() == codec.encode(text, True)
         num_cuts += len(cut) - 1
     assert num_cuts > 200
+
+
+def test_what_was_used_last_is_known() -> None:
+    known, ids = KnownPieces(most=10), array("i", [1])
+    for piece in ("aaaa", "bbbb", "aaaa"):
+        known.put(piece, ids)
+    assert known.get("aaaa") is ids
+    known.put("cccc", array("i"))
+    assert known.get("bbbb") is None, "the one that was not used for longest has made room"
+    assert known.get("aaaa") is ids and known.get("cccc") == array("i")
+    known.put("d" * 11, ids)
+    assert known.get("d" * 11) is None and known.get("aaaa") is ids, "what cannot fit drives nothing out"
+    known.put("e" * 10, ids)
+    assert [known.get(piece) for piece in ("aaaa", "cccc", "e" * 10)] == [None, None, ids]
 
 
 def test_most_texts_are_cut_soon() -> None:

@@ -34,7 +34,6 @@ from overlap_spec.messages import (
     TokenDeltas,
     ToScheduler,
     ToTokenizer,
-    Usage,
 )
 
 LENGTH = Finish(FinishKind.LENGTH)
@@ -77,11 +76,11 @@ def test_a_request_goes_on_at_the_next_token() -> None:
         harness.generate("Well,", seed=7, max_new_tokens=8, stop=("blue",), presence_penalty=0.5)
         first = await harness.admitted()
         assert first.resumed is None
-        harness.inbox.send(TokenDeltas([first.uid], [IDS[:2]], [None], [Usage(5, 4, 2, 1)]))
+        harness.inbox.send(TokenDeltas([first.uid], [IDS[:2]], [None], [1], cached_tokens={first.uid: 4}))
         text = "".join((await harness.heard(TextDeltas)).texts)
         old = harness.inbox
         await die(harness)
-        old.send(TokenDeltas([first.uid], [[9, 9]], [None], [Usage(5, 4, 4, 2)]))
+        old.send(TokenDeltas([first.uid], [[9, 9]], [None], [2]))
         again = await harness.admitted()
         resumed = Resumed(pack_ids(IDS[:2]), cached_tokens=4, verify_steps=1)
         assert again == replace(first, resumed=resumed)
@@ -107,9 +106,8 @@ def test_a_request_without_a_token_begins_again_with_all_its_prompt_log_probs() 
         await harness.settle()
         await die(harness)
         assert await harness.admitted() == admit
-        usages = [Usage(3, 0, 1, 0)]
         of_step = {uid: struct.pack("<2d", -2.0, float(IDS[0]))}
-        harness.inbox.send(TokenDeltas([uid], [IDS[:1]], [LENGTH], usages, 1, {}, of_step, {uid: b"".join(records)}))
+        harness.inbox.send(TokenDeltas([uid], [IDS[:1]], [LENGTH], [0], 1, {}, of_step, {uid: b"".join(records)}))
         reply = await harness.heard(TextDeltas)
         assert len(reply.prompt_log_probs["a"].records) == 3 * len(records[0]), "one for each token of the prompt"
 

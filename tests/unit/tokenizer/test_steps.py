@@ -84,7 +84,7 @@ def steps_of(draw: random.Random, uids: dict[str, int]) -> list[TokenDeltas]:
             step.uids.append(uid)
             step.tokens.append(run)
             step.finishes.append(finish)
-            step.usages.append(Usage(3, 0, counts[name], step_id))
+            step.verify_steps.append(step_id)
             if name == "reporting":
                 step.verified[uid] = Verified(step_id, 3, len(run) - 1)
             if name == "scored":
@@ -142,7 +142,7 @@ def test_late_steps_say_what_prompt_ones_say(seed: int) -> None:
 
 def row(step_id: int, tokens: list[int], verified: bool = False) -> TokenDeltas:
     """A step of request 1."""
-    step = TokenDeltas([1], [tokens], [None], [Usage(3, 0, 0, step_id)], step_id)
+    step = TokenDeltas([1], [tokens], [None], [step_id], step_id)
     if verified:
         step.verified[1] = Verified(step_id, 3, len(tokens) - 1)
     return step
@@ -152,12 +152,12 @@ def test_a_run_knows_its_steps() -> None:
     (gains,) = joined([row(1, [10, 11]), row(2, [12]), row(3, [13, 14, 15])])
     run = gains.runs[1]
     assert run.tokens == [10, 11, 12, 13, 14, 15] and gains.step_id == 3
-    assert [run.usage(count).spec_verify_ct for count in range(1, 7)] == [1, 1, 2, 3, 3, 3]
+    assert [run.verify_steps(count) for count in range(1, 7)] == [1, 1, 2, 3, 3, 3]
     assert list(run.by_step([10, 11, 12, 13])) == [(1, [10, 11]), (2, [12]), (3, [13])]
 
 
 def test_steps_that_are_reported_stay_apart() -> None:
-    plain = TokenDeltas([2], [[20]], [None], [Usage(3, 0, 0, 1)], 2)
+    plain = TokenDeltas([2], [[20]], [None], [1], 2)
     found = list(joined([row(1, [10]), plain, row(3, [11], verified=True), row(4, [12], verified=True)]))
     assert [{uid: run.tokens for uid, run in gains.runs.items()} for gains in found] == [
         {1: [10], 2: [20]},

@@ -48,7 +48,7 @@ def test_a_request_whose_time_is_up_ends_with_an_error_and_is_aborted(
         uid = (await h.admitted()).uid
         answer = await h.heard(Rejected)
         assert (answer.code, answer.field) == (ErrorCode.TIMEOUT, field) and said in answer.message
-        assert SHORT_S * 0.9 < time.monotonic() - began < 2
+        assert SHORT_S * 0.9 < time.monotonic() - began < LONG_S / 2
         assert await h.aborted() == Abort(uid, AbortReason.TIMEOUT)
         h.commit((uid, [5], None))
         h.generate()  # its id is free again
@@ -60,9 +60,10 @@ def test_a_request_whose_time_is_up_ends_with_an_error_and_is_aborted(
 
 def test_the_first_token_ends_its_own_limit_and_no_other() -> None:
     async def story(h: Harness) -> None:
-        h.generate(request_id="first", terms=Terms(first_token_timeout_s=SHORT_S))
-        h.generate(request_id="whole", terms=Terms(first_token_timeout_s=SHORT_S, timeout_s=3 * SHORT_S))
-        h.generate(request_id="begun", terms=Terms(first_token_timeout_s=SHORT_S, has_begun=True))
+        first = 6 * SHORT_S  # in which even a busy machine sends the tokens
+        h.generate(request_id="first", terms=Terms(first_token_timeout_s=first))
+        h.generate(request_id="whole", terms=Terms(first_token_timeout_s=first, timeout_s=first + SHORT_S))
+        h.generate(request_id="begun", terms=Terms(first_token_timeout_s=first, has_begun=True))
         uids = [(await h.admitted()).uid for _ in range(3)]
         h.commit(*((uid, [5], None) for uid in uids[:2]))
         await h.heard(TextDeltas)

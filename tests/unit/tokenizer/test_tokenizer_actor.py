@@ -43,7 +43,6 @@ from overlap_spec.messages import (
     TokenizerFacts,
     ToScheduler,
     ToSupervisor,
-    Usage,
 )
 
 M = TypeVar("M")
@@ -130,7 +129,7 @@ def test_a_process_gets_ready_serves_drains_and_stops() -> None:
                 admit = await hears(tokenizer.scheduler, Admit)
                 tokenizer.outlet.send(Shutdown(drain=True))
                 tokens, finish = [504, EOS], Finish(FinishKind.STOP, EOS)
-                tokenizer.outlet.send(TokenDeltas([admit.uid], [tokens], [finish], [Usage(1, 0, 2, 1)]))
+                tokenizer.outlet.send(TokenDeltas([admit.uid], [tokens], [finish], [1]))
                 assert (await answer).text == "The"
                 await hears(tokenizer.supervisor, Drained)
                 tokenizer.outlet.send(Shutdown(drain=False))

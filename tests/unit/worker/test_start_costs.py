@@ -45,7 +45,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     measuring("measure_prefill", PREFILL)
     measuring("measure_steps", STEPS)
     measuring("ceiling_of", Ceiling(3.0, 4.0))
-    monkeypatch.setattr(module, "_device_and_kernels", lambda: ("a GPU",))
+    monkeypatch.setattr(module, "_device_and_compilers", lambda: ("a GPU",))
     monkeypatch.setattr(module, "measured_again", lambda *_: 1.0)
     return done
 
@@ -73,7 +73,6 @@ def test_the_second_start_measures_nothing_and_says_the_same(measured: list[str]
     "other",
     [
         replace(settings(), num_threads=1),
-        replace(settings(), spin_count=3000),
         settings(dtype="float64"),
         settings(max_running_requests=3),
         settings(page_size=4),
@@ -119,7 +118,7 @@ def test_another_gpu_and_other_kernels_are_measured_themselves(
     other: tuple[str, ...], measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY)
-    monkeypatch.setattr(module, "_device_and_kernels", lambda: other)
+    monkeypatch.setattr(module, "_device_and_compilers", lambda: other)
     start_costs(on_a_gpu(settings()), EXECUTOR, GEOMETRY)
     assert measured == ["measure_steps", "ceiling_of"] * 2
 

@@ -13,6 +13,13 @@ __device__ __forceinline__ u32 shared(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// A value that the compiler keeps in a register, and does not compute again where it is used.
+__device__ __forceinline__ u32 kept(u32 value) {
+    u32 copy;
+    asm volatile("mov.u32 %0, %1;" : "=r"(copy) : "r"(value));
+    return copy;
+}
+
 // ---- clusters: programs on neighbouring multiprocessors, which see each other's shared memory ----
 
 __device__ __forceinline__ u32 rank_in_cluster() {
@@ -27,17 +34,34 @@ __device__ __forceinline__ void meet_cluster() {
 
 // ---- barriers in shared memory that count arrivals and bytes ----
 
-__device__ __forceinline__ void set_up(u64* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
+// A barrier is given by its address, or by a pointer.
+__device__ __forceinline__ void set_up(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+
+__device__ __forceinline__ void set_up(u64* barrier, int arrivals) { set_up(shared(barrier), arrivals); }
 
 __device__ __forceinline__ void show_barriers_to_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void expect(u64* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
+// What this thread wrote to shared memory, a barrier too, is seen by copies that it begins after this.
+__device__ __forceinline__ void show_to_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// Arrive at a barrier of this program. Writes before it are seen after a wait.
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u64* barrier) { arrive(shared(barrier)); }
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void expect(u64* barrier, int bytes) { expect(shared(barrier), bytes); }
 
 // Arrive at the barrier at the same address in another program of the cluster, or in this one. The arrival has no
 // release order at cluster scope, which would cost a fence of the whole GPU. None is needed: the memory that a barrier
@@ -50,16 +74,18 @@ __device__ __forceinline__ void arrive_at(u64* barrier, u32 rank) {
         : "memory");
 }
 
-__device__ __forceinline__ void wait(u64* barrier, u32 parity) {
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     asm volatile(
         "{ .reg .pred done;\n"
         "again:\n"
         "  mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "  @done bra ready;\n"
         "  bra again;\n"
-        "ready: }" ::"r"(shared(barrier)), "r"(parity)
+        "ready: }" ::"r"(barrier), "r"(parity)
         : "memory");
 }
+
+__device__ __forceinline__ void wait(u64* barrier, u32 parity) { wait(shared(barrier), parity); }
 
 // ---- the copy engine ----
 
@@ -76,6 +102,52 @@ __device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64*
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(k), "r"(row), "h"(ranks)
         : "memory");
+}
+
+// Copy a run of memory; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void copy_bytes(u32 target, const void* source, int bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Bring a run of memory into the L2 cache.
+__device__ __forceinline__ void prefetch_bytes(const void* source, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+// The address of the same place in another program of the cluster.
+__device__ __forceinline__ u32 address_in(u32 rank, const void* pointer) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared(pointer)), "r"(rank));
+    return there;
+}
+
+// Write four floats to another program, whose barrier counts their bytes.
+__device__ __forceinline__ void send(u32 target, float4 value, u32 barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+        : "memory");
+}
+
+// ---- products of a warp ----
+
+// Load four 8 x 8 matrices of 16 bits from shared memory; each lane has the address of a row.
+__device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b, u32& c, u32& d) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "r"(address)
+                 : "memory");
+}
+
+// sums += a b: a [16, 16], b [16, 8] in bfloat16.
+__device__ __forceinline__ void multiply16(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // ---- products of a warpgroup ----
@@ -119,6 +191,22 @@ __device__ __forceinline__ void give_registers() {
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---- counters in global memory, by which programs wait for each other ----
+
+// Add one. Returns the count before. What the threads that met before this call have written is visible to those that
+// meet after a thread of theirs has read this count.
+__device__ __forceinline__ u32 count(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ u32 counted(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
 }
 
 // `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.

@@ -1,6 +1,5 @@
 // Copies into shared memory: where their bytes come from and go, and when.
 
-#include "ptx.h"
 #include "ptx_copies.h"
 
 namespace ptx {
@@ -108,17 +107,14 @@ void copy_in_group(char* target, const char* source, uint32_t bytes, uint32_t gi
     }));
 }
 
-void cp_async_commit_group() {
-    emulator::current->copy_groups.push_back(std::move(emulator::current->copies));
-    emulator::current->copies.clear();
-}
+void cp_async_commit_group() { emulator::current->groups.push_back(emulator::current->copies.size()); }
 
 void cp_async_wait_group(uint32_t pending) {
-    auto& groups = emulator::current->copy_groups;
-    while (groups.size() > pending) {
-        for (unsigned long long task : groups.front()) emulator::end_task(task);
-        groups.erase(groups.begin());
-    }
+    emulator::Thread& thread = *emulator::current;
+    if (thread.groups_ended + pending >= thread.groups.size()) return;
+    uint32_t first = thread.groups_ended ? thread.groups[thread.groups_ended - 1] : 0;
+    thread.groups_ended = thread.groups.size() - pending;
+    for (uint32_t i = first; i < thread.groups[thread.groups_ended - 1]; ++i) emulator::end_task(thread.copies[i]);
 }
 
 }  // namespace ptx

@@ -9,9 +9,9 @@
 #include <csetjmp>
 #include <cstdint>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <map>
+#include <list>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,7 +32,7 @@ struct Index {
 
 // An mbarrier. Its eight bytes of shared memory hold a mark, so that a write over them is noticed.
 struct Barrier {
-    u32 expected, pending;
+    u32 offset, expected, pending;
     long long bytes = 0;
     u32 parity = 0;
     Waiters waiting;
@@ -71,17 +71,14 @@ struct Program;
 struct Warp {
     Program* program;
     int number;
-    u32 lanes = 0, ended = 0;
+    u32 lanes = 0, live = 0;
     bool slow = false;
-    std::deque<Meeting> meetings;
-    bool fenced = false;                  // `wgmma.fence` came before the products
-    std::map<float*, Accumulators> sums;  // by the first register of the first lane
-    std::deque<Product> products;         // issued, not begun
-    std::vector<Accumulators*> uncommitted;  // one entry per product, as in groups
-    std::deque<std::vector<Accumulators*>> groups;
-    u64 begun = 0, waited_for = 0;
-
-    u64 issued() const { return begun + products.size(); }
+    std::list<Meeting> meetings;
+    bool fenced = false;  // `wgmma.fence` came before the products
+    std::list<Accumulators> sums;
+    std::vector<Product> products;  // all that were issued
+    std::vector<u32> groups;        // the number of products that had been issued at each commit
+    u32 begun = 0, ended = 0, groups_ended = 0;
 };
 
 // A product of a warpgroup begins when all four warps have issued it, so that its end tells of all of them.
@@ -95,16 +92,16 @@ struct Cluster;
 struct Program {
     Cluster* cluster;
     u32 number, rank;
-    char* memory;
+    char* memory = nullptr;
     u32 size, live = 0, copies_under_way = 0;
-    std::map<u32, Barrier> barriers;
+    std::list<Barrier> barriers;
     NamedBarrier named[16];
-    std::deque<Warp> warps;
-    std::deque<Warpgroup> warpgroups;
+    std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
 };
 
 struct Cluster {
-    std::vector<Program*> programs;
+    Program* programs;  // as many as `launch.cluster`
     u32 live = 0, arrived = 0, phase = 0;
     Waiters waiting;
 };
@@ -123,8 +120,9 @@ struct Thread {
     Wait wait;
     bool started = false, ended = false;
     u32 cluster_phase = 0;  // at its last arrival
-    std::vector<std::vector<u64>> copy_groups;  // of `cp.async` and bulk stores: tasks
-    std::vector<u64> copies;                    // not yet committed
+    std::vector<u64> copies;   // tasks of `cp.async` and bulk stores
+    std::vector<u32> groups;   // the number of copies that had been started at each commit
+    u32 groups_ended = 0;
     jmp_buf context;
     char* stack;
 };
@@ -152,6 +150,7 @@ void wake(Waiters& waiters);
 void pause_thread();                       // lets others run
 u64 add_task(std::function<void()> task);  // it ends at some later point; tasks end in any order
 void end_task(u64 number);                 // now, unless it has ended
+bool task_ended(u64 number);
 void wait_for_kernels_before();
 
 // ---- shared memory ----
@@ -187,7 +186,9 @@ T& shared_variable(const char* name, u32 alignment) {
 // ---- barriers ----
 
 void make_barrier(Place place, u32 arrivals);
+Barrier* find_barrier(Program& program, u32 offset);
 Barrier& barrier_at(Place place);
+void forget_barrier(Place place);
 void change_barrier(Place place, u32 arrivals, long long bytes);  // bytes that are expected, or come (below zero)
 bool has_ended(Place place, u32 parity);                          // the phase of that parity
 void wait_barrier(Place place, u32 parity);

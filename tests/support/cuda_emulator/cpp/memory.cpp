@@ -9,9 +9,8 @@ namespace emulator {
 Place place(u32 address) {
     u32 rank = address >> RANK_SHIFT, offset = address & ((1u << RANK_SHIFT) - 1);
     if (rank == 0) return {current->program, offset};
-    auto& programs = current->program->cluster->programs;
-    if (rank > programs.size()) fail("%#x is no address in this cluster", address);
-    return {programs[rank - 1], offset};
+    if (rank > launch.cluster) fail("%#x is no address in this cluster", address);
+    return {current->program->cluster->programs + rank - 1, offset};
 }
 
 char* memory_at(Place place, u32 bytes, u32 alignment) {
@@ -42,9 +41,20 @@ void* dynamic_memory(u32 alignment) {
 
 namespace {
 
-std::map<std::string, u32>& static_offsets() {
-    static std::map<std::string, u32> offsets;
-    return offsets;
+// Where a variable lies is the same in all programs.
+struct Variable {
+    std::string name;
+    u32 offset, bytes;
+};
+
+std::vector<Variable> variables;
+
+u32 offset_of(const char* name, u32 bytes, u32 alignment) {
+    for (const Variable& variable : variables)
+        if (variable.name == name && variable.bytes == bytes) return variable.offset;
+    u32 end = variables.empty() ? 0 : variables.back().offset + variables.back().bytes;
+    variables.push_back({name, (end + alignment - 1) / alignment * alignment, bytes});
+    return variables.back().offset;
 }
 
 u64& mark_at(Place place) { return *reinterpret_cast<u64*>(memory_at(place, 8, 8)); }
@@ -54,31 +64,35 @@ u64 mark_of(Place place) { return 0x6d62617272696572 ^ place.offset; }
 }  // namespace
 
 void* static_memory(const char* name, u32 bytes, u32 alignment) {
-    static u32 end;
-    if (static_offsets().empty()) end = 0;
-    auto [found, is_new] = static_offsets().try_emplace(name, 0);
-    u32 base = (2 * FIRST_ADDRESS + launch.shared_bytes + 1023) / 1024 * 1024;
-    if (is_new) {
-        found->second = (end + alignment - 1) / alignment * alignment;
-        end = found->second + bytes;
-    }
-    if (end > STATIC_BYTES - 1024) fail("more than %u bytes of shared variables", STATIC_BYTES - 1024);
-    return current->program->memory + base + found->second;
+    u32 base = (2 * FIRST_ADDRESS + launch.shared_bytes + 1023) / 1024 * 1024, offset = offset_of(name, bytes, alignment);
+    if (base + offset + bytes > current->program->size) fail("there is no memory for the shared variable %s", name);
+    return current->program->memory + base + offset;
 }
 
 // ---- mbarriers ----
 
+Barrier* find_barrier(Program& program, u32 offset) {
+    for (Barrier& barrier : program.barriers)
+        if (barrier.offset == offset) return &barrier;
+    return nullptr;
+}
+
+void forget_barrier(Place place) {
+    place.program->barriers.remove_if([&](const Barrier& barrier) { return barrier.offset == place.offset; });
+}
+
 void make_barrier(Place place, u32 arrivals) {
     mark_at(place) = mark_of(place);
-    place.program->barriers[place.offset] = {arrivals, arrivals, 0, 0, {}};
+    forget_barrier(place);
+    place.program->barriers.push_back({place.offset, arrivals, arrivals, 0, 0, {}});
 }
 
 Barrier& barrier_at(Place place) {
     u64 mark = mark_at(place);
-    auto found = place.program->barriers.find(place.offset);
-    if (found == place.program->barriers.end()) fail("there is no mbarrier at %#x, or not yet", place.offset);
+    Barrier* barrier = find_barrier(*place.program, place.offset);
+    if (barrier == nullptr) fail("there is no mbarrier at %#x, or not yet", place.offset);
     if (mark != mark_of(place)) fail("the mbarrier at %#x was written over", place.offset);
-    return found->second;
+    return *barrier;
 }
 
 void change_barrier(Place place, u32 arrivals, long long bytes) {

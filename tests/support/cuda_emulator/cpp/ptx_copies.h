@@ -2,7 +2,7 @@
 // then the target holds NaN.
 #pragma once
 
-#include "numbers.h"
+#include "ptx.h"
 
 namespace ptx {
 
@@ -27,13 +27,11 @@ void check_bulk(unsigned long long address, uint32_t bytes);
 // Multicast: the same offsets in the programs of `ranks`.
 template <class Each>
 void for_ranks(uint32_t ranks, Each each) {
-    auto& programs = emulator::current->program->cluster->programs;
-    if (ranks == 0 || ranks >> programs.size()) emulator::fail("a copy to programs %#x of a cluster of %zu", ranks, programs.size());
-    for (size_t rank = 0; rank < programs.size(); ++rank)
-        if (ranks >> rank & 1) each(*programs[rank]);
+    uint32_t size = emulator::launch.cluster;
+    if (ranks == 0 || ranks >> size) emulator::fail("a copy to programs %#x of a cluster of %u", ranks, size);
+    for (uint32_t rank = 0; rank < size; ++rank)
+        if (ranks >> rank & 1) each(emulator::current->program->cluster->programs[rank]);
 }
-
-void let_others_run();
 
 // ---- one run of bytes ----
 

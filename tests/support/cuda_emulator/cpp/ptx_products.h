@@ -16,8 +16,8 @@ struct MmaOperand {
 // A fragment of 32-bit registers has `per` numbers in each.
 template <class T>
 float number_of(uint32_t word, int i) {
-    constexpr int BITS = 8 * sizeof(typename T::value);
-    return T::widened(word >> BITS * i & ((1u << BITS) - 1));
+    constexpr int size = 8 * sizeof(typename T::value);
+    return T::widened(word >> size * i & ((1u << size) - 1));
 }
 
 template <class A, class B, int K>

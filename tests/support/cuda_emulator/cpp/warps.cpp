@@ -46,41 +46,40 @@ Warpgroup& warpgroup_of(const Warp& warp) { return warp.program->warpgroups[warp
 // Run the next product if all warps have issued it.
 bool run_next_product(Warpgroup& group) {
     for (Warp* warp : group.warps)
-        if (warp == nullptr || warp->products.empty()) return false;
+        if (warp == nullptr || warp->begun == warp->products.size()) return false;
     for (Warp* warp : group.warps) {
-        Product product = std::move(warp->products.front());
-        warp->products.pop_front();
-        ++warp->begun;
+        Product& product = warp->products[warp->begun++];
         product.run(product.sums->values.data());
+        product.run = nullptr;
     }
     return true;
 }
 
-void check_issued(const Warp& warp) {
+void check_last_product(const Warp& warp) {
+    size_t last = warp.products.size() - 1;
     for (const Warp* other : warpgroup_of(warp).warps) {
         if (other == nullptr) fail("a product of a warpgroup that has less than four warps");
-        if (other->issued() < warp.issued() || other->begun >= warp.issued()) continue;
-        if (other->products[warp.issued() - other->begun - 1].operands != warp.products.back().operands)
+        if (other->products.size() > last && other->products[last].operands != warp.products[last].operands)
             fail("warps of a warpgroup give a product different descriptors");
     }
 }
 
 Accumulators& accumulators_of(Warp& warp, std::vector<float*> registers) {
-    Accumulators& sums = warp.sums[registers[0]];
-    if (sums.products && sums.registers != registers) fail("products under way share some of their accumulators");
-    if (sums.products == 0) {
-        for (float* sum : registers) sums.values.push_back(*sum);
-        for (float* sum : registers) *sum = NAN;
-        sums.registers = std::move(registers);
+    for (Accumulators& sums : warp.sums) {
+        if (sums.registers == registers) return sums;
+        if (sums.registers[0] == registers[0]) fail("products under way share some of their accumulators");
     }
-    ++sums.products;
+    Accumulators& sums = warp.sums.emplace_back();
+    for (float* sum : registers) sums.values.push_back(*sum);
+    for (float* sum : registers) *sum = NAN;
+    sums.registers = std::move(registers);
     return sums;
 }
 
 void give_back(Warp& warp, Accumulators* sums) {
     if (--sums->products) return;
     for (size_t i = 0; i < sums->values.size(); ++i) *sums->registers[i] = sums->values[i];
-    warp.sums.erase(sums->registers[0]);
+    warp.sums.remove_if([&](const Accumulators& other) { return &other == sums; });
 }
 
 }  // namespace
@@ -89,29 +88,23 @@ void add_product(u64 operands, std::vector<float*> registers, std::function<void
     Warp& warp = *current->warp;
     if (!warp.fenced) fail("a product without wgmma.fence before it");
     Accumulators& sums = accumulators_of(warp, std::move(registers));
-    warp.uncommitted.push_back(&sums);
+    ++sums.products;
     warp.products.push_back({operands, std::move(run), &sums});
-    check_issued(warp);
+    check_last_product(warp);
     Warpgroup& group = warpgroup_of(warp);
     wake(group.waiting);
     add_task([&group] { run_next_product(group); });  // of which a fourth finds something to do
 }
 
-void commit_products() {
-    Warp& warp = *current->warp;
-    warp.groups.push_back(std::move(warp.uncommitted));
-    warp.uncommitted.clear();
-}
+void commit_products() { current->warp->groups.push_back(current->warp->products.size()); }
 
 void wait_products(u32 pending) {
     Warp& warp = *current->warp;
-    while (warp.groups.size() > pending) {
-        std::vector<Accumulators*> group = std::move(warp.groups.front());
-        warp.groups.pop_front();
-        warp.waited_for += group.size();
-        while (warp.begun < warp.waited_for)
+    while (warp.groups_ended + pending < warp.groups.size()) {
+        u32 end = warp.groups[warp.groups_ended++];
+        while (warp.begun < end)
             if (!run_next_product(warpgroup_of(warp))) block(warpgroup_of(warp).waiting, {"the other warps' products"});
-        for (Accumulators* sums : group) give_back(warp, sums);
+        for (; warp.ended < end; ++warp.ended) give_back(warp, warp.products[warp.ended].sums);
     }
     if (warp.sums.empty()) warp.fenced = false;
 }
@@ -120,7 +113,7 @@ void wait_products(u32 pending) {
 
 namespace ptx {
 
-void add_products(float* sums, const float (&a)[16][16], const std::vector<float>& b, int n, bool adds) {
+__attribute__((optimize("O3"))) void add_products(float* sums, const float (&a)[16][16], const std::vector<float>& b, int n, bool adds) {
     std::vector<float> row(n);
     for (int r = 0; r < 16; ++r) {
         std::fill(row.begin(), row.end(), 0.0f);

@@ -1,0 +1,240 @@
+// y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a).
+//
+// A program runs on each multiprocessor. Its warps divide K among them: a warp multiplies its own columns of W, and
+// keeps the same columns of x in registers from the beginning to the end. For each item, 16 rows of W (or 16 of gate
+// and 16 of up), the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes it.
+//
+//     ring    [stage] | TILES tiles of 16 x 64 values for each warp, side by side in memory | scales | zero points |
+//     sums    [warp][buffer][half] | a product's registers, 16 bytes a lane, for each 8 rows of x |
+//
+// No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory,
+// and the warps take turns at asking it for the next one. No kernel writes W, so the ring is filled before the kernels
+// that write x have ended. Of what warps leave there are two buffers: no warp is two items ahead of the one that adds.
+//
+//     full    of a stage: its bytes have arrived
+//     empty   of a stage: all warps have read it
+//     left    of a buffer: all warps have left their sums in it
+//     taken   of a buffer: they have been read
+//
+// If K is too long for the registers, the programs of a cluster divide it. The first program finishes; the others send
+// it their sums, which it adds in order.
+//
+//     sent      of a buffer, in the first program: the sums of all others have arrived
+//     received  of a buffer, in each other program: the first one has read what it sent
+//
+// Nothing waits in a circle: a warp waits only for what others do at earlier steps and items than its own.
+//
+// The command line defines the names below. Which linears take this kernel: packed_stream.py.
+//
+//     BITS        of a value: 4 or 8                       CLUSTER   programs that divide K
+//     K_TILES     K / 64                                   GATED     1: silu(gate) * up, gate's rows first
+//     ROWS        of x, padded: 8 or 16                    ADD       1: add a residual, prepare the norm after it
+//     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
+//     TILES       of a warp in a stage                     WIDE      1: the result is float32
+//     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
+//     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
+
+#include "fragments.cuh"
+#include "hopper.cuh"
+
+// What to bring into the L2 cache of the next linear's weight: for each of its clusters, the beginning of the cluster's
+// items, of gate and of up apart.
+struct Ahead {
+    const char* weight;  // [halves, num_items] rows of tiles
+    int row_bytes, num_items, halves;
+    int clusters;
+    int bytes;  // of a cluster and a half, in whole pieces; 0: nothing
+};
+
+// What the kernel is given; the same fields in packed_stream.py.
+struct Work {
+    const char* weight;    // [O / 16, K / 64] tiles
+    const char* scales;    // of groups [O / 16, groups, 8, 2], of blocks [O / 16, groups, 4]; of rows [O] float32
+    const char* zeros;     // [O / 16, groups, 8, 2] bfloat16
+    const u16* x;          // [T, K] bfloat16, rows x_stride apart
+    const float* squares;  // [num_squares, T]
+    const u16* residual;   // [T, size_n], rows residual_stride apart
+    const u16* norm;       // [size_n]
+    void* out;             // [T, size_n] bfloat16, or float32 if WIDE
+    u16* weighted;         // [T, size_n]
+    float* sums;           // [size_n / 16, T]
+    Ahead ahead;
+    int x_stride, residual_stride;
+    int size_n;            // columns of the result
+    int num_rows;          // T
+    int num_squares;
+    float eps;
+};
+
+constexpr int BLOCKS = ROWS / 8;       // of 8 rows of x, as a product takes them
+constexpr int HALVES = GATED ? 2 : 1;  // rows of tiles of an item
+constexpr int DEPTH = K_TILES / CLUSTER;  // tiles of a program in a row of tiles
+constexpr int STAGE_TILES = WARPS * TILES;
+constexpr int STEPS = (DEPTH + STAGE_TILES - 1) / STAGE_TILES;  // stages that they take
+constexpr int LAST_TILES = DEPTH - (STEPS - 1) * STAGE_TILES;   // of the last one
+constexpr int LAST_SHARE = (LAST_TILES + WARPS - 1) / WARPS;    // of a warp in it, at most
+constexpr int SHARE = (STEPS - 1) * TILES + LAST_SHARE;         // of a warp in a row of tiles
+constexpr int TILE_BYTES = 128 * BITS;
+
+enum ScaleType { ROW_FLOAT32, FLOAT32, BFLOAT16, FLOAT16, BLOCK_FLOAT32 };
+constexpr int SCALE_BYTES[] = {0, 64, 32, 32, 16};  // of a group in a row of tiles
+constexpr int ENTRY = SCALE_BYTES[SCALE];
+constexpr int ZERO_ENTRY = ZEROS ? 32 : 0;
+
+// Groups that so many tiles belong to.
+constexpr int groups_of(int tiles) { return GROUP ? tiles * 64 / (GROUP + !GROUP) : 0; }
+
+constexpr int SCALES_AT = STAGE_TILES * TILE_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + groups_of(STAGE_TILES) * ENTRY;
+constexpr int STAGE_BYTES = ZEROS_AT + groups_of(STAGE_TILES) * ZERO_ENTRY;
+constexpr int SUMS = HALVES * BLOCKS * 32;  // that a warp leaves, four floats each
+static_assert(K_TILES % CLUSTER == 0 && groups_of(DEPTH) * GROUP == (GROUP ? DEPTH * 64 : 0), "whole tiles and groups");
+static_assert(groups_of(STAGE_TILES) * GROUP == (GROUP ? STAGE_TILES * 64 : 0), "a stage has whole groups");
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES];
+    u64 left[2], taken[2], sent[2], received[2];
+};
+
+struct Common {
+    Barriers barriers;
+    float scale_of_row[16];  // of x
+};
+
+// The items of a cluster lie side by side.
+__device__ __forceinline__ int first_item(u32 items, u32 cluster, u32 clusters) { return items * cluster / clusters; }
+
+struct Items {
+    int of_all, first, count;
+
+    __device__ __forceinline__ Items(int size_n) : of_all(size_n / 16) {
+        u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+        first = first_item(of_all, cluster, clusters);
+        count = first_item(of_all, cluster + 1, clusters) - first;
+    }
+};
+
+// The first of a warp's tiles in a step, among those of the stage. It has up to TILES of them, LAST_SHARE in the last.
+__device__ __forceinline__ int first_tile(int step) {
+    return threadIdx.x / 32 * (step == STEPS - 1 ? LAST_SHARE : TILES);
+}
+
+// Whether a warp has tile k of a step. All but the last tiles of the last step are full.
+__device__ __forceinline__ bool has_tile(int step, int k) {
+    if (step < STEPS - 1) return true;
+    return k < LAST_SHARE && (LAST_TILES == LAST_SHARE * WARPS || first_tile(step) + k < LAST_TILES);
+}
+
+using Operands = u32[SHARE][4][BLOCKS][2];  // x, of a warp's columns
+
+#include "packed_stream_ring.cuh"  // Copies, Ring, multiply_tiles(sums, x, ..)
+#include "packed_stream_ends.cuh"  // leave(sums, ..), finish(..)
+
+// ---- x, once: from memory to registers, by way of shared memory, where a matrix is turned into operands ----
+
+__device__ __forceinline__ void load_tile(uint4 (&loaded)[BLOCKS * 2], const Work& work, int tile, bool has) {
+    int row = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 2; ++i) {  // four rows at a time
+        const u16* at = work.x + (4 * i + row) * work.x_stride + tile * 64 + piece * 8;
+        bool there = has && 4 * i + row < work.num_rows;
+        loaded[i] = there ? *reinterpret_cast<const uint4*>(at) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// Piece c of row r lies at c ^ r of its 8 places: neither a column of pieces nor a row has two in the same banks.
+__device__ __forceinline__ void turn_tile(u32 (&x)[4][BLOCKS][2], const uint4 (&loaded)[BLOCKS * 2], char* staged) {
+    int lane = threadIdx.x % 32, row = lane / 8, piece = lane % 8;
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 2; ++i)
+        *reinterpret_cast<uint4*>(staged + (4 * i + row) * 128 + (piece ^ (4 * i + row) % 8) * 16) = loaded[i];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 2; ++i) {
+        int block = i / 2, s = i % 2 * 2;  // slices s and s + 1: four matrices of 8 columns
+        u32 at = shared(staged) + block * 1024 + lane % 8 * 128 + ((2 * s + lane / 8) ^ lane % 8) * 16;
+        u32(&low)[2] = x[s][block], (&high)[2] = x[s + 1][block];
+        load_matrices(at, low[0], low[1], high[0], high[1]);
+    }
+    __syncwarp();
+}
+
+// `staged`: a kilobyte for each 8 rows.
+__device__ __forceinline__ void load_x(Operands& x, const Work& work, u32 rank, char* staged) {
+    uint4 loaded[SHARE][BLOCKS * 2];
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+        int step = i / TILES, tile = rank * DEPTH + step * STAGE_TILES + first_tile(step) + i % TILES;
+        load_tile(loaded[i], work, tile, has_tile(step, i % TILES));
+    }
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) turn_tile(x[i], loaded[i], staged);
+}
+
+// ---- the whole ----
+
+__device__ __forceinline__ void set_up_all(Barriers& barriers) {
+    for (int i = 0; i < STAGES; ++i) {
+        set_up(&barriers.full[i], 1);
+        set_up(&barriers.empty[i], WARPS);
+    }
+    for (int i = 0; i < 2; ++i) {
+        set_up(&barriers.left[i], WARPS);
+        set_up(&barriers.taken[i], 1);
+        set_up(&barriers.sent[i], 1);
+        set_up(&barriers.received[i], 1);
+    }
+    show_barriers_to_cluster();
+    show_to_copies();
+}
+
+// All threads of the program, or of all programs of the cluster.
+__device__ __forceinline__ void meet_all() {
+    if constexpr (CLUSTER > 1) {
+        meet_cluster();
+    } else {
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ void multiply_items(
+    const Operands& x, const Work& work, const Items& items, const Copies& copies, Ring& ring, char* memory,
+    Common& common
+) {
+    int warp = threadIdx.x / 32;
+    for (int i = 0; i < items.count; ++i) {
+        Turn turn(i);
+        wait(&common.barriers.taken[turn.buffer], turn.parity ^ 1);
+#pragma unroll 1
+        for (int half = 0; half < HALVES; ++half) {
+            float sums[BLOCKS][4] = {};
+            multiply_tiles(sums, x, work, copies, ring);
+            leave(sums, sums_of(memory, warp, turn.buffer) + half * BLOCKS * 32);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&common.barriers.left[turn.buffer]);
+        if (i % WARPS == warp) finish(work, items.first + i, turn, memory, common, copies.rank);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
+    packed_stream(const __grid_constant__ Work work) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ Common common;
+    int warp = threadIdx.x / 32;
+    let_next_begin();
+    Items items(work.size_n);
+    Ring ring(memory + RING_AT, common.barriers);
+    Copies copies(items, CLUSTER > 1 ? rank_in_cluster() : 0);
+    if (threadIdx.x == 0) {
+        set_up_all(common.barriers);
+        copies.begin(work, ring);
+    }
+    meet_all();
+    wait_for_kernels_before();
+    Operands x;
+    load_x(x, work, copies.rank, memory + warp * (2 * SUMS * 16));
+    if (SCALED) scale_rows(work, common.scale_of_row);
+    multiply_items(x, work, items, copies, ring, memory, common);
+    if (CLUSTER > 1) meet_cluster();  // no program leaves while another may send to it
+}

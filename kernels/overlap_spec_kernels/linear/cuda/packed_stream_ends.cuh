@@ -1,0 +1,191 @@
+// The end of an item in packed_stream.cu: the sums of all warps, and of all programs of the cluster, become results.
+//
+// A lane's sums are those of a product: rows g and g + 8 of W with rows 2 t and 2 t + 1 of x, for each 8 rows of x.
+#pragma once
+
+constexpr int SEND_AT = WARPS * 2 * SUMS * 16;                    // what other programs send, behind the sums
+constexpr int RING_AT = SEND_AT + (CLUSTER - 1) * 2 * SUMS * 16;  // a multiple of 512
+
+// The buffer of an item, and the parity of its use.
+struct Turn {
+    int buffer;
+    u32 parity;
+
+    __device__ __forceinline__ Turn(int i) : buffer(i % 2), parity(i / 2 % 2) {}
+};
+
+__device__ __forceinline__ float4* sums_of(char* memory, int warp, int buffer) {
+    return reinterpret_cast<float4*>(memory) + (warp * 2 + buffer) * SUMS;
+}
+
+// The sums that program `rank` > 0 sends.
+__device__ __forceinline__ float4* sums_sent(char* memory, int rank, int buffer) {
+    return reinterpret_cast<float4*>(memory + SEND_AT) + ((rank - 1) * 2 + buffer) * SUMS;
+}
+
+__device__ __forceinline__ void leave(const float (&sums)[BLOCKS][4], float4* place) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float(&each)[4] = sums[block];
+        place[block * 32 + threadIdx.x % 32] = make_float4(each[0], each[1], each[2], each[3]);
+    }
+}
+
+// ---- the scales of x: a warp for each row ----
+
+__device__ __forceinline__ void scale_rows(const Work& work, float* scale_of_row) {
+    int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < work.num_rows; row += WARPS) {
+        float sum = 0;
+        for (int part = lane; part < work.num_squares; part += 32) sum += work.squares[part * work.num_rows + row];
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+        if (lane == 0) scale_of_row[row] = rsqrtf(sum / (K_TILES * 64) + work.eps);  // read after `left`
+    }
+}
+
+// ---- adding ----
+
+using Totals = float[HALVES * BLOCKS][4];
+
+__device__ __forceinline__ void add(Totals& totals, const float4* place) {
+#pragma unroll
+    for (int i = 0; i < HALVES * BLOCKS; ++i) {
+        float4 part = place[i * 32 + threadIdx.x % 32];
+        totals[i][0] += part.x;
+        totals[i][1] += part.y;
+        totals[i][2] += part.z;
+        totals[i][3] += part.w;
+    }
+}
+
+// Add what the warps of this program have left.
+__device__ __forceinline__ void add_warps(Totals& totals, const Turn& turn, char* memory, Barriers& barriers) {
+    wait(&barriers.left[turn.buffer], turn.parity);
+#pragma unroll 4
+    for (int warp = 0; warp < WARPS; ++warp) add(totals, sums_of(memory, warp, turn.buffer));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&barriers.taken[turn.buffer]);
+}
+
+// In any program but the first.
+__device__ __forceinline__ void send_all(
+    const Totals& totals, const Turn& turn, char* memory, Barriers& barriers, u32 rank
+) {
+    wait(&barriers.received[turn.buffer], turn.parity ^ 1);
+    u32 target = address_in(0, sums_sent(memory, rank, turn.buffer)), sent = address_in(0, &barriers.sent[turn.buffer]);
+#pragma unroll
+    for (int i = 0; i < HALVES * BLOCKS; ++i) {
+        const float(&each)[4] = totals[i];
+        send(target + (i * 32 + threadIdx.x % 32) * 16, make_float4(each[0], each[1], each[2], each[3]), sent);
+    }
+}
+
+// In the first program.
+__device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, char* memory, Barriers& barriers) {
+    int lane = threadIdx.x % 32;
+    if (lane == 0) expect(&barriers.sent[turn.buffer], (CLUSTER - 1) * SUMS * 16);
+    wait(&barriers.sent[turn.buffer], turn.parity);
+#pragma unroll
+    for (int rank = 1; rank < CLUSTER; ++rank) add(totals, sums_sent(memory, rank, turn.buffer));
+    __syncwarp();
+    if (0 < lane && lane < CLUSTER) arrive_at(&barriers.received[turn.buffer], lane);
+}
+
+// ---- results ----
+
+// What the results of an item are computed with, loaded while other warps still multiply.
+struct Inputs {
+    float scales[HALVES][2];       // of rows g and g + 8 of W
+    float norm[2];                 // of these columns
+    float residual[BLOCKS][2][2];  // of row 2 t + i of x and column g + 8 j
+
+    __device__ __forceinline__ Inputs(const Work& work, int column) {
+        const float* of_rows = reinterpret_cast<const float*>(work.scales);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            int at = column + 8 * j;
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half)
+                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : 1.0f;
+            norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
+#pragma unroll
+            for (int i = 0; i < 2 * BLOCKS; ++i) {
+                bool there = ADD && row_of(i) < work.num_rows;
+                const u16* from = work.residual + row_of(i) * work.residual_stride + at;
+                residual[i / 2][i % 2][j] = there ? widen_bfloat16(*from).x : 0.0f;
+            }
+        }
+    }
+
+    // The row of x of a lane's sums i.
+    static __device__ __forceinline__ int row_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+};
+
+__device__ __forceinline__ float gated(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+// Write the results of row `row` of x in columns `column` and `column` + 8; -> the sum of squares of what was written.
+__device__ __forceinline__ float store(
+    const Work& work, int row, int column, const float (&y)[2], const float (&norm)[2]
+) {
+    long long at = static_cast<long long>(row) * work.size_n + column;
+    if constexpr (WIDE) {
+        static_cast<float*>(work.out)[at] = y[0];
+        static_cast<float*>(work.out)[at + 8] = y[1];
+        return 0.0f;
+    }
+    u32 rounded = round_bfloat16(y[0], y[1]);
+    static_cast<u16*>(work.out)[at] = rounded;
+    static_cast<u16*>(work.out)[at + 8] = rounded >> 16;
+    float2 values = widen_bfloat16(rounded);
+    if constexpr (ADD) {
+        u32 weighted = round_bfloat16(values.x * norm[0], values.y * norm[1]);
+        work.weighted[at] = weighted;
+        work.weighted[at + 8] = weighted >> 16;
+    }
+    return values.x * values.x + values.y * values.y;
+}
+
+// The result in row i of x and column j of a lane, from its sums and the scale of the row.
+__device__ __forceinline__ float result(const Totals& totals, const Inputs& inputs, float scale, int i, int j) {
+    float y = totals[i / 2][2 * j + i % 2] * scale * inputs.scales[0][j];
+    if constexpr (GATED) y = gated(y, totals[BLOCKS + i / 2][2 * j + i % 2] * scale * inputs.scales[1][j]);
+    return y + inputs.residual[i / 2][i % 2][j];
+}
+
+__device__ __forceinline__ void store_all(
+    const Work& work, int item, const Totals& totals, const Inputs& inputs, const float* scale_of_row
+) {
+    int lane = threadIdx.x % 32, column = item * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+        int row = Inputs::row_of(i);
+        float scale = SCALED ? scale_of_row[row] : 1.0f, squares = 0.0f;
+        float y[2] = {result(totals, inputs, scale, i, 0), result(totals, inputs, scale, i, 1)};
+        if (row < work.num_rows) squares = store(work, row, column, y, inputs.norm);
+        if constexpr (ADD) {
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) squares += __shfl_xor_sync(0xffffffff, squares, step);
+            if (lane < 4 && row < work.num_rows) work.sums[item * work.num_rows + row] = squares;
+        }
+    }
+}
+
+// Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of later
+// items after that, so items with the same buffer are finished in order, whatever warps finish them.
+__device__ __forceinline__ void finish(
+    const Work& work, int item, const Turn& turn, char* memory, Common& common, u32 rank
+) {
+    Totals totals = {};
+    if (rank > 0) {
+        add_warps(totals, turn, memory, common.barriers);
+        send_all(totals, turn, memory, common.barriers, rank);
+        return;
+    }
+    Inputs inputs(work, item * 16 + threadIdx.x % 32 / 4);
+    add_warps(totals, turn, memory, common.barriers);
+    if constexpr (CLUSTER > 1) add_programs(totals, turn, memory, common.barriers);
+    store_all(work, item, totals, inputs, common.scale_of_row);
+}

@@ -1,0 +1,210 @@
+"""The kernel of quantised weights in fragment order for 1 to 16 rows of x, in CUDA C++.
+
+With so few rows a linear takes as long as reading its weight, if little else is done for each byte. So weights lie in
+memory as tensor cores take them, the copy engine brings them in long runs, and x stays in registers. (Gluon in Triton
+3.6 cannot hold an operand in registers across a loop of copies, nor copy without an address for each thread.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import ceil_div
+from overlap_spec_kernels.linear.call import Call, num_columns
+from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
+from overlap_spec_kernels.linear.packing import Order, Packing
+from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper
+
+SOURCE = Path(__file__).parent / "cuda" / "packed_stream.cu"
+MOST_ROWS = 16  # of x
+WARPS = 16
+_MOST_REGISTERS = {16: 64, 8: 128}  # of a thread that hold x, by warps of a program
+_CLUSTERS = (1, 2, 4, 8)
+_SHARED_BYTES = (227 << 10) - (2 << 10)  # of a multiprocessor, less barriers
+_STAGE_TILES = {4: 4, 8: 2}  # tiles of a warp in a stage, by bits of a value: 32 KiB for 16 warps
+_AHEAD_BYTES = 8 << 20  # that memory delivers while one kernel ends and the next begins
+_PIECE = 4096  # `PIECE` of packed_stream_ring.cuh
+_GROUPS = (0, 32, 64, 128)
+_ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
+_GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_SCALE_BYTES = (0, 64, 32, 32, 16)  # of a group and 16 rows
+
+
+class _Ahead(ctypes.Structure):
+    """`Ahead` of packed_stream.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes")),
+    )
+
+
+class _Work(ctypes.Structure):
+    """`Work` of packed_stream.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "zeros", "x", "squares", "residual", "norm")),
+        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums")),
+        ("ahead", _Ahead),
+        *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Ahead(NamedTuple):
+    """A linear that comes next: the beginning of its weight, for each cluster, goes into the L2 cache meanwhile.
+
+    So memory is read while one kernel ends and the next begins.
+    """
+
+    weight: Tensor  # [O, bytes of a row] u8
+    gated: bool
+    clusters: int
+
+    def fields(self) -> _Ahead:
+        """For the kernel."""
+        items, halves = num_columns(self.weight, self.gated) // TILE_ROWS, 2 if self.gated else 1
+        row_bytes = TILE_ROWS * self.weight.shape[1]
+        least = items // self.clusters * row_bytes  # that a cluster takes of a half
+        num_bytes = min(_AHEAD_BYTES // self.clusters // halves, least) // _PIECE * _PIECE
+        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, num_bytes)
+
+
+class PackedStream(NamedTuple):
+    """How a linear is divided among programs, warps and stages, chosen from shapes alone."""
+
+    stages: int
+    tiles: int  # of a warp in a stage
+    rows: int  # of x, padded
+    cluster: int = 1  # programs that divide K
+    warps: int = WARPS  # of a program
+
+    @property
+    def block_n(self) -> int:
+        """Rows of W at a time (twice as many if gated)."""
+        return TILE_ROWS
+
+    def num_programs(self, weight: Tensor, gated: bool) -> int:
+        """Programs that would find work; fewer run if the device has room for fewer."""
+        return num_columns(weight, gated) // TILE_ROWS * self.cluster
+
+    def run(self, call: Call, programs: int, packing: Packing, ahead: Ahead | None = None) -> None:
+        """Launch. Sync: never."""
+        x, out = call.x, call.out
+        assert out is not None
+        norm = None if call.norm is None else call.norm.weight
+        work = _Work(
+            *map(_address, (call.weight, packing.scales, packing.zeros, x, call.squares, call.residual, norm)),
+            *map(_address, (out, call.weighted, call.sums)),
+            _Ahead() if ahead is None else ahead.fields(),
+            x.stride(0),
+            0 if call.residual is None else call.residual.stride(0),
+            num_columns(call.weight, call.gated),
+            x.shape[0],
+            call.num_squares,
+            call.eps,
+        )
+        kernel = _kernel(self, self.defines(call, packing), self._shared_bytes(call.gated, packing), x.device)
+        kernel.launch(min(programs, kernel.clusters_at_once(self.cluster) * self.cluster), (work,))
+
+    def defines(self, call: Call, packing: Packing) -> tuple[str, ...]:
+        """The names that packed_stream.cu is compiled with."""
+        assert call.out is not None
+        flags = {
+            "GATED": call.gated,
+            "ADD": call.residual is not None,
+            "SCALED": call.squares is not None,
+            "WIDE": call.out.dtype == torch.float32,
+            "ZEROS": packing.zeros is not None,
+        }
+        sizes = {
+            "BITS": packing.bits,
+            "K_TILES": call.x.shape[1] // TILE_COLUMNS,
+            "ROWS": self.rows,
+            "WARPS": self.warps,
+            "TILES": self.tiles,
+            "STAGES": self.stages,
+            "CLUSTER": self.cluster,
+            "GROUP": packing.group,
+            "SCALE": _scale_type(packing) or _ROW_SCALES,
+        }
+        return tuple(f"{name}={int(value)}" for name, value in (sizes | flags).items())
+
+    def _shared_bytes(self, gated: bool, packing: Packing) -> int:
+        return _sums_bytes(self, gated) + self.stages * _stage_bytes(self, packing)
+
+
+def takes_weight(shape: tuple[int, int], packing: Packing) -> bool:
+    """Whether the kernel multiplies such a weight, in fragment order, with any number of rows that it takes."""
+    known = packing.group in _GROUPS and _scale_type(packing) is not None
+    return known and _cluster(shape[1], MOST_ROWS, WARPS, packing.group) is not None
+
+
+def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedStream | None:
+    """The division for these shapes; None where the kernel does not apply."""
+    num_rows, size_k = x.shape
+    if packing.order is not Order.FRAGMENTS or num_rows > MOST_ROWS or not runs_hopper(x.device):
+        return None
+    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16:
+        return None
+    if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
+        return None
+    rows = 8 if num_rows <= 8 else MOST_ROWS
+    cluster = _cluster(size_k, rows, WARPS, packing.group)
+    assert cluster is not None  # with fewer rows, fewer programs hold x
+    most = ceil_div(size_k // TILE_COLUMNS // cluster, WARPS)
+    return with_stages(PackedStream(0, min(_STAGE_TILES[packing.bits], most), rows, cluster), gated, packing)
+
+
+def with_stages(cut: PackedStream, gated: bool, packing: Packing) -> PackedStream | None:
+    """As many stages as shared memory has room for; None if there is no room for two."""
+    stages = min((_SHARED_BYTES - _sums_bytes(cut, gated)) // _stage_bytes(cut, packing), 16)
+    return cut._replace(stages=stages) if stages > 1 else None
+
+
+def _cluster(size_k: int, rows: int, warps: int, group: int) -> int | None:
+    """The fewest programs whose registers hold x, each with whole tiles and groups of K."""
+    tiles = size_k // TILE_COLUMNS
+    for cluster in _CLUSTERS:
+        whole = tiles % cluster == 0 and (group == 0 or size_k // cluster % group == 0)
+        if whole and ceil_div(tiles // cluster, warps) * rows <= _MOST_REGISTERS[warps]:
+            return cluster
+    return None
+
+
+def _sums_bytes(cut: PackedStream, gated: bool) -> int:
+    """What warps leave, and what the other programs of a cluster send: 64 bytes for each row of x, two buffers."""
+    return (cut.warps + cut.cluster - 1) * 2 * (2 if gated else 1) * cut.rows * 64
+
+
+def _stage_bytes(cut: PackedStream, packing: Packing) -> int:
+    """Tiles of W with their scales and zero points."""
+    tiles = cut.warps * cut.tiles
+    groups = tiles * TILE_COLUMNS // packing.group if packing.group else 0
+    of_group = _SCALE_BYTES[_scale_type(packing) or _ROW_SCALES] + (0 if packing.zeros is None else 32)
+    return tiles * TILE_ROWS * TILE_COLUMNS * packing.bits // 8 + groups * of_group
+
+
+def _scale_type(packing: Packing) -> int | None:
+    """None for scales that the kernel does not take."""
+    if packing.group == 0:
+        return _ROW_SCALES if packing.scales.dtype == torch.float32 else None
+    if packing.scale_rows == 1:
+        return _GROUP_SCALES.get(packing.scales.dtype)
+    return _BLOCK_SCALES if packing.scales.dtype == torch.float32 else None
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _kernel(cut: PackedStream, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
+    """The kernel, which is compiled at the first call."""
+    return CudaKernel(compiled(SOURCE, defines, {}), "packed_stream", 32 * cut.warps, shared_bytes)

@@ -1,0 +1,78 @@
+"""Runs all layers of a model: in one call of a CPU's kernel where it has one for them, else one after another."""
+
+from collections.abc import Sequence
+
+from overlap_spec_kernels import LayerOnCpu, LayersOnCpu, Normed, RowsArgument
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.layers.attention import PagedAttention
+from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
+from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.quantization.grouped import GroupedLinear
+
+
+class LayerRun:
+    """The layers of a model that is attached to its cache."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        final_norm: Norm,
+        attention: PagedAttention,
+        aux_layers: frozenset[int] = frozenset(),
+    ) -> None:
+        """`aux_layers`: those whose results are returned beside the last one's."""
+        self._layers, self._final_norm, self._attention = layers, final_norm, attention
+        self._aux_layers = aux_layers
+        self._whole = _whole(layers, final_norm, attention, aux_layers)
+
+    def __call__(self, x: Normed, rows: RowBatch, read_before_wait: bool = False) -> tuple[Normed, list[Tensor]]:
+        """See `run_layers`."""
+        if self._whole is None or rows.tree is not None or rows.cache_rows is None or rows.row_starts is None:
+            return run_layers(
+                x,
+                self._layers,
+                self._final_norm,
+                self._attention,
+                rows,
+                aux_layers=self._aux_layers,
+                read_before_wait=read_before_wait,
+            )
+        places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
+        output, aux_hidden = self._whole(x, RowsArgument.of(*places, self._attention.page_size))
+        if rows.read is not None:
+            output = Normed(output.values[rows.read.index], output.weighted[rows.read.index])
+        return output, aux_hidden
+
+
+def _whole(
+    layers: Sequence[DecoderLayer], final_norm: Norm, attention: PagedAttention, aux_layers: frozenset[int]
+) -> LayersOnCpu | None:
+    """The kernel's call for these layers; None if some part of them is not in it."""
+    next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
+    described = [
+        _described(layer, next_norm, attention, index)
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True))
+    ]
+    known = [layer for layer in described if layer is not None]
+    kernel = known[0].qkv.kernel if len(known) == len(layers) else None
+    return None if kernel is None else LayersOnCpu(kernel, known, sorted(aux_layers))
+
+
+def _described(layer: DecoderLayer, next_norm: Norm, attention: PagedAttention, index: int) -> LayerOnCpu | None:
+    """A layer for the kernel. Derived classes compute something else."""
+    heads = attention.heads_on_cpu(index)
+    if heads is None or type(layer) is not PreNormLayer or type(layer.mlp) is not GatedMLP:
+        return None
+    if type(layer.attention) is not SelfAttention:
+        return None
+    linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+    operands = [linear.operand for linear in linears if isinstance(linear, GroupedLinear) and linear.bias is None]
+    norms = [norm for norm in (layer.mlp_norm, next_norm) if isinstance(norm, RMSNorm)]
+    if len(operands) < len(linears) or len(norms) < 2 or not operands[2].halves:
+        return None
+    qkv, output, gate_up, down = operands
+    mlp_norm, after = norms
+    return LayerOnCpu(qkv, output, gate_up, down, mlp_norm, after, heads)

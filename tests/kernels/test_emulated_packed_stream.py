@@ -1,0 +1,166 @@
+"""The kernel of quantised weights in fragment order, packed_stream.cu, in the emulator against float64 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.linear import packed_stream as packed
+from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear.packed_stream import PackedStream
+from overlap_spec_kernels.linear.packing import Packing
+from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from support.cuda_emulator import CudaEmulator
+from support.quantized_cases import Case, matrix_of, weight_of
+from torch import Tensor
+
+BFLOAT, HALF = torch.bfloat16, torch.float16
+
+
+class Run(NamedTuple):
+    """What is computed, and a division other than the one for the shape."""
+
+    case: Case
+    gated: bool = False
+    adds: bool = False
+    scaled: bool = False  # by a norm
+    dtype: torch.dtype = BFLOAT
+    stages: int = 2
+    tiles: int = 1
+    cluster: int = 1
+    warps: int = 8
+
+
+RUNS = {
+    "int4, a gate": Run(Case(5, 384, 768, 4, 128, scales=BFLOAT), gated=True, scaled=True),
+    "fp8, an addition, 11 rows, idle warps": Run(Case(11, 304, 704, 8), adds=True, stages=3),
+    "int4, groups of 32, cluster": Run(Case(3, 208, 1024, 4, 32, has_zeros=True, scales=HALF), cluster=2),
+    "fp8, blocks, logits": Run(Case(16, 256, 1280, 8, 128, 128), dtype=torch.float32, tiles=2),
+    "int4, groups of 64, an addition, cluster": Run(
+        Case(9, 160, 3328, 4, 64, has_zeros=True), adds=True, cluster=4, tiles=2, warps=16
+    ),
+    "fp8, groups, a gate, cluster": Run(Case(1, 352, 1536, 8, 128), gated=True, cluster=2, stages=4),
+    "int4, all stages of a small weight": Run(Case(8, 16, 1024, 4, 128, scales=BFLOAT), stages=16, warps=16),
+    "fp8, K of three steps": Run(Case(2, 96, 2240, 8), scaled=True, tiles=2, warps=16, dtype=torch.float32),
+}
+
+
+@pytest.fixture
+def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    """In place of a GPU of 4 multiprocessors, or of one cluster."""
+    packed._kernel.cache_clear()
+    cuda_emulator.install(monkeypatch, packed)
+    yield cuda_emulator
+    packed._kernel.cache_clear()
+
+
+def cut_of(run: Run, packing: Packing) -> PackedStream:
+    cut = PackedStream(2, run.tiles, 8 if run.case.rows <= 8 else 16, run.cluster, run.warps)
+    fits = packed.with_stages(cut, run.gated, packing)
+    assert fits is not None
+    return cut._replace(stages=min(run.stages, fits.stages))
+
+
+def inputs(run: Run) -> tuple[Tensor | Normed, Addition | None, list[Tensor]]:
+    """x, the residual, and the tensors that the kernel before writes."""
+    x = torch.randn(run.case.rows, run.case.size_k).to(BFLOAT)
+    residual = torch.randn(run.case.rows, 2 * run.case.size_n).to(BFLOAT)
+    squares = torch.rand(5, run.case.rows) * run.case.size_k / 5 + 1
+    norm = Norm((torch.rand(run.case.size_n) + 0.5).to(BFLOAT), 0.1)
+    add = Addition(residual[:, : run.case.size_n], norm) if run.adds else None
+    return Normed(x, x, squares, 1e-5) if run.scaled else x, add, [x, residual, squares]
+
+
+def expected(run: Run, x: Tensor | Normed, matrix: Tensor, add: Addition | None) -> Tensor:
+    wide = x.weighted.double() if isinstance(x, Normed) else x.double()
+    if isinstance(x, Normed) and x.squares is not None:
+        wide = wide * torch.rsqrt(x.squares.double().sum(0) / run.case.size_k + x.eps)[:, None]
+    y = wide @ matrix.t()
+    if run.gated:
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate) * up
+    return y if add is None else y + add.residual.double()
+
+
+def launched(run: Run, weight: QuantizedWeight, x: Tensor | Normed, add: Addition | None) -> Normed:
+    """As `QuantizedWeight.launch`; the weight itself is what comes next, in 3 clusters."""
+    cut = cut_of(run, weight.packing)
+    call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
+    ahead = packed.Ahead(weight.data, run.gated, 3)
+    cut.run(call, cut.num_programs(weight.data, run.gated), weight.packing, ahead)
+    assert call.out is not None
+    return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.full_but_every(4)
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
+    run = RUNS[name]
+    rows = weight_of(run.case)
+    weight, (x, add, written) = rows.in_fragments(), inputs(run)
+    wanted = expected(run, x, matrix_of(rows), add)
+    close = 1e-4 if run.dtype == torch.float32 else 2**-6
+    results = []
+    for seed in range(2):
+        emulator.seed, emulator.written_before = seed, written
+        found = launched(run, weight, x, add)
+        torch.testing.assert_close(found.values.double(), wanted, rtol=close, atol=close)
+        if add is not None:
+            norm = F.rms_norm(found.values.double(), (run.case.size_n,), add.norm.weight.double(), add.norm.eps)
+            torch.testing.assert_close(found.normalised().double(), norm, rtol=close, atol=close)
+        results.append(found.weighted)
+    assert all(torch.equal(each, results[0]) for each in results), "the order of events changes nothing"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "runs_hopper", lambda device: True)
+
+
+def chosen(rows: int, size_n: int, size_k: int, weight: QuantizedWeight, gated: bool = False) -> PackedStream | None:
+    """For a weight like this one, of another shape."""
+    x = torch.empty(rows, size_k, dtype=BFLOAT, device="meta")
+    data = torch.empty(size_n, size_k * weight.packing.bits // 8, dtype=torch.uint8, device="meta")
+    return packed.packed_stream_for(x, data, gated, weight.packing)
+
+
+FP8, INT4 = weight_of(Case(1, 32, 128, 8)).in_fragments(), weight_of(Case(1, 32, 128, 4, 128)).in_fragments()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_division_of_an_8b_model() -> None:
+    """K as long as registers hold it; rings of 150 KB or more."""
+    assert chosen(4, 6144, 4096, FP8) == PackedStream(6, 2, 8)
+    assert chosen(4, 28672, 4096, FP8, gated=True) == PackedStream(6, 2, 8)
+    assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 2, 8, cluster=2)
+    assert chosen(16, 4096, 14336, FP8) == PackedStream(5, 2, 16, cluster=4)
+    assert chosen(8, 6144, 4096, INT4) == PackedStream(6, 4, 8)
+    assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(4, 4, 16)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernel_cannot_do() -> None:
+    assert chosen(17, 4096, 4096, FP8) is None
+    assert chosen(1, 4096 + 16, 4096, FP8, gated=True) is None
+    assert chosen(1, 4096, 64 * 521, FP8) is None  # too long for the registers of one program, and not divisible
+    rows = weight_of(Case(1, 32, 128, 8))
+    assert chosen(1, 4096, 4096, rows) is None
+
+
+def test_nothing_without_a_hopper_gpu() -> None:
+    assert chosen(1, 4096, 4096, FP8) is None
+
+
+def test_what_comes_next_is_brought_in_whole_pieces_of_each_cluster() -> None:
+    large, small = (torch.empty(rows, 2048, dtype=torch.uint8, device="meta") for rows in (28672, 96))
+    halves, items, pieces = 2, 28672 // 16 // 2, (8 << 20) // 132 // 2 // 4096
+    fields = packed.Ahead(large, True, 132).fields()
+    assert (fields.row_bytes, fields.num_items, fields.halves) == (16 * 2048, items, halves)
+    assert fields.bytes == pieces * 4096 and fields.bytes <= items // 132 * fields.row_bytes
+    assert packed.Ahead(small, False, 3).fields().bytes == 2 * 16 * 2048  # all of it
+    assert packed.Ahead(small, False, 7).fields().bytes == 0  # a cluster may have nothing to do
