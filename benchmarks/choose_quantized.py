@@ -11,14 +11,16 @@ needs a Hopper GPU.
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, call_of, num_multiprocessors
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, with_stages
+from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, machine_code, with_stages
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -67,9 +69,12 @@ class Linear:
         """As `fused_linear` and `linear_add` do it."""
         return weight.launch(cut, self.x, self.gated, self.add if self.adds else None, BFLOAT).values
 
+    def call(self, weight: QuantizedWeight, cut: Cut) -> Call:
+        return call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+
     def run_ahead(self, weight: QuantizedWeight, cut: PackedStream) -> Tensor:
         """The same; the weight of the next launch comes into the L2 cache meanwhile."""
-        call = call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+        call = self.call(weight, cut)
         following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
         clusters = (
             min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
@@ -163,15 +168,16 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
 
 
 def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
-    """Many at once, in processes."""
-    with compiling_together(PROCESSES):
-        for kind in formats:
-            for name in SHAPES:
-                for rows in counts:
-                    linear = Linear(name, kind, rows, copies=1)
-                    for cut in ways(rows, linear, quick):
-                        if not isinstance(cut, PackedStream):
-                            linear.run(linear.weights[0], cut)
+    """Many at once: Gluon in processes, CUDA C++ in threads."""
+    with compiling_together(PROCESSES), ThreadPoolExecutor(PROCESSES) as threads:
+        for kind, name, rows in product(formats, SHAPES, counts):
+            linear = Linear(name, kind, rows, copies=1)
+            for cut in ways(rows, linear, quick):
+                weight = linear.weights_for(cut)[0]
+                if isinstance(cut, PackedStream):
+                    threads.submit(machine_code, cut.defines(linear.call(weight, cut), weight.packing))
+                else:
+                    linear.run(weight, cut)
 
 
 def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:

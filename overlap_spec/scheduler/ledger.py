@@ -123,15 +123,12 @@ class Ledger:
         self._counters.step_width = width
         requests, gained = _gaining(step.requests, self._queues.leaving, result)
         self._counters.verified(requests, gained, was_drafted)
-        if self._speculative:
-            for request in requests:
-                request.verify_steps += not request.is_plain
         if self._limits.max_deferred:
             for request in requests:
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)
-        self._commit(requests, gained.tokens, deltas, verifies=width > 1)
+        self._commit(requests, gained.tokens, deltas, width)
         for request in step.requests:
             request.pending_min -= 1
             request.pending_max -= width  # last: until here the step holds slot and pages
@@ -163,19 +160,22 @@ class Ledger:
                 self._queues.step_settled(request)
 
     def _commit(
-        self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas, verifies: bool = False
+        self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas, width: int = 0
     ) -> None:
         """Append each run to its unfinished request, up to the token that finishes it.
 
-        `verifies`: the step had windows with guesses.
+        `width`: of a decode step.
         """
         assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
+        counts = self._speculative and width > 0
         ending: list[int] = []
         for row, (request, run) in enumerate(zip(requests, runs, strict=True)):
             tokens = request.tokens
             tokens.fromlist(run)
             if len(tokens) >= request.committed_limit or not request.stops_at.isdisjoint(run):
                 ending.append(row)
+            if counts and not request.is_plain:
+                request.verify_steps += 1
         deltas.uids.extend(map(UID, requests))
         deltas.tokens.extend(runs)
         deltas.finishes.extend([None] * len(requests))
@@ -183,7 +183,7 @@ class Ledger:
         broken = [requests[row] for row in ending if self._take_back(requests[row], row, deltas)]
         self._counters.generation_tokens += sum(map(len, deltas.tokens))
         for request in broken:
-            if verifies:
+            if width > 1:  # the windows had guesses
                 self._compute_again(request)
             else:
                 self._fail(request)

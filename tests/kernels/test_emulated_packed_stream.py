@@ -52,10 +52,15 @@ RUNS = {
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
     """In place of a GPU of 4 multiprocessors, or of one cluster."""
-    packed._kernel.cache_clear()
+    clear_caches()
     cuda_emulator.install(monkeypatch, packed)
     yield cuda_emulator
+    clear_caches()
+
+
+def clear_caches() -> None:
     packed._kernel.cache_clear()
+    packed.machine_code.cache_clear()
 
 
 def cut_of(run: Run, packing: Packing) -> PackedStream:

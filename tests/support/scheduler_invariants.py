@@ -41,6 +41,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     slots = [request.slot for request in placed] + queues.free_slots
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
     assert all(a.order < b.order for a, b in pairwise(queues.running)), "running out of order"
+    assert queues.most_growth == sum(each.committed_limit - each.target for each in queues.running)
     check_waiting(queues.waiting)
     check_order(scheduler)
     unfinished = [request for request in queues.running if request.planned_len < request.target]

@@ -207,4 +207,10 @@ def _address(tensor: Tensor | None) -> int | None:
 @functools.cache
 def _kernel(cut: PackedStream, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
     """The kernel, which is compiled at the first call."""
-    return CudaKernel(compiled(SOURCE, defines, {}), "packed_stream", 32 * cut.warps, shared_bytes)
+    return CudaKernel(machine_code(defines), "packed_stream", 32 * cut.warps, shared_bytes)
+
+
+@functools.cache
+def machine_code(defines: tuple[str, ...]) -> bytes:
+    """Of the kernel. Threads may compile several at once."""
+    return compiled(SOURCE, defines, {})
