@@ -20,7 +20,7 @@ import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
 from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, machine_code, with_stages
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted, machine_code
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -146,14 +146,19 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
 
 
 def packed_streams(linear: Linear) -> Iterator[PackedStream]:
-    """Stages of other sizes, and half as many warps, which have twice as many columns each."""
+    """Also smaller stages, half as many warps with twice as many columns each, and room for the next kernel."""
     weight = linear.in_fragments[0]
     chosen = weight.cut(linear.rows, linear.gated)
     if not isinstance(chosen, PackedStream):
         return
-    fewer = [chosen._replace(tiles=chosen.tiles // 2)] if chosen.tiles > 1 else []
-    for cut in (chosen, *fewer, chosen._replace(warps=8, tiles=2 * chosen.tiles)):
-        if fits := with_stages(cut, linear.gated, weight.packing):
+    tiles = chosen.tiles
+    for cut in (
+        chosen,
+        chosen._replace(tiles=max(tiles // 2, 1)),
+        chosen._replace(tiles=2 * tiles, warps=8),
+        chosen._replace(tiles=tiles, warps=8, room=2),
+    ):
+        if fits := fitted(cut, linear.size_k, linear.gated, weight.packing):
             yield fits
 
 
