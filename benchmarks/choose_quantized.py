@@ -14,15 +14,16 @@ import argparse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packed_products import PackedProducts, compile_code, divisions, form_of
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, with_stages
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted, machine_code
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -77,9 +78,12 @@ class Linear:
         """As `fused_linear` and `linear_add` do it."""
         return weight.launch(cut, self.x, self.gated, self.add if self.adds else None, BFLOAT).values
 
+    def call(self, weight: QuantizedWeight, cut: Cut) -> Call:
+        return call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+
     def run_ahead(self, weight: QuantizedWeight, cut: PackedStream) -> Tensor:
         """The same; the weight of the next launch comes into the L2 cache meanwhile."""
-        call = call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+        call = self.call(weight, cut)
         following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
         clusters = (
             min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
@@ -162,14 +166,19 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
 
 
 def packed_streams(linear: Linear) -> Iterator[PackedStream]:
-    """Stages of other sizes, and half as many warps, which have twice as many columns each."""
+    """Also smaller stages, half as many warps with twice as many columns each, and room for the next kernel."""
     weight = linear.in_fragments[0]
     chosen = weight.cut(linear.rows, linear.gated)
     if not isinstance(chosen, PackedStream):
         return
-    fewer = [chosen._replace(tiles=chosen.tiles // 2)] if chosen.tiles > 1 else []
-    for cut in (chosen, *fewer, chosen._replace(warps=8, tiles=2 * chosen.tiles)):
-        if fits := with_stages(cut, linear.gated, weight.packing):
+    tiles = chosen.tiles
+    for cut in (
+        chosen,
+        chosen._replace(tiles=max(tiles // 2, 1)),
+        chosen._replace(tiles=2 * tiles, warps=8),
+        chosen._replace(tiles=tiles, warps=8, room=2),
+    ):
+        if fits := fitted(cut, linear.size_k, linear.gated, weight.packing):
             yield fits
 
 
@@ -201,28 +210,18 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
 
 
 def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
-    """Many at once, in processes."""
-    with compiling_together(PROCESSES):
-        for kind in formats:
-            for name in SHAPES:
-                for rows in counts:
-                    linear = Linear(name, kind, rows, copies=1)
-                    for cut in ways(rows, linear, quick):
-                        if not isinstance(cut, PackedStream | PackedProducts):
-                            linear.run(linear.weights[0], cut)
-
-
-def compile_products(formats: list[str], counts: list[int]) -> None:
-    """Many at once, in threads."""
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        for kind in formats:
-            for name in SHAPES:
-                for rows in counts:
-                    linear = Linear(name, kind, rows, copies=1)
-                    form = form_of(linear.in_fragments[0].packing, linear.gated)
-                    assert form is not None
-                    for cut in packed_products(rows, linear) if rows > MOST_ROWS else ():
-                        pool.submit(compile_code, cut, form)
+    """Many at once: Gluon in processes, CUDA C++ in threads."""
+    with compiling_together(PROCESSES), ThreadPoolExecutor(PROCESSES) as threads:
+        for kind, name, rows in product(formats, SHAPES, counts):
+            linear = Linear(name, kind, rows, copies=1)
+            for cut in ways(rows, linear, quick):
+                weight = linear.weights_for(cut)[0]
+                if isinstance(cut, PackedStream):
+                    threads.submit(machine_code, cut.defines(linear.call(weight, cut), weight.packing))
+                elif isinstance(cut, PackedProducts) and (form := form_of(weight.packing, linear.gated)):
+                    threads.submit(compile_code, cut, form)
+                else:
+                    linear.run(weight, cut)
 
 
 def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:
@@ -286,7 +285,6 @@ def main() -> None:
         compile_all(arguments.formats, counts, quick)
     except Exception as failure:
         print(f"compiling one after another: {failure!r}", flush=True)
-    compile_products(arguments.formats, counts)
     rows: list[dict[str, Any]] = []
     with_dense = arguments.dense or not quick
     dense = {} if not with_dense else {(name, count): dense_figures(name, count) for name in SHAPES for count in counts}
