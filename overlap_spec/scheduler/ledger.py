@@ -63,6 +63,7 @@ class Ledger:
         self._roofline = limits.roofline
         self._failed: list[Refused] = []
         self._drafts = limits.width > 1  # whether the last decode step to settle has asked for guesses, or prefill
+        self._joined_s = 0.0  # what the decode step took that the next prefill step is joined with
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
@@ -72,9 +73,11 @@ class Ledger:
         self._counters.timed(result, self._had_work, self._floor(step))
         deltas = TokenDeltas([], [], [], [], result.step_id)
         if step.plan.phase is Phase.DECODE:
+            self._joined_s = result.gpu_time if step.plan.joined else 0.0
             self._settle_decode(step, result, deltas)
         else:
-            self._chunks.observe(step.expected_s, result.gpu_time)
+            self._chunks.observe(step.expected_s, self._joined_s + result.gpu_time)
+            self._joined_s = 0.0
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
         return deltas if deltas.uids or deltas.prompt_log_probs else None
@@ -107,8 +110,8 @@ class Ledger:
         return TokenDeltas([uid], [[]], [request.finish], [request.verify_steps], cached_tokens=_cached([request]))
 
     def _floor(self, step: Step) -> float | None:
-        """Seconds that a decode step takes at least."""
-        if step.plan.phase is Phase.PREFILL:
+        """Seconds that a decode step takes at least; None where chunks are in it."""
+        if step.plan.phase is Phase.PREFILL or step.plan.joined:
             return None
         context = sum(map(len, map(TOKENS, step.requests)))
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)

@@ -52,14 +52,19 @@ RUNS = {
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
     """In place of a GPU of 4 multiprocessors, or of one cluster."""
-    packed._kernel.cache_clear()
+    clear_caches()
     cuda_emulator.install(monkeypatch, packed)
     yield cuda_emulator
+    clear_caches()
+
+
+def clear_caches() -> None:
     packed._kernel.cache_clear()
+    packed.machine_code.cache_clear()
 
 
 def cut_of(run: Run, packing: Packing) -> PackedStream:
-    cut = PackedStream(2, run.tiles, 8 if run.case.rows <= 8 else 16, run.cluster, run.warps)
+    cut = PackedStream(2, run.tiles, packed.padded(run.case.rows), run.cluster, run.warps)
     fits = packed.with_stages(cut, run.gated, packing)
     assert fits is not None
     return cut._replace(stages=min(run.stages, fits.stages))
@@ -141,6 +146,16 @@ def test_the_division_of_an_8b_model() -> None:
     assert chosen(16, 4096, 14336, FP8) == PackedStream(5, 2, 16, cluster=4)
     assert chosen(8, 6144, 4096, INT4) == PackedStream(6, 4, 8)
     assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(4, 4, 16)
+
+
+def test_room_for_the_next_kernel_beside_this_one() -> None:
+    """Half of a multiprocessor's registers and shared memory."""
+    beside = PackedStream(tiles=4, warps=8, room=2)
+    assert packed.fitted(beside, 4096, False, INT4.packing) == beside._replace(stages=6)
+    assert packed.fitted(beside, 14336, False, INT4.packing) == beside._replace(stages=5, cluster=4)
+    assert packed.fitted(beside._replace(rows=16), 4096, False, INT4.packing) == beside._replace(
+        stages=5, rows=16, cluster=2
+    )
 
 
 @pytest.mark.usefixtures("hopper")

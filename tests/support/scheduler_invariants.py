@@ -81,7 +81,7 @@ def check_order(scheduler: Scheduler) -> None:
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
     """The counts of requests are those of the steps in flight."""
-    assert len(scheduler.inflight) <= scheduler.limits.depth
+    assert scheduler.num_in_flight <= scheduler.limits.depth
     steps: Counter[int] = Counter()
     least: Counter[int] = Counter()
     most: Counter[int] = Counter()

@@ -32,6 +32,7 @@
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
+//     ROOM        programs of a multiprocessor
 //     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
 
 #include "fragments.cuh"
@@ -217,7 +218,7 @@ __device__ __forceinline__ void multiply_items(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(CLUSTER, 1, 1)
     packed_stream(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Common common;
